@@ -1,0 +1,277 @@
+"""What a function closes over, kept as it was when it was called.
+
+A rerun comes later: by then a loop variable has moved on, and `torch.func.functional_call` has given a module its
+own parameters back. For the rerun the function is put together again as it was, and modules get the tensors that they
+held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat._frozen import Freezer, Frozen, Held, Table, Thawer, cell_contents, parts, written_names
+
+
+@functools.cache
+def _globals_of(code: types.CodeType) -> frozenset[str]:
+    names = set(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names |= _globals_of(const)
+    return frozenset(names)
+
+
+_OPAQUE = (Tensor, type, types.ModuleType, str, bytes, int, float, complex, types.CodeType)
+_GONE: Any = object()
+
+
+class _Space:
+    """A namespace that the function reads, and may assign to, with what it held at the time of the call.
+
+    A rerun starts from what the forward found, and leaves no trace: what the function assigns (statistics, a count)
+    comes about once, and what somebody else has assigned since (`training`, say) is not seen.
+    """
+
+    def __init__(self, names: dict[str, Any], only: frozenset[str] | None = None) -> None:
+        self.names = names
+        self.only = only
+        self.before = self.now()
+
+    def now(self) -> dict[str, Any]:
+        return dict(self.names) if self.only is None else {n: self.names.get(n, _GONE) for n in self.only}
+
+    def freeze(self, position: dict[int, int]) -> None:
+        """Hold tensors by their position, now that the forward is over."""
+        for name in self.now().keys() - self.before.keys():
+            self.before[name] = _GONE
+        for name, value in self.before.items():
+            if isinstance(value, Tensor):
+                self.before[name] = Held(value, position.get(id(value)))
+
+    def assign(self, wanted: dict[str, Any]) -> None:
+        """Make the names mean what they mean in `wanted`."""
+        for name, value in wanted.items():
+            if value is _GONE:
+                self.names.pop(name, None)
+            elif self.names.get(name, _GONE) is not value:
+                self.names[name] = value
+
+
+class _CellSpace(_Space):
+    """The same for a cell that the function assigns to."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self.cell = cell
+        super().__init__({})
+
+    def now(self) -> dict[str, Any]:
+        try:
+            return {"": self.cell.cell_contents}
+        except ValueError:
+            return {"": _GONE}
+
+    def assign(self, wanted: dict[str, Any]) -> None:
+        if wanted.get("", _GONE) is not _GONE:
+            self.cell.cell_contents = wanted[""]
+
+
+def _spaces(roots: Iterable[Any]) -> list[_Space]:
+    """The namespaces of the modules and objects that a function uses, and the globals and cells that it assigns to."""
+    found: dict[int, _Space] = {}
+    seen: set[int] = set()
+    todo = [(root, 4) for root in roots]
+    while todo:
+        obj, depth = todo.pop()
+        if id(obj) in seen or isinstance(obj, _OPAQUE):
+            continue
+        seen.add(id(obj))
+        if isinstance(obj, torch.nn.Module):
+            for module in obj.modules():
+                seen.add(id(module))
+                for names in (vars(module), module._parameters, module._buffers):
+                    if names and id(names) not in found:
+                        found[id(names)] = _Space(names)
+            continue
+        if isinstance(obj, types.FunctionType):
+            globals_ = obj.__globals__
+            assigned = written_names(obj.__code__, "STORE_GLOBAL")
+            if assigned:
+                found[id(obj)] = _Space(globals_, assigned)
+            used = (globals_[n] for n in _globals_of(obj.__code__) if n in globals_)
+            todo += [(o, depth) for o in used if isinstance(o, torch.nn.Module)]
+            if obj.__closure__:
+                cells = written_names(obj.__code__, "STORE_DEREF")
+                for name, cell in zip(obj.__code__.co_freevars, obj.__closure__, strict=True):
+                    if name in cells:
+                        found.setdefault(id(cell), _CellSpace(cell))
+                    with contextlib.suppress(ValueError):  # an empty cell
+                        todo.append((cell.cell_contents, depth - 1))
+            continue
+        if pieces := parts(obj):
+            todo += [(p, depth) for p in pieces]
+        elif depth <= 0:
+            continue
+        elif isinstance(obj, (list, tuple, dict)):
+            if len(obj) <= 1000:
+                todo += [(o, depth - 1) for o in (obj.values() if isinstance(obj, dict) else obj)]
+        else:
+            attributes = getattr(obj, "__dict__", None)
+            if isinstance(attributes, dict) and id(attributes) not in found:
+                found[id(attributes)] = _Space(attributes)
+                todo += [(o, depth - 1) for o in attributes.values()]
+    return list(found.values())
+
+
+_Slot = tuple[Any, Any, Held | Frozen]  # a dict or list, a key of it, and what holds operands there
+
+
+def _holds(value: Any, position: dict[int, int]) -> bool:
+    """Whether `value` is an operand, or a tuple with some."""
+    return id(value) in position or (isinstance(value, tuple) and any(_holds(x, position) for x in value))
+
+
+def _slots(roots: Iterable[Any], position: dict[int, int], freeze: Freezer) -> Iterator[_Slot]:
+    """Wherever operands are held that can be reached from `roots`: attributes, dicts, lists, globals. This is bounded.
+
+    **Arguments:**
+
+    - `roots`: the function and its arguments.
+    - `position`: the operands looked for, by identity.
+    - `freeze`: what to hold them by.
+    """
+    seen: set[int] = set()
+    todo = [(root, 6) for root in roots]
+    while todo and len(seen) < 20_000:
+        obj, depth = todo.pop()
+        if id(obj) in seen or isinstance(obj, _OPAQUE):
+            continue
+        seen.add(id(obj))
+        nearby: list[Any] = list(parts(obj))
+        if isinstance(obj, types.FunctionType):
+            nearby += obj.__defaults__ or ()
+            nearby += (obj.__kwdefaults__ or {}).values()
+            for cell in obj.__closure__ or ():
+                with contextlib.suppress(ValueError):  # an empty cell
+                    nearby.append(cell.cell_contents)
+            for name in _globals_of(obj.__code__) & obj.__globals__.keys():
+                value = obj.__globals__[name]
+                nearby.append(value)
+                if _holds(value, position):
+                    yield obj.__globals__, name, freeze(value)
+        elif isinstance(obj, (dict, list)):
+            for key, value in list(obj.items() if isinstance(obj, dict) else enumerate(obj)):
+                nearby.append(value)
+                if _holds(value, position):
+                    yield obj, key, freeze(value)
+        elif isinstance(obj, (tuple, set, frozenset)):
+            nearby += obj
+        else:
+            nearby.append(getattr(obj, "__dict__", None))
+        if depth:
+            todo += [(o, depth - 1) for o in nearby]
+
+
+class Closure:
+    """A function and its static arguments, together with what they close over at the time of a call."""
+
+    def __init__(self, fun: Callable[..., Any], statics: Iterable[Any]) -> None:
+        self._live: Any = [fun, *statics]  # until it is frozen
+        self._contents = cell_contents(self._live)
+        self._spaces = _spaces(self._live)
+        self._slots: list[_Slot] = []
+        self._replaced: set[int] = set()
+        self._originals: list[weakref.ref[Tensor]] = []
+        self._frozen: list[Any] = []
+        self._table = Table()
+
+    def call(self, /, *args: Any, **kwargs: Any) -> Any:
+        """The user's own call."""
+        return self._live[0](*args, **kwargs)
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors directly in cells."""
+        return [content for _, content in self._contents.values() if isinstance(content, Tensor)]
+
+    def assigned(self) -> list[Tensor]:
+        """The tensors that the function has replaced, in names of its own, by others."""
+        found = []
+        for space in self._spaces:
+            now = space.now()
+            found += [t for n, t in space.before.items() if isinstance(t, Tensor) and now.get(n, _GONE) is not t]
+        return found
+
+    def freeze(self, originals: Sequence[Tensor], captured: int, in_rerun: bool) -> None:
+        """Hold tensors by their position in `originals` alone, and functions as they were.
+
+        **Arguments:**
+
+        - `originals`: the operands of the call.
+        - `captured`: the position from which on they are captured tensors, not arguments.
+        - `in_rerun`: whether the call is part of the rerun of another.
+        """
+        position = {id(t): i for i, t in enumerate(originals)}
+        self._originals = [weakref.ref(t) for t in originals]
+        # A transform inside of the function wraps what it is given, out of sight: it must find the operand itself, for
+        # a wrapper of the forward's stack means nothing on the rerun's.
+        # In an outer rerun, what the function found is an operand of that rerun: gone from there afterwards.
+        self._replaced = {i for i, t in enumerate(originals) if in_rerun or internals.is_wrapper(t)}
+        freezer = Freezer(self._contents, position)
+        wanted = {id(originals[i]): i for i in self._replaced if i >= captured}
+        if wanted:
+            self._slots = list(_slots(self._live, wanted, freezer))
+        self._frozen = [freezer(x) for x in self._live]
+        self._table = freezer.table
+        self._live, self._contents = [], {}
+        for space in self._spaces:
+            space.freeze(position)
+
+    def replace(self, positions: Iterable[int]) -> None:
+        """From now on put the operands at `positions` wherever their originals are held."""
+        self._replaced |= set(positions)
+        originals = [ref() for ref in self._originals]
+        wanted = {id(originals[i]): i for i in positions}
+        thaw = self.thawer(originals)
+        self._slots = list(_slots([thaw(x) for x in self._frozen], wanted, Freezer({}, wanted)))
+        thaw.empty()
+
+    def thawer(self, operands: Sequence[Any]) -> Thawer:
+        """What puts functions together again for one rerun."""
+        return Thawer(self._table, operands)
+
+    @contextlib.contextmanager
+    def restored(self, operands: Sequence[Tensor], thaw: Thawer) -> Iterator[list[Any]]:
+        """The function and its static arguments as they were, reading `operands`. What they assign is taken back."""
+        spaces = [(space, space.now()) for space in self._spaces]
+        slots = []
+        try:
+            for space, now in spaces:
+                space.assign({n: self._value(v, now.get(n, _GONE), operands) for n, v in space.before.items()})
+            for container, key, held in self._slots:
+                value = thaw(held)
+                slots.append((container, key, container[key], value))
+                container[key] = value
+            yield [thaw(x) for x in self._frozen]
+        finally:
+            for container, key, before, value in slots:
+                if (container.get(key) if isinstance(container, dict) else container[key]) is value:
+                    container[key] = before
+            for space, now in spaces:
+                space.assign({n: now.get(n, _GONE) for n in space.before})
+
+    def _value(self, before: Any, now: Any, operands: Sequence[Tensor]) -> Any:
+        """What a name has to mean in the rerun."""
+        if not isinstance(before, Held):
+            return before
+        if now is before.original() and before.position not in self._replaced:
+            return now
+        operand = before.operand(operands)
+        return _GONE if operand is None else operand

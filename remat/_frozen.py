@@ -1,0 +1,221 @@
+"""Functions as they were: their cells, defaults and parts, without the functions themselves.
+
+A call that is remembered must not hold the function: its cells go on to hold other things, the result of the call for
+one, and that would be a cycle. `Freezer` takes a function apart, `Thawer` puts it together with operands in the place
+of tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import types
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@functools.cache
+def written_names(code: types.CodeType, opcode: str) -> frozenset[str]:
+    """The names that the code, or a function defined in it, assigns to: of cells (STORE_DEREF) or STORE_GLOBAL."""
+    names = {str(i.argval) for i in dis.get_instructions(code) if i.opname == opcode}
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            inner = written_names(const, opcode)
+            names |= inner & set(const.co_freevars) if opcode == "STORE_DEREF" else inner
+    return frozenset(names)
+
+
+def parts(obj: Any) -> tuple[Any, ...]:
+    """The objects that a callable is put together from."""
+    if isinstance(obj, types.MethodType):
+        return (obj.__func__, obj.__self__)
+    if isinstance(obj, functools.partial):
+        return (obj.func, *obj.args, *obj.keywords.values())
+    if hasattr(type(obj), "__remat_maker__"):
+        return (obj.__wrapped__,)
+    return ()
+
+
+def _is_opaque(function: types.FunctionType) -> bool:
+    """A function that torch.compile has made belongs to the compiler."""
+    return hasattr(function, "_torchdynamo_orig_callable")
+
+
+def cell_contents(roots: Iterable[Any]) -> dict[int, tuple[types.CellType, Any]]:
+    """By identity, the cells that the roots and the callables in them read but do not write, with their contents."""
+    found: dict[int, tuple[types.CellType, Any]] = {}
+    todo = list(roots)
+    while todo:
+        obj = todo.pop()
+        if isinstance(obj, types.FunctionType):
+            if not obj.__closure__ or _is_opaque(obj):
+                continue
+            written = written_names(obj.__code__, "STORE_DEREF")
+            for name, cell in zip(obj.__code__.co_freevars, obj.__closure__, strict=True):
+                if id(cell) not in found and name not in written:
+                    with contextlib.suppress(ValueError):  # an empty cell
+                        found[id(cell)] = cell, cell.cell_contents
+                        todo.append(cell.cell_contents)
+        elif isinstance(obj, tuple):
+            todo += obj
+        else:
+            todo += parts(obj)
+    return found
+
+
+class Frozen:
+    """What a `Freezer` makes of something that has to be put together again."""
+
+
+class Held(Frozen):
+    """A tensor: the operand at `position`, or no operand (None)."""
+
+    def __init__(self, tensor: Tensor, position: int | None) -> None:
+        self.original = weakref.ref(tensor)
+        self.position = position
+
+    def operand(self, operands: Sequence[Any]) -> Tensor | None:
+        """The operand, or the tensor itself, if it still lives."""
+        return self.original() if self.position is None else operands[self.position]
+
+
+@dataclass
+class _Made(Frozen):
+    """The result of `maker(*args, **kwargs)`: a tuple, a partial, a method, a remat'd function."""
+
+    maker: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class _Function:
+    """A function, taken apart."""
+
+    code: types.CodeType
+    globals: dict[str, Any]
+    name: str
+    defaults: Any
+    kwdefaults: dict[str, Any]
+    attributes: dict[str, Any]
+    cells: list[Any]  # keys of contents, or cells that are shared with the function
+
+
+@dataclass
+class _Reference(Frozen):
+    """A function, by its key: functions may refer to each other, and what is frozen has no cycles."""
+
+    key: int
+
+
+@dataclass
+class Table:
+    """The functions, and the contents of their cells, that frozen things refer to."""
+
+    functions: dict[int, _Function] = field(default_factory=dict)
+    contents: dict[int, Any] = field(default_factory=dict)
+
+
+class Freezer:
+    """Takes things apart: `freeze(obj)` is `obj` where there is nothing to it."""
+
+    def __init__(self, contents: dict[int, tuple[types.CellType, Any]], position: dict[int, int]) -> None:
+        self._before = contents
+        self._position = position
+        self._begun: set[int] = set()
+        self.table = Table()
+
+    def __call__(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor):
+            return Held(obj, self._position.get(id(obj)))
+        if isinstance(obj, types.FunctionType):
+            return obj if _is_opaque(obj) else self._function(obj)
+        if isinstance(obj, tuple):
+            items = [self(x) for x in obj]
+            maker = type(obj) if hasattr(obj, "_fields") else _tuple
+            return _Made(maker, items, {}) if any(isinstance(x, Frozen) for x in items) else obj
+        if isinstance(obj, types.MethodType):
+            function = self(obj.__func__)
+            return _Made(types.MethodType, [function, obj.__self__], {}) if isinstance(function, Frozen) else obj
+        if isinstance(obj, functools.partial):
+            args = [self(x) for x in (obj.func, *obj.args)]
+            kwargs = {k: self(v) for k, v in obj.keywords.items()}
+            anything = any(isinstance(x, Frozen) for x in (*args, *kwargs.values()))
+            return _Made(functools.partial, args, kwargs) if anything else obj
+        if hasattr(type(obj), "__remat_maker__"):
+            function = self(obj.__wrapped__)
+            return _Made(obj.__remat_maker__(), [function], {}) if isinstance(function, Frozen) else obj
+        return obj
+
+    def _function(self, old: types.FunctionType) -> Any:
+        key = id(old)
+        if key in self._begun:
+            return _Reference(key)
+        defaults = self(old.__defaults__)
+        kwdefaults = {k: self(v) for k, v in (old.__kwdefaults__ or {}).items()}
+        if not old.__closure__ and not any(isinstance(x, Frozen) for x in (defaults, *kwdefaults.values())):
+            return old
+        self._begun.add(key)
+        cells: list[Any] = []
+        for cell in old.__closure__ or ():
+            if id(cell) not in self._before:
+                cells.append(cell)
+                continue
+            cells.append(id(cell))
+            if id(cell) not in self.table.contents:
+                self.table.contents[id(cell)] = None
+                self.table.contents[id(cell)] = self(self._before[id(cell)][1])
+        self.table.functions[key] = _Function(
+            old.__code__, old.__globals__, old.__name__, defaults, kwdefaults, dict(vars(old)), cells
+        )
+        return _Reference(key)
+
+
+def _tuple(*items: Any) -> tuple[Any, ...]:
+    return items
+
+
+class Thawer:
+    """Puts things together again, each function once."""
+
+    def __init__(self, table: Table, operands: Sequence[Any]) -> None:
+        self._table = table
+        self._operands = operands
+        self._cells: dict[int, types.CellType] = {}
+        self._functions: dict[int, types.FunctionType] = {}
+
+    def __call__(self, frozen: Any) -> Any:
+        if isinstance(frozen, Held):
+            return frozen.operand(self._operands)
+        if isinstance(frozen, _Reference):
+            return self._functions.get(frozen.key) or self._function(frozen.key)
+        if isinstance(frozen, _Made):
+            kwargs = {k: self(v) for k, v in frozen.kwargs.items()}
+            return frozen.maker(*map(self, frozen.args), **kwargs)
+        return frozen
+
+    def _function(self, key: int) -> types.FunctionType:
+        old = self._table.functions[key]
+        fresh = [c for c in old.cells if isinstance(c, int) and c not in self._cells]
+        self._cells.update((c, types.CellType()) for c in fresh)
+        cells = tuple(self._cells[c] if isinstance(c, int) else c for c in old.cells)
+        new = types.FunctionType(old.code, old.globals, old.name, self(old.defaults), cells or None)
+        new.__kwdefaults__ = {k: self(v) for k, v in old.kwdefaults.items()} or None
+        new.__dict__.update(old.attributes)
+        self._functions[key] = new
+        for c in fresh:
+            self._cells[c].cell_contents = self(self._table.contents[c])
+        return new
+
+    def empty(self) -> None:
+        """Empty the new cells: a function that refers to itself is a cycle, and this breaks it."""
+        for cell in self._cells.values():
+            with contextlib.suppress(ValueError):  # it is empty already
+                del cell.cell_contents
+        self._cells.clear()
+        self._functions.clear()

@@ -1,0 +1,96 @@
+"""Plain autograd for a rerun, also through captured tensors that no torch function was seen to read.
+
+At the base, `autograd.Function.apply` and functions of C++ extensions take a tensor out of sight, so the rerun's
+graph reaches the tensor itself in the place of the operand that stands for it. The graph shows such edges: they
+lead out of the rerun. Then the function runs once more, with the operands in the places that hold the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from remat import _torch_internals as internals
+from remat._errors import RematError
+from remat._replay import Call
+
+
+def _foreign_edges(outputs: Sequence[Tensor], inputs: Sequence[Tensor], since: int) -> list[tuple[Any, int]]:
+    """The ends (node, its input) of the edges that lead from the graph of the rerun to what was there before."""
+    own = {id(t) for t in inputs}
+    seen: set[Any] = {t.grad_fn for t in inputs if t.grad_fn is not None}
+    todo = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    found = []
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for following, number in node.next_functions:
+            if following is None or following in seen:
+                continue
+            variable = getattr(following, "variable", None)
+            if variable is None and internals.sequence_number(following) >= since:
+                todo.append(following)
+            elif variable is None or id(variable) not in own:
+                found.append((following, number))
+    return found
+
+
+def graph_alone(
+    call: Call, values: list[Tensor], cotangents: Iterable[tuple[int, Tensor]]
+) -> tuple[list[GradientEdge | None], list[Tensor]]:
+    """The graph of a rerun's results (None where there is none), and the cotangents of the others.
+
+    `values` is emptied: they are not needed again.
+    """
+    pairs = [(get_gradient_edge(values[o]) if values[o].requires_grad else None, c) for o, c in cotangents]
+    values.clear()
+    call.settle()
+    return [e for e, _ in pairs], [c for e, c in pairs if e is not None]
+
+
+def rerun_without_leaks(call: Call, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """`run(*inputs)`, a rerun of `call`, with a graph that ends at the inputs."""
+    for ref in call.originals:
+        original = ref()
+        if original is not None:
+            _ = original.grad_fn  # makes the node of a view whose base was changed in place: before `since`
+    since = internals.next_sequence_number()
+    values = run(*inputs)
+    leaked = _leaked(call, values, inputs, since)
+    if leaked:
+        call.replace(leaked)
+        since = internals.next_sequence_number()
+        values = run(*inputs)
+        if _leaked(call, values, inputs, since):
+            raise RematError(_OUT_OF_SIGHT.format(call.name, "a tensor"))
+    return values
+
+
+_OUT_OF_SIGHT = (
+    "remat: the result of {} depends on {} that the function takes from outside and hands straight to an "
+    "autograd.Function or an extension, where no torch function is seen to read it. Pass it as an argument."
+)
+
+
+def _leaked(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor], since: int) -> set[int]:
+    """The operands whose originals the rerun's graph reaches."""
+    found = set()
+    for node, number in _foreign_edges(outputs, inputs, since):
+        variable = getattr(node, "variable", None)
+        for position, ref in enumerate(call.originals):
+            original = ref()
+            if original is None or not original.requires_grad:
+                continue
+            if original is variable or (original.grad_fn is node and original.output_nr == number):
+                found.add(position)
+                break
+        else:
+            if variable is None:
+                raise RematError(_OUT_OF_SIGHT.format(call.name, f"a result of {node.name()}"))
+            call.suspect(variable)
+    return found

@@ -1,0 +1,69 @@
+"""Names for values, by which policies know them."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat import _tree
+
+T = TypeVar("T")
+
+_current: ContextVar[str | None] = ContextVar("remat_name", default=None)
+
+
+def current_name() -> str | None:
+    """The name that is being given, while the op runs that a policy knows it by; else None."""
+    return _current.get()
+
+
+def checkpoint_name(x: T, name: str, /) -> T:
+    """Name a value, so that a policy can say whether it is kept.
+
+    Names do nothing by themselves. `remat(fun, policy=save_only_these_names("attn"))` keeps the values with
+    that name, and any number of values can have it. A value is what the function goes on with: `x =
+    checkpoint_name(x, "attn")`.
+
+    It works under every transform of `torch.func`, in modules and in the forward of an `autograd.Function`,
+    and under torch's own selective checkpointing. Tensors are not copied: what is returned is an alias of
+    what was given, or, where nothing could see the name, the same tensor.
+
+    **Arguments:**
+
+    - `x`: a tensor, or a pytree of tensors, which all get the name. Leaves of other types stay as they are.
+    - `name`: the name.
+
+    **Returns:** `x` with the same values.
+
+    **Raises:** `TypeError` where `name` is not a string.
+
+    **Source:** `jax.ad_checkpoint.checkpoint_name`.
+
+    **Example:**
+
+    >>> import torch
+    >>> from torch.func import grad
+    >>> from remat import checkpoint_name, policies, remat
+    >>> def f(x):
+    ...     y = checkpoint_name(torch.sin(x), "y")
+    ...     return torch.cos(y).sum()
+    >>> grad(remat(f, policy=policies.save_only_these_names("y")))(torch.zeros(2))
+    tensor([-0., -0.])
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"checkpoint_name: name must be a string; got {type(name).__name__} {name!r}.")
+    if not (internals.dispatch_modes_active() or internals.function_modes()):
+        return x
+    leaves, spec = _tree.flatten(x)
+    token = _current.set(name)
+    try:
+        # The op is the same in the forward and in the rerun, whether or not a policy looks on: a rerun is
+        # compared with its forward call by call.
+        leaves = [torch.ops.aten.alias.default(t) if isinstance(t, Tensor) else t for t in leaves]
+    finally:
+        _current.reset(token)
+    return _tree.unflatten(spec, leaves)

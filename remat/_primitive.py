@@ -1,0 +1,453 @@
+"""The primitive: give values that are already there the derivative of a function that is run again.
+
+`attach(fn, values, operands)` takes `values == fn(*operands)` as they were computed on the current stack of
+transforms, takes away the graph that computing them has built, and attaches a node that saves the operands alone.
+Its backward is `run(vjp(fn), operands + cotangents)`: the derivative of a remat'd function is a remat'd function, so
+every order and every nest comes out of one rule per kind of level:
+
+| level on top | rule |
+|---|---|
+| none | detach the values; a node saves the operands |
+| grad | unwrap, attach one level down, wrap; a node of this level saves the wrapped operands |
+| vmap | unwrap, attach `vmap(fn)` one level down, wrap |
+| jvp | unwrap, attach one level down, wrap |
+| functionalize | unwrap, attach one level down, wrap |
+| (a value that carries a tangent) | attach `jvp(fn)` to values and tangents, make duals |
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from remat import _torch_internals as internals
+from remat._errors import RematError
+from remat._leaks import graph_alone, rerun_without_leaks
+from remat._replay import Call
+from remat._run import paused_runs
+
+Values = list[Tensor]
+Fn = Callable[..., list[Any]]
+
+
+# Derived functions. Each takes and returns flat lists of tensors, and runs on whatever stack it is called on.
+
+
+class Derived:
+    """A function derived from a call by transforms."""
+
+    def __init__(self, call: Call, run: Fn, is_vjp: bool = False) -> None:
+        self.call = call
+        self.run = run
+        self.is_vjp = is_vjp
+
+    def __call__(self, *operands: Tensor) -> list[Any]:
+        return self.run(*operands)
+
+
+_Batch = tuple[int, Sequence[int | None]]  # the size, and the batch dimension of each cotangent
+
+
+def _vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[_Batch]) -> Derived:
+    """(operands, cotangents of `outs`) -> gradients of the operands at `wrt`, None where there is no path.
+
+    The cotangents may be batched (several times, outermost first); the gradients then are, at dimension 0.
+    """
+
+    def pullback(*args: Tensor) -> list[Any]:
+        operands, cotangents = args[:n], args[n:]
+        record = torch.is_grad_enabled()
+        at_base = _at_base(fn.call, operands, cotangents, wrt)
+        if at_base:
+            # Faster than a level of functorch, and open to autograd Functions that don't know functorch.
+            record = record and any(t.requires_grad for t in args)
+            with internals.no_transforms(), torch.enable_grad():
+                inputs = _leaves(operands, wrt, record)
+                values = rerun_without_leaks(fn.call, fn, inputs)
+                edges, given = graph_alone(fn.call, values, zip(outs, cotangents, strict=True))
+        else:
+            with internals.grad_level() as lift:
+                inputs = [lift(t, i in wrt) for i, t in enumerate(operands)]
+                edges, given = graph_alone(fn.call, fn(*inputs), zip(outs, cotangents, strict=True))
+        if not given:
+            return [None] * len(wrt)
+        dims = [[d for d, e in zip(ds, edges, strict=True) if e is not None] for _, ds in batches]
+        sized = [(size, ds) for (size, _), ds in zip(batches, dims, strict=True)]
+        leaves = [inputs[i] for i in wrt]
+        # At the base the graph of a recorded backward goes through the one that it ran over.
+        keep = record and at_base
+        return _engine([e for e in edges if e is not None], leaves, given, sized, record, keep)
+
+    return Derived(fn.call, pullback, is_vjp=True)
+
+
+def _at_base(call: Call, operands: Sequence[Tensor], cotangents: Sequence[Tensor], wrt: Sequence[int]) -> bool:
+    """Whether to rerun without functorch. Under it some ops come apart in other ways, random ones too."""
+    if call.needs_level or any(internals.is_wrapper(t) for t in operands):
+        return False
+    if call.random is not None:
+        return True
+    if any(internals.is_wrapper(t) for t in cotangents):
+        return False
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*operands, *cotangents))
+    # A leaf of the rerun's own would make results require grad that do not.
+    return not recorded or all(operands[i].requires_grad for i in wrt)
+
+
+def _leaves(operands: Sequence[Tensor], wrt: Sequence[int], record: bool) -> list[Tensor]:
+    """The operands as inputs of a rerun: leaves of its graph, or connected to their own when that is recorded."""
+    inputs = list(operands) if record else [_detached(t) for t in operands]
+    for i in wrt:
+        inputs[i] = inputs[i].view_as(inputs[i]) if inputs[i].requires_grad else _detached(inputs[i], leaf=True)
+    return inputs
+
+
+def _engine(
+    edges: Sequence[Any],
+    inputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    batches: Sequence[_Batch],
+    record: bool,
+    keep: bool,
+) -> list[Any]:
+    """Run the backward pass, under a `vmap` for each batch of cotangents."""
+    if not batches:
+        return list(
+            torch.autograd.grad(edges, inputs, cotangents, retain_graph=keep, create_graph=record, allow_unused=True)
+        )
+    (size, dims), *inner = batches
+    with internals.vmap_level(size, "same") as level:
+        wrapped = [
+            c if d is None else internals.wrap_batched(c, d, level) for c, d in zip(cotangents, dims, strict=True)
+        ]
+        grads = _engine(edges, inputs, wrapped, inner, record, keep)
+        pairs = [None if g is None else internals.unwrap_batched(g, level) for g in grads]
+    return [None if p is None else _at_front(*p, size) for p in pairs]
+
+
+def _detached(tensor: Tensor, leaf: bool = False) -> Tensor:
+    """`tensor` without its graph, but (unlike with `detach` alone) with its tangent."""
+    if not internals.forward_ad_active():
+        return tensor.detach().requires_grad_(leaf)
+    primal, tangent = forward_ad.unpack_dual(tensor)
+    primal = primal.detach().requires_grad_(leaf)
+    return primal if tangent is None else forward_ad.make_dual(primal, tangent.detach())
+
+
+def _jvp(fn: Derived, moving: Sequence[int], outs: Sequence[int]) -> Derived:
+    """(operands, tangents of those at `moving`) -> (results, tangents of those at `outs`)."""
+
+    def pushforward(*args: Tensor) -> list[Any]:
+        n = len(args) - len(moving)
+        inputs = list(args[:n])
+        with internals.jvp_level() as level:
+            for i, tangent in zip(moving, args[n:], strict=True):
+                inputs[i] = _make_dual(inputs[i], tangent)
+            pairs = [forward_ad.unpack_dual(v) for v in fn(*inputs)]
+            primals = [internals.unwrap_grad(p, level) for p, _ in pairs]
+            tangents = [pairs[o].tangent for o in outs]
+            return primals + [
+                torch.zeros_like(primals[o]) if t is None else internals.unwrap_grad(t, level)
+                for o, t in zip(outs, tangents, strict=True)
+            ]
+
+    return Derived(fn.call, pushforward, fn.is_vjp)
+
+
+def _vmap(fn: Derived, in_dims: Sequence[int | None], batched: Sequence[bool], size: int, randomness: str) -> Derived:
+    """`fn` over a batch; results at dimension 0 where `batched`."""
+
+    def mapped(*operands: Tensor) -> list[Any]:
+        with internals.vmap_level(size, randomness) as level:
+            inputs = [
+                t if d is None else internals.wrap_batched(t, d, level) for t, d in zip(operands, in_dims, strict=True)
+            ]
+            pairs = [internals.unwrap_batched(v, level) for v in fn(*inputs)]
+        return [_at_front(v, d, size) if b else v for (v, d), b in zip(pairs, batched, strict=True)]
+
+    return Derived(fn.call, mapped, fn.is_vjp)
+
+
+def _functionalize(fn: Derived, reapply_views: bool) -> Derived:
+    """`fn` without its mutations."""
+
+    def functional(*operands: Tensor) -> list[Any]:
+        with internals.functionalize_level(reapply_views) as level:
+            values = fn(*(internals.wrap_functional(t, level) for t in operands))
+            return [internals.unwrap_functional(v, reapply_views) for v in values]
+
+    return Derived(fn.call, functional, fn.is_vjp)
+
+
+def _at_front(value: Tensor, dim: int | None, size: int) -> Tensor:
+    return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
+
+
+def _make_dual(primal: Tensor, tangent: Tensor) -> Tensor:
+    """A dual; memory that several elements share can't carry a tangent, so it is copied first."""
+    if 0 in primal.stride() and primal.numel() > 1:
+        primal = primal.contiguous()
+    return forward_ad.make_dual(primal, tangent)
+
+
+# Nodes.
+
+
+class _Link:
+    """What a node knows besides its saved operands."""
+
+    def __init__(self, fn: Derived, outs: Sequence[int], values: Values, operands: Values) -> None:
+        self.fn = fn
+        self.outs = outs
+        self.shared = internals.sharing_memory(values, operands)
+        self.depth = max(internals.stack_depth() - 1, 0)  # the levels below the one of the node
+        self.thread = threading.get_ident()
+
+
+class _Node(internals.SingleLevelFunction):  # type: ignore[misc]
+    """Values with the derivative of `link.fn`."""
+
+    @staticmethod
+    def forward(ctx: Any, link: _Link, values: Values, *operands: Tensor) -> tuple[Tensor, ...]:
+        ctx.link = link
+        ctx.save_for_backward(*operands)
+        ctx.set_materialize_grads(False)
+        # A view that a custom node returns can't be changed in place: torch raises. Where values share memory with
+        # each other or with an operand, a change of one would have to reach the derivatives of the others.
+        with torch.enable_grad():  # for the levels below: their nodes are attached already
+            return tuple(v.view_as(v) if i in link.shared else v for i, v in enumerate(values))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        link: _Link = ctx.link
+        operands: tuple[Tensor, ...] = ctx.saved_tensors
+        wrt = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
+        given = [i for i, c in enumerate(cotangents) if c is not None]
+        grads: list[Any] = [None] * len(operands)
+        if given and wrt:
+            call = link.fn.call
+            call.last_rerun = not internals.graph_is_retained() and not any(
+                internals.requires_grad_below(t) for t in (*operands, *cotangents) if t is not None
+            )
+            try:
+                with paused_runs():
+                    results = _differentiate(
+                        link, operands, wrt, [link.outs[i] for i in given], [cotangents[i] for i in given], ()
+                    )
+            finally:
+                call.clean()
+            call.finish()
+            if not internals.graph_is_retained():
+                ctx.link = None  # what the function closes over goes with the saved operands
+            for i, grad in zip(wrt, results, strict=True):
+                grads[i] = grad
+        return None, None, *grads
+
+
+def _differentiate(
+    link: _Link,
+    operands: Sequence[Tensor],
+    wrt: Sequence[int],
+    outs: Sequence[int],
+    cotangents: Sequence[Any],
+    batches: Sequence[_Batch],
+) -> list[Any]:
+    """Run the derivative of a node on the stack where it belongs.
+
+    A `vmap` that began after the forward maps over cotangents: the rerun itself runs below it, and draws what the
+    forward drew. For the backward of `torch.func.grad` itself, see NOTE [who asked for this derivative], everything
+    runs one level down, where nothing is recorded at the level that is about to end.
+    """
+
+    def derivative(inputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Any]:
+        return run(_vjp(link.fn, len(operands), wrt, outs, batches), [*inputs, *given])
+
+    legacy = [internals.is_legacy_batched(c) for c in cotangents]
+    if any(legacy):  # `is_grads_batched=True` has a vmap of its own, older than functorch
+        with internals.without_legacy_vmap() as (unwrap, wrap):
+            plain = [unwrap(c) if b else c for c, b in zip(cotangents, legacy, strict=True)]
+            batch = plain[legacy.index(True)].shape[0], [0 if b else None for b in legacy]
+            results = _differentiate(link, operands, wrt, outs, plain, (batch, *batches))
+        return [None if r is None else wrap(r) for r in results]
+    top = internals.top_interpreter()
+    level = -1 if top is None else top.level()
+    if top is not None and top.key() == internals.TransformType.Vmap and level > link.depth:
+        pairs = [internals.unwrap_batched(internals.unwrap_dead(c), level) for c in cotangents]
+        batch = top.batch_size(), [d for _, d in pairs]
+        with top.lower():
+            results = _differentiate(link, operands, wrt, outs, [c for c, _ in pairs], (batch, *batches))
+        return [None if r is None else internals.wrap_batched(r, 0, level) for r in results]
+    ends_with_this = (
+        top is not None
+        and top.key() == internals.TransformType.Grad
+        and internals.level_of(operands[0]) == level
+        and internals.called_by_grad_transform(link.thread)
+    )
+    if top is None or not ends_with_this:
+        return derivative([internals.unwrap_dead(t) for t in operands], [internals.unwrap_dead(c) for c in cotangents])
+    with top.lower():
+        results = derivative(
+            [internals.unwrap_grad(t, level) for t in operands], [internals.unwrap_grad(c, level) for c in cotangents]
+        )
+    return [None if r is None else internals.wrap_grad(r, level) for r in results]
+
+
+def run(fn: Derived, operands: Values) -> list[Any]:
+    """`fn(*operands)`, remat'd."""
+    values = fn(*operands)
+    present = [i for i, v in enumerate(values) if v is not None]
+    if not torch.is_grad_enabled() or not present:
+        return values
+    attached = attach(_pick(fn, present), [values[i] for i in present], operands)
+    for i, value in zip(present, attached, strict=True):
+        values[i] = value
+    return values
+
+
+def _pick(fn: Derived, present: Sequence[int]) -> Derived:
+    def pick(*operands: Tensor) -> list[Any]:
+        values = fn(*operands)
+        return [values[i] for i in present]
+
+    return Derived(fn.call, pick, fn.is_vjp)
+
+
+# The rules.
+
+
+def attach(fn: Derived, values: Values, operands: Values) -> Values:
+    """`values`, with the derivative of `fn` at `operands` in the place of the graph they come with.
+
+    The very same list where nothing differentiates.
+    """
+    top = internals.top_interpreter()
+    key = None if top is None else top.key()
+    if internals.forward_ad_active() and key in _CARRIES_TANGENTS:
+        return _attach_duals(_RULES[key], top, fn, values, operands)
+    return _RULES[key](top, fn, values, operands)
+
+
+def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) -> Values:
+    outs = [i for i, v in enumerate(values) if v.requires_grad]
+    if not outs:
+        return values
+    kept = [values[i] for i in outs]
+    if not _reaches(fn, operands):
+        return _replace(values, outs, [v.detach() for v in kept])
+    with internals.forward_ad_disabled():  # for the node, the tangents of its operands are constants
+        nodes = _Node.apply(_Link(fn, outs, kept, operands), [v.detach() for v in kept], *operands)
+    return _replace(values, outs, nodes)
+
+
+def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
+    level = top.level()
+    below = [internals.unwrap_grad(v, level) for v in values]
+    with top.lower():
+        inner = attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
+    outs = [i for i, (v, b) in enumerate(zip(values, below, strict=True)) if v is not b and v.requires_grad]
+    if inner is below and not outs:
+        return values
+    lifted = [internals.wrap_grad(v, level) for v in inner]
+    lifted_operands = [internals.wrap_grad(t, level) for t in operands]
+    if not outs or not _reaches(fn, lifted_operands):
+        return lifted
+    link = _Link(fn, outs, [values[i] for i in outs], operands)
+    with internals.forward_ad_disabled():
+        nodes = internals.apply_at_level(_Node, link, [lifted[i] for i in outs], *lifted_operands)
+    return _replace(lifted, outs, nodes)
+
+
+def _attach_at_jvp(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
+    level = top.level()
+    below = [internals.unwrap_grad(v, level) for v in values]
+    with top.lower():
+        inner = attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
+    return values if inner is below else [internals.wrap_grad(v, level) for v in inner]
+
+
+def _attach_at_vmap(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
+    level, size = top.level(), top.batch_size()
+    pairs = [internals.unwrap_batched(v, level) for v in values]
+    batched = [d is not None for _, d in pairs]
+    raw = [internals.unwrap_batched(t, level) for t in operands]
+    with top.lower():
+        mapped = _vmap(fn, [d for _, d in raw], batched, size, top.randomness())
+        below = [_at_front(v, d, size) if d is not None else v for v, d in pairs]
+        inner = attach(mapped, below, [t for t, _ in raw])
+    if inner is below:
+        return values
+    return [internals.wrap_batched(v, 0, level) if b else v for v, b in zip(inner, batched, strict=True)]
+
+
+def _attach_at_functionalize(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
+    level, reapply_views = top.level(), top.functionalize_add_back_views()
+    below = [internals.unwrap_functional(v, reapply_views) for v in values]
+    raw = [internals.unwrap_functional(t, reapply_views) for t in operands]
+    with top.lower():
+        inner = attach(_functionalize(fn, reapply_views), below, raw)
+    return values if inner is below else [internals.wrap_functional(v, level) for v in inner]
+
+
+def _attach_duals(rule: Callable[..., Values], top: Any, fn: Derived, values: Values, operands: Values) -> Values:
+    """A rule, for values that may carry tangents at the top of the stack.
+
+    A level of `jvp` differentiates nothing in reverse: primals and tangents go down together, as the results of
+    `jvp(fn)`. Elsewhere the backward of a primal result reads the operands with their tangents, as in plain autograd.
+    """
+    duals = [forward_ad.unpack_dual(v) for v in values]
+    outs = [i for i, (_, tangent) in enumerate(duals) if tangent is not None]
+    if not outs:
+        return rule(top, fn, values, operands)
+    primals, tangents = [p for p, _ in duals], [duals[i].tangent for i in outs]
+    pairs = [forward_ad.unpack_dual(t) for t in operands]
+    moving = [i for i, (_, tangent) in enumerate(pairs) if tangent is not None]
+    inputs = [p for p, _ in pairs] + [pairs[i].tangent for i in moving]
+    pushforward = _jvp(fn, moving, outs)
+    count = len(values)
+    if top is not None and top.key() == internals.TransformType.Jvp:
+        together = primals + tangents
+        attached = rule(top, pushforward, together, inputs)
+        if attached is together:
+            return values
+        new_primals, new_tangents = attached[:count], attached[count:]
+    else:
+        new_tangents = rule(top, _pick(pushforward, range(count, count + len(outs))), tangents, inputs)
+        new_primals = rule(top, fn, primals, operands)
+        if new_primals is primals and new_tangents is tangents:
+            return values
+    made = [_make_dual(new_primals[i], t) for i, t in zip(outs, new_tangents, strict=True)]
+    return _replace(new_primals, outs, made)
+
+
+def _replace(values: Values, outs: Sequence[int], new: Sequence[Tensor]) -> Values:
+    result = list(values)
+    for i, value in zip(outs, new, strict=True):
+        result[i] = value
+    return result
+
+
+def _reaches(fn: Derived, operands: Values) -> bool:
+    """Whether some operand is differentiated at the top of the stack, as a value of `fn` is."""
+    if any(t.requires_grad for t in operands):
+        return True
+    if fn.is_vjp:  # its rerun has leaves of its own
+        return False
+    raise RematError(
+        f"remat: a result of {fn.call.name} requires grad through a tensor that the function takes from outside "
+        "and that no torch function was seen to read, so its gradient can't be found. Pass it as an argument."
+    )
+
+
+_CARRIES_TANGENTS = (None, internals.TransformType.Grad, internals.TransformType.Jvp)
+_RULES: dict[Any, Callable[..., Values]] = {
+    None: _attach_at_base,
+    internals.TransformType.Grad: _attach_at_grad,
+    internals.TransformType.Jvp: _attach_at_jvp,
+    internals.TransformType.Vmap: _attach_at_vmap,
+    internals.TransformType.Functionalize: _attach_at_functionalize,
+}

@@ -1,0 +1,200 @@
+"""The decorator."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, overload
+
+import torch
+from torch import Tensor
+from typing_extensions import ParamSpec
+
+from remat import _torch_internals as internals
+from remat import _tree
+from remat._primitive import Derived, attach
+from remat._replay import Call
+from remat._run import Run, active_runs
+from remat._static import StaticArguments, as_tuple
+from remat.policies import as_policy
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class _Options:
+    policy: Any
+    static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
+    preserve_rng_state: bool
+
+
+class Remat(Generic[P, R]):
+    """A function that runs again on backward: what `remat` returns."""
+
+    __wrapped__: Callable[P, R]
+
+    def __init__(self, fun: Callable[P, R], options: _Options) -> None:
+        functools.update_wrapper(self, fun, updated=("__dict__",) if isinstance(fun, types.FunctionType) else ())
+        self._options = options
+        self._name = _name(fun)
+        self._policy = None if options.policy is None else as_policy(options.policy)
+        self._static = StaticArguments(fun, self._name, options.static_argnums, options.static_argnames)
+
+    def __remat_maker__(self) -> Callable[[Callable[P, R]], Remat[P, R]]:
+        """The same transform, to be applied to another function."""
+        return functools.partial(Remat, options=self._options)
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        fun = self.__wrapped__
+        if not torch.is_grad_enabled():
+            return fun(*args, **kwargs)
+        leaves, spec = _tree.flatten(self._static.boxed(args, kwargs))
+        call = Call(fun, self._name, leaves, spec, self._policy)
+        out, run = call.record(args, kwargs, leaves, self._options.preserve_rng_state)
+        return _with_derivative(out, call, leaves, run)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> Any:
+        # A decorated function is found by its name, as functions are; anything else is wrapped again.
+        found: Any = sys.modules.get(getattr(self, "__module__", None) or "")
+        for part in getattr(self, "__qualname__", "").split("."):
+            found = getattr(found, part, None)
+        return self.__qualname__ if found is self else (Remat, (self.__wrapped__, self._options))
+
+    def __repr__(self) -> str:
+        return f"remat({self.__wrapped__!r})"
+
+
+def _name(fun: Any) -> str:
+    if isinstance(fun, functools.partial):
+        return f"partial({_name(fun.func)})"
+    return getattr(fun, "__qualname__", None) or type(fun).__qualname__
+
+
+def _with_derivative(out: Any, call: Call, leaves: list[Any], run: Run) -> Any:
+    """The result of a run, with the remat'd derivative in the place of the graph it came with."""
+    results, spec = _tree.flatten(out)
+    where: dict[int, list[int]] = {}
+    for i, r in enumerate(results):
+        if isinstance(r, Tensor) and run.computed(r):
+            where.setdefault(id(r), []).append(i)
+    if not where:
+        return out
+    with internals.DisableTorchFunction():
+        differentiated = internals.forward_ad_active() or any(
+            internals.requires_grad_at_any_level(results[places[0]]) for places in where.values()
+        )
+    if not differentiated:
+        return out
+    call.returned = [places[0] for places in where.values()]
+    values = [results[i] for i in call.returned]
+    operands = call.operands(leaves, run, values)
+    outer = active_runs()
+    for other in reversed(outer):
+        operands = [other.resolve(t) for t in operands]
+    with internals.DisableTorchFunction():
+        attached = attach(Derived(call, call), values, operands)
+    if attached is values:
+        return out
+    for value, places in zip(attached, where.values(), strict=True):
+        for other in outer:
+            other.adopt(value)
+        for i in places:
+            results[i] = value
+    return _tree.unflatten(spec, results)
+
+
+@overload
+def remat(
+    fun: Callable[P, R],
+    *,
+    policy: Any = None,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    preserve_rng_state: bool = True,
+) -> Remat[P, R]: ...
+
+
+@overload
+def remat(
+    fun: None = None,
+    *,
+    policy: Any = None,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    preserve_rng_state: bool = True,
+) -> Callable[[Callable[P, R]], Remat[P, R]]: ...
+
+
+def remat(
+    fun: Any = None,
+    *,
+    policy: Any = None,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    preserve_rng_state: bool = True,
+) -> Any:
+    """Run a function again on backward instead of storing its activations.
+
+    `remat(fun)` computes what `fun` computes, and so do its derivatives of every order, under every transform of
+    `torch.func` and under plain autograd. Between forward and backward it keeps the tensors that `fun` was given and
+    those it read from outside (closures, modules, globals), and nothing that it computed. The first derivative costs
+    one more run of `fun`.
+
+    `fun` must do the same each time it is called with the same tensors; draws from torch's generators are repeated.
+    What it closes over counts as it was when it was called.
+
+    **Arguments:**
+
+    - `fun`: a function, method, lambda, `functools.partial`, callable object or `nn.Module`. Without it, the decorator
+        with these options is returned.
+    - `policy`: which results of ops are kept instead of computed again; None keeps nothing.
+    - `static_argnums`: positions of arguments that are kept whole: their tensors are not looked for as leaves.
+    - `static_argnames`: the same by name.
+    - `preserve_rng_state`: repeat the random draws of the forward in the rerun. False saves the cost of
+        looking after the generators, for functions that draw nothing.
+
+    **Returns:** a callable with the name, documentation and signature of `fun`.
+
+    **Raises:** at the call, `RematError` where `fun` changes an input in place or takes a gradient out of
+    sight; on backward, `CheckpointError` where the rerun differs from the forward run.
+
+    **Source:** `jax.checkpoint`; Chen et al., *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174.
+
+    **Example:**
+
+    >>> import torch
+    >>> from torch.func import grad, vmap
+    >>> from remat import remat
+    >>> @remat
+    ... def block(w, x):
+    ...     return torch.tanh(x @ w)
+    >>> def loss(w, x):
+    ...     return block(w, block(w, x)).sum()
+    >>> w, xs = torch.eye(3), torch.ones(5, 3)
+    >>> vmap(grad(loss), in_dims=(None, 0))(w, xs).shape
+    torch.Size([5, 3, 3])
+    """
+    if isinstance(fun, (staticmethod, classmethod)):
+        kind, fun = type(fun), fun.__func__
+    else:
+        kind = None
+    if fun is not None and not callable(fun):
+        raise TypeError(f"remat: fun must be callable; got {type(fun).__name__} {fun!r}.")
+    options = _Options(
+        policy,
+        as_tuple("static_argnums", "ints", static_argnums, int),
+        as_tuple("static_argnames", "names", static_argnames, str),
+        preserve_rng_state,
+    )
+    if fun is None:
+        return functools.partial(remat, **vars(options))
+    wrapped: Any = Remat(fun, options)
+    return kind(wrapped) if kind else wrapped

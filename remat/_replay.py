@@ -1,0 +1,168 @@
+"""A call of a user's function, and its repetition.
+
+The forward is the user's own call; a `Run` notes which tensors from outside it reads. A rerun is the same call again,
+in which an operand stands for each of those tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat import _tree
+from remat._closure import Closure
+from remat._context import Ambient, RandomState, replayed
+from remat._errors import CheckpointError, RematError
+from remat._frozen import Thawer
+from remat._run import CHANGES, PURITY, STRANGER, Run, Signature, version
+from remat._tape import Recorder, Replay, Tape
+
+
+class Call:
+    """One call of a user's function, ready to be repeated: `call(*operands)` gives its results.
+
+    It holds no operand: they belong to the node that saves them. What it knows of them is their identity in the
+    forward, by weak reference, to recognise them wherever the function finds them again.
+    """
+
+    def __init__(
+        self, fun: Callable[..., Any], name: str, leaves: list[Any], spec: _tree.PyTreeSpec, policy: Any = None
+    ) -> None:
+        self.name = name
+        self.ambient = Ambient.current()
+        self.spec = spec
+        self.closure = Closure(fun, [None if isinstance(x, Tensor) else x for x in leaves])
+        self.positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.originals: list[weakref.ref[Tensor]] = []
+        self.returned: list[int] = []
+        self.random: RandomState | None = None
+        self._log: list[Signature] = []
+        self._argument_of: list[int] = []
+        self._live: list[bool] = []
+        self._unread: set[int] = set()
+        self._written: set[int] = set()
+        self._strangers: list[weakref.ref[Tensor]] = []
+        self._thawed: list[Thawer] = []
+        self._policy = policy
+        self._recorder: Recorder | None = None
+        self._tape: Tape | None = None
+        self._replays: list[Replay] = []
+        self.last_rerun = False
+        self._under_transforms = internals.transforms_active()
+
+    def record(self, args: Any, kwargs: Any, leaves: list[Any], preserve_rng_state: bool) -> tuple[Any, Run]:
+        """Run the function as the user wrote it: its result, and what was seen."""
+        with internals.DisableTorchFunction():
+            tensors = [leaves[i] for i in self.positions]
+            run = Run(self.name, tensors)
+            run.versions = {id(t): version(t) for t in tensors}
+            run.in_cells = {id(t) for t in self.closure.tensors()}
+            run.random = RandomState(tensors) if preserve_rng_state else None
+        if self._policy is not None:
+            self._recorder = Recorder(self._policy.start(), lambda: run.current)
+        with internals.without_saved_tensors_hooks(), run, self._recorder or contextlib.nullcontext():
+            out = self.closure.call(*args, **kwargs)
+        self._log = run.log
+        if run.random is not None:
+            with internals.DisableTorchFunction():
+                self.random = run.random.drawn_since()
+        return out, run
+
+    def operands(self, leaves: list[Any], run: Run, results: Iterable[Tensor]) -> list[Tensor]:
+        """The tensors that the run depended on: arguments, tensors in cells, and what it read from outside."""
+        results = list(results)
+        if self._recorder is not None:
+            with internals.DisableTorchFunction():
+                self._tape = self._recorder.tape(results)
+            self._recorder = None
+        found = {id(t): t for i in self.positions if (t := leaves[i]) is not None}
+        captured = len(found)
+        in_cells = self.closure.tensors()
+        found.update((id(t), t) for t in (*in_cells, *self.closure.assigned()))
+        inside = {id(t) for t in results}
+        for ref in (*run.outside.values(), *run.constants.values()):
+            tensor = ref()
+            if tensor is not None and (id(tensor) in run.given or id(tensor) not in inside):
+                found.setdefault(id(tensor), tensor)
+        unread = {id(t) for t in in_cells if id(t) not in run.outside and id(t) not in run.made}
+        self._unread = {i for i, key in enumerate(found) if key in unread}
+        originals = list(found.values())
+        self._argument_of = [list(found).index(id(leaves[i])) for i in self.positions]
+        self.closure.freeze(originals, captured, run.in_rerun)
+        self.originals = [weakref.ref(t) for t in originals]
+        self._live = [id(t) in run.given for t in originals]
+        operands = []
+        for i, t in enumerate(originals):
+            if version(t) != run.versions.get(id(t), version(t)) or id(t) in run.snapshots:
+                if id(t) not in run.snapshots:
+                    raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
+                self._written.add(i)
+                t = run.snapshots[id(t)]
+            operands.append(t)
+        return operands
+
+    @property
+    def needs_level(self) -> bool:
+        """Whether the ops of a rerun have to be those of the forward one by one, and that ran under a transform."""
+        return self._under_transforms and (self.random is not None or self._tape is not None)
+
+    def replace(self, positions: set[int]) -> None:
+        """In reruns from now on, put the operands at `positions` where the function holds the tensors itself."""
+        self.closure.replace(positions)
+
+    def __call__(self, *operands: Tensor) -> list[Tensor]:
+        inputs = [t.clone() if i in self._written else t for i, t in enumerate(operands)]
+        with self.ambient.restored(), replayed(self.random):
+            return self._rerun(inputs)
+
+    def _rerun(self, operands: list[Tensor]) -> list[Tensor]:
+        run = Run(self.name, [t for t, live in zip(operands, self._live, strict=True) if live], self._log)
+        for i, (ref, operand) in enumerate(zip(self.originals, operands, strict=True)):
+            original = ref()
+            run.swap(operand if original is None else original, operand, live=self._live[i], read=i not in self._unread)
+        replay: Any = contextlib.nullcontext()
+        if self._tape is not None:
+            replay = self._tape.replay(self.name, self.last_rerun)
+            self._replays.append(replay)
+        thaw = self.closure.thawer(operands)
+        self._thawed.append(thaw)
+        with run, replay, self.closure.restored(operands, thaw) as (fun, *leaves):
+            for i, at in zip(self.positions, self._argument_of, strict=True):
+                leaves[i] = operands[at]
+            args, kwargs = _tree.unboxed(*_tree.unflatten(self.spec, leaves))
+            out, _ = _tree.flatten(fun(*args, **kwargs))
+        run.finish()
+        self._strangers += run.outside.values()
+        if len(out) <= max(self.returned, default=-1) or not all(isinstance(out[i], Tensor) for i in self.returned):
+            raise CheckpointError(f"remat: the rerun of {self.name} returned another structure. {PURITY}")
+        return [run.swapped(out[i]) for i in self.returned]
+
+    def suspect(self, tensor: Tensor) -> None:
+        """A rerun depends on a tensor that no torch call was seen to make or read. `finish` tells where it was made."""
+        self._strangers.append(weakref.ref(tensor))
+
+    def settle(self) -> None:
+        """Called when the results of a rerun are gone and only its graph is left."""
+        replays, self._replays = self._replays, []
+        for replay in replays:
+            replay.settle()
+
+    def clean(self) -> None:
+        """Called when the rerun's graph is gone: nothing of the rerun may be left."""
+        self._replays = []
+        thawed, self._thawed = self._thawed, []
+        for thaw in thawed:
+            thaw.empty()
+
+    def finish(self) -> None:
+        """Called when the derivative is there: what the rerun was not expected to read must have been made by it."""
+        strangers, self._strangers = self._strangers, []
+        for ref in strangers:
+            tensor = ref()
+            if tensor is not None:
+                raise CheckpointError(STRANGER.format(self.name, list(tensor.shape), tensor.dtype))

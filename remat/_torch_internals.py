@@ -1,0 +1,404 @@
+"""The only module that touches torch's private names.
+
+Each is behind a name of ours, with the reason for it. Tested with the torch versions in the README's table;
+`tests/test_layering.py` fails if another module of the package imports a private name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import (
+    # Turns torch-function modes off as well as subclasses: our own bookkeeping must not be seen by them.
+    DisableTorchFunction as DisableTorchFunction,
+)
+from torch._C import _functorch as _C
+from torch._C._functorch import (
+    # The kinds of transform that a rule can be written for.
+    TransformType as TransformType,
+)
+from torch._functorch import eager_transforms as _eager
+from torch._functorch import vmap as _vmap
+from torch._functorch.autograd_function import custom_function_call, enable_single_level_autograd_function
+from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad as fwad
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils import (
+    # Importing it makes every pytree node registered with torch known to optree, in the namespace "torch".
+    _cxx_pytree as _cxx_pytree,
+)
+from torch.utils import _pytree as pytree
+
+# The mode behind `with torch.device(...)`.
+from torch.utils._device import DeviceContext
+
+# A mode that sees every aten op below all transforms: documented, but its import path is private.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# An autograd node for one level of functorch's stack; `autograd.Function` refuses to be used there.
+SingleLevelFunction: Any = _SingleLevelFunction
+
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def top_interpreter() -> Any:
+    """The innermost active transform, or None outside of all transforms. `lower()` is the only way to run below it."""
+    top = _C.peek_interpreter_stack()
+    return None if top is None else coerce_cinterpreter(top)
+
+
+stack_depth: Callable[[], int] = _C.get_dynamic_layer_stack_depth
+
+
+def restore_stack(depth: int) -> None:
+    """Pop the levels above `depth` that an exception has left behind."""
+    if _C.get_dynamic_layer_stack_depth() > depth:
+        _C.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
+# Wrappers: a tensor inside a transform wraps the tensor one level down.
+
+is_wrapper: Callable[[Tensor], bool] = _C.is_functorch_wrapped_tensor
+level_of: Callable[[Tensor], int] = _C.maybe_get_level  # -1: no wrapper; -2: its level is over
+unwrapped: Callable[[Tensor], Tensor] = _C.get_unwrapped
+
+
+def is_dead(tensor: Tensor) -> bool:
+    """Whether the transform that made this wrapper is over."""
+    return bool(_C.is_dead_tensor_wrapper(tensor))
+
+
+def unwrap_dead(tensor: Tensor) -> Tensor:
+    """The tensor below the wrappers of transforms that are over."""
+    while _C.is_dead_tensor_wrapper(tensor):
+        tensor = _C.unwrap_if_dead(tensor)
+    return tensor
+
+
+def requires_grad_at_any_level(tensor: Tensor) -> bool:
+    """Whether some transform, or plain autograd, differentiates with respect to `tensor`."""
+    while not tensor.requires_grad and _C.is_functorch_wrapped_tensor(tensor):
+        tensor = _C.get_unwrapped(tensor)
+    return tensor.requires_grad
+
+
+def requires_grad_below(tensor: Tensor) -> bool:
+    """The same, for the levels below the one that the tensor is wrapped at."""
+    below = is_wrapper(tensor)
+    return below and requires_grad_at_any_level(unwrapped(tensor))
+
+
+def _layers(tensor: Tensor) -> Iterator[Tensor]:
+    yield tensor
+    while _C.is_functorch_wrapped_tensor(tensor):
+        tensor = _C.get_unwrapped(tensor)
+        yield tensor
+
+
+def sharing_memory(values: list[Tensor], others: list[Tensor]) -> set[int]:
+    """The positions of the values that share their storage with another value, or with one of the others."""
+    if not any(layer._is_view() for v in values for layer in _layers(v)):
+        return set()  # autograd tracks views, so nothing is shared
+    storages = [[*_layers(t)][-1].untyped_storage()._cdata for t in (*values, *others)]
+    return {i for i in range(len(values)) if storages.count(storages[i]) > 1}
+
+
+def wrap_grad(tensor: Tensor, level: int) -> Tensor:
+    """Wrap for a `grad` or `jvp` level, as torch lifts the inputs of an op; nothing if it is wrapped there."""
+    return tensor if _C.maybe_get_level(tensor) == level else _C._wrap_for_grad(tensor, level)
+
+
+def unwrap_grad(tensor: Tensor, level: int) -> Tensor:
+    """The tensor below `level`; the tensor itself where it does not wrap at that level."""
+    return _C._unwrap_for_grad(tensor, level)
+
+
+def unwrap_batched(tensor: Tensor, level: int) -> tuple[Tensor, int | None]:
+    """The tensor below a `vmap` level and its batch dimension (None: not batched)."""
+    return _C._unwrap_batched(tensor, level)
+
+
+wrap_batched: Callable[[Tensor, int, int], Tensor] = _C._add_batch_dim
+
+
+def rewrap_like(wrapper: Tensor, inner: Tensor) -> Tensor:
+    """Wrap `inner` as `wrapper` wraps the tensor below it."""
+    level = _C.maybe_get_level(wrapper)
+    if _C.is_batchedtensor(wrapper):
+        return _C._add_batch_dim(inner, _C.maybe_get_bdim(wrapper), level)
+    wrapped = _C._wrap_for_grad(inner, level)
+    if wrapper.requires_grad and wrapper.is_leaf:
+        with _eager.enable_inplace_requires_grad(True):
+            wrapped.requires_grad_()
+    return wrapped
+
+
+def unwrap_functional(tensor: Tensor, reapply_views: bool) -> Tensor:
+    """The tensor below a `functionalize` level, with pending mutations applied."""
+    return _eager._maybe_unwrap_functional_tensor(tensor, reapply_views=reapply_views)
+
+
+wrap_functional: Callable[[Tensor, int], Tensor] = _C._wrap_functional_tensor
+
+
+@contextlib.contextmanager
+def functionalize_level(reapply_views: bool) -> Iterator[int]:
+    """A new `functionalize` level."""
+    level = _C._func_increment_nesting(reapply_views)
+    try:
+        yield level
+    finally:
+        _C._func_decrement_nesting()
+
+
+# Levels of our own.
+
+
+@contextlib.contextmanager
+def grad_level() -> Iterator[Callable[[Tensor, bool], Tensor]]:
+    """A new `grad` level; yields `lift(tensor, differentiable)`."""
+    with _eager.grad_increment_nesting() as level, torch.enable_grad():
+
+        def lift(tensor: Tensor, differentiable: bool) -> Tensor:
+            wrapped = _C._wrap_for_grad(tensor, level)
+            if differentiable:
+                with _eager.enable_inplace_requires_grad(True):
+                    wrapped.requires_grad_()
+            return wrapped
+
+        yield lift
+
+
+@contextlib.contextmanager
+def jvp_level() -> Iterator[int]:
+    """A new `jvp` level, also inside of a `forward_ad.dual_level` that the user has entered."""
+    dual_level = fwad.dual_level() if fwad._current_level < 0 else contextlib.nullcontext()
+    with _eager.jvp_increment_nesting() as level, _set_fwd_grad_enabled(True), dual_level:
+        yield level
+
+
+@contextlib.contextmanager
+def vmap_level(batch_size: int, randomness: str) -> Iterator[int]:
+    """A new `vmap` level, also where no argument is batched (its draws can be)."""
+    with _vmap.vmap_increment_nesting(batch_size, randomness) as level:
+        yield level
+
+
+_FUNCTION_FILE = torch.autograd.function.__file__
+
+
+def inside_autograd_function() -> bool:
+    """Whether the running code was called by an autograd.Function that was called under remat."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "remat._replay":
+        if frame.f_code.co_filename == _FUNCTION_FILE:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def is_custom_function_call(func: Any) -> bool:
+    """Whether a torch call is `autograd.Function.apply` under a transform."""
+    return func is custom_function_call
+
+
+is_legacy_batched: Callable[[Tensor], bool] = _C.is_legacy_batchedtensor
+
+
+@contextlib.contextmanager
+def without_legacy_vmap() -> Iterator[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
+    """Outside of the vmap of `autograd.grad(is_grads_batched=True)`; yields (unwrap, wrap), batch dimension first."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+
+    def unwrap(tensor: Tensor) -> Tensor:
+        return torch._remove_batch_dim(tensor, level, 1, 0)
+
+    def wrap(tensor: Tensor) -> Tensor:
+        return torch._add_batch_dim(tensor, 0, level)
+
+    torch._C._vmapmode_decrement_nesting()
+    try:
+        yield unwrap, wrap
+    finally:
+        torch._C._vmapmode_increment_nesting()
+
+
+def forward_ad_disabled() -> contextlib.AbstractContextManager[Any]:
+    """Within it, tangents of the inputs of an op are not looked at."""
+    return _set_fwd_grad_enabled(False)
+
+
+def forward_ad_active() -> bool:
+    """Whether a tensor can carry a tangent now."""
+    return fwad._current_level >= 0
+
+
+def apply_at_level(function: type[SingleLevelFunction], *args: Any) -> tuple[Tensor, ...]:
+    """`function.apply` on the wrappers of the top level alone."""
+    with enable_single_level_autograd_function():
+        return function.apply(*args)  # type: ignore[attr-defined, no-any-return]
+
+
+# NOTE [who asked for this derivative]
+# `torch.func.grad` runs the backward pass while its level is still active and with create_graph=True, although
+# nobody can differentiate the result at that level again: the level ends with it. A backward that the user's
+# function asks for (`torch.autograd.grad` inside of `torch.func.grad`) looks the same from inside of a node, but its
+# result can be. They are told apart by the Python frame that called the engine. Where that frame can't be found, the
+# answer is "the user": right, though it keeps more alive.
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_TRANSPARENT = {torch.autograd.grad.__code__, torch.overrides.handle_torch_function.__code__}
+_LAST_BACKWARD = _eager._autograd_grad.__code__
+_TRANSFORM = inspect.unwrap(_eager.grad_and_value_impl).__code__
+
+
+def called_by_grad_transform(thread: int) -> bool:
+    """Whether the running backward pass is the one of `torch.func.grad` itself, whose level ends with it.
+
+    **Arguments:**
+
+    - `thread`: the thread that ran the forward: on accelerators the engine calls nodes from threads of its own.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _ENGINE:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None and thread != threading.get_ident():
+        frame = sys._current_frames().get(thread)  # type: ignore[assignment]
+        while frame is not None and frame.f_code is not _ENGINE:
+            frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return False
+    caller = frame.f_back
+    while caller is not None and (caller.f_code in _TRANSPARENT or caller.f_code.co_name == "__torch_function__"):
+        caller = caller.f_back
+    return (
+        caller is not None
+        and caller.f_code is _LAST_BACKWARD
+        and caller.f_back is not None
+        and caller.f_back.f_code is _TRANSFORM
+    )
+
+
+graph_is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+def sequence_number(node: Any) -> int:
+    """When an autograd node was made, counted in its thread. AccumulateGrad nodes have the highest number."""
+    return node._sequence_nr()  # type: ignore[no-any-return]
+
+
+def function_modes() -> list[Any]:
+    """The active torch-function modes, innermost last."""
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def default_device() -> torch.device | None:
+    """The device of the innermost `with torch.device(...)` (or `set_default_device`), None without one."""
+    if torch._C._len_torch_function_stack():
+        for mode in reversed(function_modes()):
+            if isinstance(mode, DeviceContext):
+                return mode.device
+    return None
+
+
+any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+autocast_devices: Callable[[], list[str]] = torch._C._autocast_supported_devices
+
+
+@contextlib.contextmanager
+def autocast(settings: Iterable[tuple[str, bool, torch.dtype, bool]]) -> Iterator[None]:
+    """Several device types' (device, enabled, dtype, cache enabled) at once; `torch.autocast` checks for the device."""
+    cache = torch.is_autocast_cache_enabled()
+    before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache) for d, *_ in settings]
+
+    def use(state: Iterable[tuple[str, bool, torch.dtype, bool]]) -> None:
+        for device, enabled, dtype, cached in state:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+            torch.set_autocast_cache_enabled(cached)
+
+    torch.autocast_increment_nesting()
+    try:
+        use(settings)
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        use(before)
+
+
+def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
+    """Within it, the user's `saved_tensors_hooks` see nothing: only the topmost hooks are asked."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def op_names() -> list[str]:
+    """The names of all ops that the dispatcher knows, such as `aten::add.Tensor` and `aten::mm`."""
+    return torch._C._dispatch_get_all_op_names()  # type: ignore[no-any-return]
+
+
+def registered_with_torch(kind: type) -> tuple[Any, Any] | None:
+    """(flatten, unflatten) of a pytree node type that torch knows and optree does not, such as dataclasses."""
+    node = pytree.SUPPORTED_NODES.get(kind)
+    return None if node is None else (node.flatten_fn, node.unflatten_fn)
+
+
+def innermost(tensor: Tensor) -> Tensor:
+    """The plain tensor below all transforms."""
+    return [*_layers(tensor)][-1]
+
+
+def no_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Within it, ops run as if no transform were active."""
+    return temporarily_clear_interpreter_stack() if transforms_active() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def below_all_transforms() -> Iterator[None]:
+    """Within it, ops run as if no transform were active, unrecorded."""
+    with temporarily_clear_interpreter_stack(), torch.no_grad():
+        yield
+
+
+def dispatch_modes_active() -> bool:
+    """Whether a mode sees the aten ops that run now."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+@functools.cache
+def _saved_names(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_saved_")]
+
+
+def saves_output(tensor: Tensor) -> bool:
+    """Whether the autograd node that made `tensor`, at any level, holds on to the tensor's storage."""
+    storage = innermost(tensor).untyped_storage()
+    for layer in _layers(tensor):
+        for t in (layer, layer._base) if layer._is_view() else (layer,):
+            node = None if t is None else t.grad_fn
+            if node is None:
+                continue
+            if hasattr(node, "saved_tensors"):
+                return True  # an autograd.Function: it may
+            for name in _saved_names(type(node)):
+                saved = getattr(node, name)
+                for s in saved if isinstance(saved, (list, tuple)) else (saved,):
+                    if isinstance(s, Tensor) and innermost(s).untyped_storage() is storage:
+                        return True
+    return False

@@ -1,0 +1,58 @@
+"""Pytrees by optree, with the node types that are registered with torch; None is a leaf, as in torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from optree import PyTreeSpec as PyTreeSpec
+
+from remat import _torch_internals as internals  # makes torch's node types known to optree
+
+_leaf_types: set[type] = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.Size}
+
+
+def _is_size(node: Any) -> bool:
+    return type(node) is torch.Size  # torch takes it apart and puts a tuple together
+
+
+def flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
+    """The leaves of `tree` and its structure."""
+    leaves, spec = optree.tree_flatten(tree, is_leaf=_is_size, none_is_leaf=True, namespace="torch")
+    unknown = {type(x) for x in leaves} - _leaf_types
+    adopted = [kind for kind in unknown if _adopted(kind)]
+    return flatten(tree) if adopted else (leaves, spec)
+
+
+def _adopted(kind: type) -> bool:
+    """Make a node type known to optree that is registered with torch's own pytrees alone."""
+    functions = internals.registered_with_torch(kind)
+    if functions is None:
+        _leaf_types.add(kind)
+        return False
+    to_children, from_children = functions
+    optree.register_pytree_node(
+        kind, to_children, lambda context, children: from_children(list(children), context), namespace="torch"
+    )
+    return True
+
+
+def unflatten(spec: PyTreeSpec, leaves: list[Any]) -> Any:
+    """The inverse of `flatten`."""
+    return optree.tree_unflatten(spec, leaves)
+
+
+class Static:
+    """A whole argument that is kept out of the tree: a leaf, whatever it is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def unboxed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with static ones as they were given."""
+    return (
+        tuple(a.value if isinstance(a, Static) else a for a in args),
+        {k: v.value if isinstance(v, Static) else v for k, v in kwargs.items()},
+    )

@@ -1,0 +1,190 @@
+"""Policies that look at the names that `checkpoint_name` gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from remat._names import current_name
+from remat.policies._enum import CheckpointPolicy
+from remat.policies._policy import (
+    MUST_CPU_OFFLOAD,
+    MUST_RECOMPUTE,
+    MUST_SAVE,
+    PREFER_RECOMPUTE,
+    PREFER_SAVE,
+    Policy,
+    call,
+)
+
+
+@dataclass(frozen=True, repr=False)
+class _ByName(Policy):
+    maker: str
+    names: frozenset[str]
+    listed: CheckpointPolicy
+    named: CheckpointPolicy
+    unnamed: CheckpointPolicy
+
+    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        del ctx, op, args, kwargs
+        name = current_name()
+        return self.unnamed if name is None else self.listed if name in self.names else self.named
+
+    def __repr__(self) -> str:
+        return call(self.maker, *sorted(self.names))
+
+
+@dataclass(frozen=True, repr=False)
+class _SaveOrOffload(Policy):
+    saved: frozenset[str]
+    offloaded: frozenset[str]
+
+    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        del ctx, op, args, kwargs
+        name = current_name()
+        if name in self.saved:
+            return MUST_SAVE
+        return MUST_CPU_OFFLOAD if name in self.offloaded else PREFER_RECOMPUTE
+
+    def __repr__(self) -> str:
+        return (
+            f"save_and_offload_only_these_names(names_which_can_be_saved={sorted(self.saved)!r}, "
+            f"names_which_can_be_offloaded={sorted(self.offloaded)!r})"
+        )
+
+
+def _checked(who: str, names: Iterable[str]) -> frozenset[str]:
+    names = [names] if isinstance(names, str) else list(names)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{who}: names are strings; got {type(name).__name__} {name!r}.")
+    return frozenset(names)
+
+
+def save_only_these_names(*names: str) -> Policy:
+    """Save the values with these names, and no others.
+
+    **Arguments:**
+
+    - `names`: names given with `checkpoint_name`.
+
+    **Returns:** the policy.
+
+    **Raises:** `TypeError` where a name is not a string.
+
+    **Source:** `jax.checkpoint_policies.save_only_these_names`.
+
+    **Example:**
+
+    >>> import torch
+    >>> from torch.func import grad
+    >>> from remat import checkpoint_name, remat
+    >>> from remat.policies import save_only_these_names
+    >>> def block(w, x):
+    ...     return checkpoint_name(torch.relu(x @ w), "hidden") @ w.mT
+    >>> kept = remat(block, policy=save_only_these_names("hidden"))
+    >>> grad(lambda w: kept(w, torch.ones(1, 2)).sum())(torch.eye(2))
+    tensor([[2., 2.],
+            [2., 2.]])
+    """
+    who = "save_only_these_names"
+    return _ByName(who, _checked(who, names), MUST_SAVE, PREFER_RECOMPUTE, PREFER_RECOMPUTE)
+
+
+def save_any_names_but_these(*names: str) -> Policy:
+    """Save all values with a name, except those with one of these names.
+
+    **Arguments:**
+
+    - `names`: names given with `checkpoint_name`.
+
+    **Returns:** the policy.
+
+    **Raises:** `TypeError` where a name is not a string.
+
+    **Source:** `jax.checkpoint_policies.save_any_names_but_these`.
+
+    **Example:**
+
+    >>> from remat.policies import save_any_names_but_these
+    >>> save_any_names_but_these("scores")
+    save_any_names_but_these('scores')
+    """
+    who = "save_any_names_but_these"
+    return _ByName(who, _checked(who, names), PREFER_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE)
+
+
+def save_anything_except_these_names(*names: str) -> Policy:
+    """Save all values, with a name or without, except those with one of these names.
+
+    JAX's policy of this name saves the excepted values too: they are saved before they get the name.
+
+    **Arguments:**
+
+    - `names`: names given with `checkpoint_name`.
+
+    **Returns:** the policy.
+
+    **Raises:** `TypeError` where a name is not a string.
+
+    **Source:** `jax.checkpoint_policies.save_anything_except_these_names`.
+
+    **Example:**
+
+    >>> from remat.policies import save_anything_except_these_names
+    >>> save_anything_except_these_names("scores")
+    save_anything_except_these_names('scores')
+    """
+    who = "save_anything_except_these_names"
+    return _ByName(who, _checked(who, names), MUST_RECOMPUTE, PREFER_SAVE, PREFER_SAVE)
+
+
+def save_and_offload_only_these_names(
+    *,
+    names_which_can_be_saved: Iterable[str],
+    names_which_can_be_offloaded: Iterable[str],
+    offload_src: str = "device",
+    offload_dst: str = "pinned_host",
+) -> Policy:
+    """Save the values with some names, offload those with others to CPU memory, and keep nothing else.
+
+    **Arguments:**
+
+    - `names_which_can_be_saved`: names of the values that stay where they are.
+    - `names_which_can_be_offloaded`: names of the values that are moved away.
+    - `offload_src`: where they are moved from; always "device".
+    - `offload_dst`: where they are moved to; always "pinned_host".
+
+    **Returns:** the policy.
+
+    **Raises:** `ValueError` where a name is in both, or for any other place; `TypeError` where a name is not
+    a string.
+
+    **Source:** `jax.checkpoint_policies.save_and_offload_only_these_names`.
+
+    **Example:**
+
+    >>> from remat.policies import save_and_offload_only_these_names
+    >>> policy = save_and_offload_only_these_names(
+    ...     names_which_can_be_saved=["attn"], names_which_can_be_offloaded=["hidden"]
+    ... )
+    """
+    who = "save_and_offload_only_these_names"
+    check_places(who, offload_src, offload_dst)
+    saved, offloaded = _checked(who, names_which_can_be_saved), _checked(who, names_which_can_be_offloaded)
+    if both := sorted(saved & offloaded):
+        raise ValueError(
+            f"{who}: a name is either saved or offloaded; got {', '.join(map(repr, both))} in both of "
+            f"names_which_can_be_saved={sorted(saved)} and names_which_can_be_offloaded={sorted(offloaded)}."
+        )
+    return _SaveOrOffload(saved, offloaded)
+
+
+def check_places(who: str, src: str, dst: str) -> None:
+    """Check the places that JAX's offloading policies name."""
+    if (src, dst) != ("device", "pinned_host"):
+        raise ValueError(
+            f"{who}: offloading goes from offload_src='device' to offload_dst='pinned_host'; got {src!r} to {dst!r}."
+        )

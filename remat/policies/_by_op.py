@@ -1,0 +1,265 @@
+"""Policies that look at the op and at what it returned."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from remat.policies import _ops
+from remat.policies._enum import CheckpointPolicy
+from remat.policies._policy import (
+    MUST_CPU_OFFLOAD,
+    MUST_RECOMPUTE,
+    MUST_SAVE,
+    PREFER_RECOMPUTE,
+    PREFER_SAVE,
+    ByOp,
+    Decide,
+    Policy,
+    call,
+    name_of,
+)
+
+
+def save_ops(*ops: Any) -> Policy:
+    """Save what these ops return.
+
+    **Arguments:**
+
+    - `ops`: each an overload (`torch.ops.aten.mm.default`), a packet, which is all its overloads
+        (`torch.ops.aten.mm`), or the name of either ("aten.mm.default", "aten.mm", "aten::mm", "mm").
+
+    **Returns:** the policy.
+
+    **Raises:** `TypeError` for what is no op; `ValueError` for an op that does not exist or that no policy
+    ever sees, such as `matmul`, which becomes `mm` or `bmm` before.
+
+    **Example:**
+
+    >>> import torch
+    >>> from remat.policies import save_ops
+    >>> save_ops("mm", torch.ops.aten.bmm.default)
+    save_ops('aten.bmm.default', 'aten.mm')
+    >>> save_ops("matmul")
+    Traceback (most recent call last):
+    ValueError: save_ops: aten.matmul is never seen... Name what it becomes: aten.mm, aten.bmm, ...
+    """
+    return ByOp(_ops.spell_all("save_ops", ops), MUST_SAVE, PREFER_RECOMPUTE)
+
+
+def recompute_ops(*ops: Any) -> Policy:
+    """Compute again what these ops return, and save everything else: the same as `~save_ops(*ops)`.
+
+    **Arguments:**
+
+    - `ops`: as for `save_ops`.
+
+    **Returns:** the policy.
+
+    **Raises:** as `save_ops`.
+
+    **Example:**
+
+    >>> from remat.policies import dots_saveable, first_of, recompute_ops
+    >>> first_of(recompute_ops("bmm"), dots_saveable)  # dots, but not this one
+    first_of(recompute_ops('aten.bmm'), dots_saveable)
+    """
+    return ByOp(_ops.spell_all("recompute_ops", ops), MUST_RECOMPUTE, PREFER_SAVE)
+
+
+def offload_ops(*ops: Any, device: str = "cpu") -> Policy:
+    """Move what these ops return to CPU memory until the backward pass reads it.
+
+    **Arguments:**
+
+    - `ops`: as for `save_ops`.
+    - `device`: where to; only "cpu".
+
+    **Returns:** the policy.
+
+    **Raises:** as `save_ops`, and `ValueError` for another device.
+
+    **Example:**
+
+    >>> from remat.policies import dots_saveable, first_of, offload_ops
+    >>> first_of(offload_ops("bmm"), dots_saveable)
+    first_of(offload_ops('aten.bmm'), dots_saveable)
+    """
+    if device != "cpu":
+        raise ValueError(f"offload_ops: device must be 'cpu', the only place to offload to; got {device!r}.")
+    return ByOp(_ops.spell_all("offload_ops", ops), MUST_CPU_OFFLOAD, PREFER_RECOMPUTE)
+
+
+@dataclass(frozen=True, repr=False)
+class _SaveIf(Policy):
+    predicate: Callable[..., bool]
+
+    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        result = self.predicate(ctx, op, *args, **kwargs)
+        if not isinstance(result, bool):
+            raise TypeError(
+                f"save_if: the predicate {name_of(self.predicate)} must return a bool; "
+                f"got {type(result).__name__} {result!r} for {op}."
+            )
+        return MUST_SAVE if result else PREFER_RECOMPUTE
+
+    def __repr__(self) -> str:
+        return f"save_if({name_of(self.predicate)})"
+
+
+def save_if(predicate: Callable[..., bool]) -> Policy:
+    """Save what a function says.
+
+    **Arguments:**
+
+    - `predicate`: called as `predicate(ctx, op, *args, **kwargs)` with an op that has run, and its result in
+        `ctx.op_output`; whether to save that.
+
+    **Returns:** the policy.
+
+    **Raises:** `TypeError` where `predicate` is not a function, or, when it is asked, does not return a bool.
+
+    **Example:**
+
+    >>> import torch
+    >>> from remat.policies import save_if
+    >>> def is_random(ctx, op, *args, **kwargs):
+    ...     return torch.Tag.nondeterministic_seeded in op.tags
+    >>> save_if(is_random)
+    save_if(is_random)
+    """
+    if not callable(predicate) or isinstance(predicate, (Policy, _ops.OpOverload, _ops.OpOverloadPacket)):
+        raise TypeError(f"save_if: predicate must be a function (ctx, op, *args, **kwargs) -> bool; got {predicate!r}.")
+    return _SaveIf(predicate)
+
+
+@dataclass(frozen=True, repr=False)
+class _SaveEvery(Policy):
+    n: int
+    ops: frozenset[str]
+
+    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        raise RuntimeError(
+            f"{self!r} counts the ops of one run, so it has to know where one begins. Give policy.start() to "
+            "create_selective_checkpoint_contexts, inside of the context_fn."
+        )
+
+    def start(self) -> Decide:
+        counts = {False: itertools.count(), True: itertools.count()}  # torch may ask about the rerun too
+        ops = _ops.overloads(self.ops)
+
+        def decide(ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            del args, kwargs
+            kept = op in ops and next(counts[ctx.is_recompute]) % self.n == 0
+            return MUST_SAVE if kept else PREFER_RECOMPUTE
+
+        return decide
+
+    def __repr__(self) -> str:
+        return call("save_every", self.n, *sorted(self.ops))
+
+
+def save_every(n: int, *ops: Any) -> Policy:
+    """Save what the first of these ops returns in a run, and then every n-th.
+
+    A middle way between saving all matrix multiplications and none: `save_every(2, "mm")` saves every second.
+
+    Each run counts from the beginning. `remat` sees to that; with torch's selective checkpointing write
+    `context_fn=lambda: create_selective_checkpoint_contexts(policy.start())`.
+
+    **Arguments:**
+
+    - `n`: one in how many, at least 1.
+    - `ops`: the ops that are counted, together; as for `save_ops`, at least one.
+
+    **Returns:** the policy.
+
+    **Raises:** as `save_ops`; `TypeError` where `n` is not an int; `ValueError` where it is below 1, or
+    without ops.
+
+    **Source:** selective activation checkpointing in torchtitan.
+
+    **Example:**
+
+    >>> from remat.policies import save_every
+    >>> save_every(2, "mm", "addmm")
+    save_every(2, 'aten.addmm', 'aten.mm')
+    """
+    _check_int("save_every", "n", n, 1)
+    if not ops:
+        raise ValueError("save_every: name the ops to count, as in save_every(2, 'aten.mm'); got none.")
+    return _SaveEvery(n, _ops.spell_all("save_every", ops))
+
+
+@dataclass(frozen=True, repr=False)
+class _BySize(Policy):
+    least: int
+    most: int | None
+
+    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        del args, kwargs
+        if ctx.is_recompute and ctx.op_output is None:
+            raise RuntimeError(f"{self!r} is asked about {op} in the rerun, without its result. This torch is too old.")
+        leaves: list[Any] = optree.tree_leaves(ctx.op_output)
+        nbytes = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
+        kept = nbytes >= self.least and (self.most is None or nbytes <= self.most)
+        return MUST_SAVE if kept else PREFER_RECOMPUTE
+
+    def __repr__(self) -> str:
+        return f"save_at_least({self.least})" if self.most is None else f"save_at_most({self.most})"
+
+
+def save_at_least(nbytes: int) -> Policy:
+    """Save what ops return where it is large.
+
+    **Arguments:**
+
+    - `nbytes`: the least size, in bytes of all tensors that the op returned. Below a `vmap` that is the whole
+        batch.
+
+    **Returns:** the policy.
+
+    **Raises:** `TypeError` where `nbytes` is not an int; `ValueError` where it is negative.
+
+    **Example:**
+
+    >>> from remat.policies import dots_saveable, save_at_least
+    >>> dots_saveable - save_at_least(1_000_000)  # the small ones
+    dots_saveable - save_at_least(1000000)
+    """
+    _check_int("save_at_least", "nbytes", nbytes, 0)
+    return _BySize(nbytes, None)
+
+
+def save_at_most(nbytes: int) -> Policy:
+    """Save what ops return where it is small.
+
+    **Arguments:**
+
+    - `nbytes`: the greatest size, in bytes of all tensors that the op returned. Below a `vmap` that is the
+        whole batch.
+
+    **Returns:** the policy.
+
+    **Raises:** `TypeError` where `nbytes` is not an int; `ValueError` where it is negative.
+
+    **Example:**
+
+    >>> from remat.policies import save_at_most
+    >>> save_at_most(4096)
+    save_at_most(4096)
+    """
+    _check_int("save_at_most", "nbytes", nbytes, 0)
+    return _BySize(0, nbytes)
+
+
+def _check_int(who: str, what: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{who}: {what} must be an int; got {type(value).__name__} {value!r}.")
+    if value < least:
+        raise ValueError(f"{who}: {what} must be at least {least}; got {value}.")

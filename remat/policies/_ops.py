@@ -1,0 +1,140 @@
+"""Ops by name: which ones a spelling means, and whether they can ever be seen by a policy."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from remat import _torch_internals as internals
+
+OpOverload: Any = type(torch.ops.aten.mm.default)
+OpOverloadPacket: Any = type(torch.ops.aten.mm)
+
+# What a composite op runs below autograd, for the ones that people name most.
+_MADE_OF = {
+    "adaptive_avg_pool2d": ("_adaptive_avg_pool2d", "mean"),
+    "batch_norm": ("native_batch_norm", "cudnn_batch_norm"),
+    "bilinear": ("_trilinear",),
+    "contiguous": ("clone",),
+    "conv1d": ("convolution",),
+    "conv2d": ("convolution",),
+    "conv3d": ("convolution",),
+    "conv_transpose1d": ("convolution",),
+    "conv_transpose2d": ("convolution",),
+    "conv_transpose3d": ("convolution",),
+    "cross_entropy_loss": ("_log_softmax", "nll_loss_forward"),
+    "dropout": ("native_dropout", "bernoulli_", "mul"),
+    "einsum": ("bmm",),
+    "flatten": ("view", "_unsafe_view", "clone"),
+    "group_norm": ("native_group_norm",),
+    "inner": ("mm", "dot"),
+    "instance_norm": ("native_batch_norm", "cudnn_batch_norm"),
+    "layer_norm": ("native_layer_norm",),
+    "linalg_multi_dot": ("mm",),
+    "linear": ("addmm", "mm"),
+    "log_softmax": ("_log_softmax",),
+    "matmul": ("mm", "bmm", "mv", "dot"),
+    "max_pool2d": ("max_pool2d_with_indices",),
+    "outer": ("mul",),
+    "reshape": ("view", "_unsafe_view", "clone"),
+    "rms_norm": ("rsqrt", "mul"),
+    "scaled_dot_product_attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "bmm",
+    ),
+    "softmax": ("_softmax",),
+    "square": ("pow",),
+    "tensordot": ("mm",),
+    "to": ("_to_copy",),
+}
+
+# A composite op is seen as itself only where a backend has a kernel of its own for it.
+_BACKENDS = ("CPU", "CUDA", "MPS", "XPU", "XLA", "HPU", "PrivateUse1", "Meta")
+
+
+def _composite(op: Any) -> bool:
+    return op.has_kernel_for_dispatch_key("CompositeImplicitAutograd") and not any(
+        op.has_kernel_for_dispatch_key(backend) for backend in _BACKENDS
+    )
+
+
+def _dotted(name: str) -> str:
+    """`aten::mm` as it is written in Python: `aten.mm.default`."""
+    dotted = name.replace("::", ".")
+    return dotted if dotted.count(".") == 2 else f"{dotted}.default"
+
+
+def _look_up(dotted: str) -> Any:
+    return functools.reduce(getattr, dotted.split("."), torch.ops)
+
+
+def _matching(dotted: str, known: set[str]) -> list[Any]:
+    """The overloads that a spelling stands for, or none if no policy would ever see them.
+
+    TorchScript's own are not among the known. Whether a packet is composite is not up to its `out=` overload.
+    """
+    names = [dotted] if dotted in known else [k for k in known if k.rpartition(".")[0] == dotted]
+    ops = [_look_up(name) for name in names]
+    typical = [op for op in ops if not op._schema.is_mutable] or ops
+    return [] if all(map(_composite, typical)) else ops
+
+
+def spell(who: str, op: Any) -> str:
+    """The one spelling of an op (`aten.mm.default`), or of all its overloads (`aten.mm`).
+
+    **Arguments:**
+
+    - `who`: the function that the user called, for errors.
+    - `op`: an overload, a packet, or a name.
+
+    **Raises:** `TypeError` for what is not an op; `ValueError` for one that does not exist, can't be told
+    from another, or is never seen.
+    """
+    if not isinstance(op, (str, OpOverload, OpOverloadPacket)):
+        raise TypeError(
+            f"{who}: an op is an overload (torch.ops.aten.mm.default), a packet (torch.ops.aten.mm) or "
+            f"a name ('aten.mm'); got {type(op).__name__} {op!r}."
+        )
+    known = set(map(_dotted, internals.op_names()))
+    dotted = _find(who, op.replace("::", "."), known) if isinstance(op, str) else str(op)
+    if not _matching(dotted, known):
+        made_of = ", ".join(f"aten.{name}" for name in _MADE_OF.get(dotted.split(".")[1], ()))
+        raise ValueError(
+            f"{who}: {dotted} is never seen by a policy: it is made of other ops, and only those run below "
+            f"autograd. " + (f"Name what it becomes: {made_of}." if made_of else "Name those.")
+        )
+    return dotted
+
+
+def _find(who: str, name: str, known: set[str]) -> str:
+    spellings = known | {k.rpartition(".")[0] for k in known}
+    for exact in (name, f"aten.{name}"):
+        if exact in spellings:
+            return exact
+    found = sorted(s for s in spellings if s.endswith(f".{name}"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(f"{who}: {name!r} may be {', '.join(found)}. Write which one.")
+    close = difflib.get_close_matches(name, spellings) or difflib.get_close_matches(f"aten.{name}", spellings)
+    hint = f"Did you mean {' or '.join(map(repr, close))}?" if close else "Import the library that defines it."
+    raise ValueError(f"{who}: there is no op {name!r}. {hint}")
+
+
+@functools.cache
+def overloads(ops: frozenset[str]) -> frozenset[Any]:
+    """The overloads that the spellings stand for."""
+    known = set(map(_dotted, internals.op_names()))
+    return frozenset(op for name in ops for op in _matching(name, known))
+
+
+def spell_all(who: str, ops: Iterable[Any]) -> frozenset[str]:
+    """The spellings of several ops."""
+    return frozenset(spell(who, op) for op in ops)

@@ -1,0 +1,411 @@
+"""What a policy is, the ones that are given by ops or functions, and how policies are put together.
+
+A decision has two parts: how much the policy wants the value (not at all, rather not, rather, must), and for
+a value that is kept, where. Both are ordered, so policies form a lattice.
+"""
+
+from __future__ import annotations
+
+import abc
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.utils.checkpoint
+
+from remat.policies import _ops
+from remat.policies._enum import CheckpointPolicy
+
+MUST_SAVE = CheckpointPolicy.MUST_SAVE
+PREFER_SAVE = CheckpointPolicy.PREFER_SAVE
+MUST_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE
+PREFER_RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
+MUST_CPU_OFFLOAD = CheckpointPolicy.MUST_CPU_OFFLOAD
+PREFER_CPU_OFFLOAD = CheckpointPolicy.PREFER_CPU_OFFLOAD
+
+Decide = Callable[..., CheckpointPolicy]
+
+
+class Policy(abc.ABC):
+    """Says of each result of an op whether it is kept or computed again.
+
+    Policies are values: they can be compared, hashed, printed and pickled. The functions of this module make
+    them, and they combine to new ones: `p | q` keeps what either keeps, `p & q` what both keep, `~p` what `p`
+    does not keep, and `p - q` what `p` keeps without what `q` keeps.
+
+    `policy(ctx, op, *args, **kwargs)` is the decision on one op that has run, a `CheckpointPolicy`. It is the
+    protocol of `torch.utils.checkpoint.create_selective_checkpoint_contexts`, which takes these policies too.
+
+    **Example:**
+
+    >>> from remat.policies import dots_saveable, save_ops
+    >>> policy = dots_saveable - save_ops("bmm")
+    >>> policy
+    dots_saveable - save_ops('aten.bmm')
+    >>> policy == dots_saveable - save_ops("aten::bmm")
+    True
+    """
+
+    @abc.abstractmethod
+    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """The decision on one op.
+
+        **Arguments:**
+
+        - `ctx`: torch's `SelectiveCheckpointContext`, or one with the same attributes: `op_output` is what
+            the op returned.
+        - `op`: the op, an overload such as `torch.ops.aten.mm.default`.
+        - `args`, `kwargs`: what the op was called with, below all transforms.
+        """
+
+    def start(self) -> Decide:
+        """What decides on the ops of one run: the policy itself, unless it counts.
+
+        `remat` calls it for each run. With torch's selective checkpointing, call it yourself in the
+        `context_fn`: `lambda: create_selective_checkpoint_contexts(policy.start())`.
+
+        **Returns:** a function of the same signature as the policy.
+        """
+        return self
+
+    def __or__(self, other: Any) -> Policy:
+        return any_of(self, other)
+
+    def __and__(self, other: Any) -> Policy:
+        return all_of(self, other)
+
+    def __invert__(self) -> Policy:
+        return _Not((self,))
+
+    def __sub__(self, other: Any) -> Policy:
+        return _Without((self, as_policy(other)))
+
+
+# Policies that look at nothing, at the op, or ask a function.
+
+
+@dataclass(frozen=True, repr=False)
+class Constant(Policy):
+    """The same decision for every op: `everything_saveable` and `nothing_saveable`.
+
+    To save everything is not to go without remat: values that neither the backward pass nor the rerun reads
+    are not kept.
+
+    **Source:** `jax.checkpoint_policies`.
+
+    **Example:**
+
+    >>> from remat.policies import everything_saveable, nothing_saveable
+    >>> everything_saveable, nothing_saveable
+    (everything_saveable, nothing_saveable)
+    """
+
+    name: str
+    decision: CheckpointPolicy
+
+    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        del ctx, op, args, kwargs
+        return self.decision
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+everything_saveable: Policy = Constant("everything_saveable", MUST_SAVE)
+nothing_saveable: Policy = Constant("nothing_saveable", MUST_RECOMPUTE)
+
+_MAKERS = {MUST_SAVE: "save_ops", MUST_RECOMPUTE: "recompute_ops", MUST_CPU_OFFLOAD: "offload_ops"}
+
+
+@dataclass(frozen=True, repr=False)
+class ByOp(Policy):
+    """One decision for the listed ops, another for the rest."""
+
+    ops: frozenset[str]
+    listed: CheckpointPolicy
+    other: CheckpointPolicy
+
+    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        del ctx, args, kwargs
+        return self.listed if op in _ops.overloads(self.ops) else self.other
+
+    def __repr__(self) -> str:
+        return call(_MAKERS[self.listed], *sorted(self.ops))
+
+
+def name_of(fun: Any) -> str:
+    """How a function that decides is called in messages and reprs."""
+    return getattr(fun, "__qualname__", None) or repr(fun)
+
+
+@dataclass(frozen=True, repr=False)
+class _Function(Policy):
+    fun: Callable[..., Any]
+
+    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        result = self.fun(ctx, op, *args, **kwargs)
+        if isinstance(result, bool):
+            return MUST_SAVE if result else PREFER_RECOMPUTE
+        if isinstance(result, (CheckpointPolicy, torch.utils.checkpoint.CheckpointPolicy)):
+            return result
+        raise TypeError(
+            f"remat: the policy {name_of(self.fun)} must return a bool or a CheckpointPolicy; "
+            f"got {type(result).__name__} {result!r} for {op}."
+        )
+
+    def __repr__(self) -> str:
+        return f"as_policy({name_of(self.fun)})"
+
+
+def as_policy(value: Any) -> Policy:
+    """Make a policy of what the `policy` argument of `remat` takes.
+
+    **Arguments:**
+
+    - `value`: a policy; a function `(ctx, op, *args, **kwargs)` that returns a `CheckpointPolicy` or a bool
+        (True: `MUST_SAVE`, False: `PREFER_RECOMPUTE`), as torch's selective checkpointing takes it; a
+        collection of ops to be saved; or None, which saves nothing.
+
+    **Returns:** the policy. One made of a function checks each of its results.
+
+    **Raises:** `TypeError` for anything else.
+
+    **Example:**
+
+    >>> from remat.policies import as_policy
+    >>> as_policy(["aten.mm", "aten.bmm"])
+    save_ops('aten.bmm', 'aten.mm')
+    >>> def big(ctx, op, *args, **kwargs):
+    ...     return ctx.op_output.numel() > 1000
+    >>> as_policy(big) | ["aten.mm"]
+    any_of(as_policy(big), save_ops('aten.mm'))
+    """
+    if value is None:
+        return nothing_saveable
+    if isinstance(value, Policy):
+        return value
+    if isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping)):
+        return ByOp(_ops.spell_all("remat: policy", value), MUST_SAVE, PREFER_RECOMPUTE)
+    if isinstance(value, (str, _ops.OpOverload, _ops.OpOverloadPacket)):
+        raise TypeError(f"remat: {value!r} is one op, not a policy. Write [{value!r}].")
+    if not callable(value) or isinstance(value, type):
+        raise TypeError(
+            "remat: policy must be a policy, a function (ctx, op, *args, **kwargs), a collection of ops or "
+            f"None; got {type(value).__name__} {value!r}."
+        )
+    if getattr(sys.modules[__package__], name_of(value), None) is value:
+        raise TypeError(f"remat: {name_of(value)} is a function that makes a policy: call it.")
+    return _Function(value)
+
+
+# Policies made of policies.
+
+# NOTE [the order of decisions]: how much a value is wanted, and where it is kept. `|` takes the greater of
+# each, `&` the smaller. There is no "where" for a value that is not kept, and the smallest stands for that.
+_ORDER = {
+    MUST_RECOMPUTE: (0, 0),
+    PREFER_RECOMPUTE: (1, 0),
+    PREFER_CPU_OFFLOAD: (2, 0),
+    PREFER_SAVE: (2, 1),
+    MUST_CPU_OFFLOAD: (3, 0),
+    MUST_SAVE: (3, 1),
+}
+_DECISION = {order: decision for decision, order in _ORDER.items()}
+_OPPOSITE = {
+    MUST_RECOMPUTE: MUST_SAVE,
+    PREFER_RECOMPUTE: PREFER_SAVE,
+    PREFER_CPU_OFFLOAD: PREFER_RECOMPUTE,
+    PREFER_SAVE: PREFER_RECOMPUTE,
+    MUST_CPU_OFFLOAD: MUST_RECOMPUTE,
+    MUST_SAVE: MUST_RECOMPUTE,
+}
+
+
+@dataclass(frozen=True, repr=False)
+class _Combined(Policy):
+    parts: tuple[Decide, ...]
+
+    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        # Every part is asked about every op, whatever the others say: it may count.
+        return self.combine([p(ctx, op, *args, **kwargs) for p in self.parts])
+
+    @staticmethod
+    @abc.abstractmethod
+    def combine(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
+        """One decision out of those of the parts."""
+
+    def start(self) -> Decide:
+        parts = tuple(p.start() if isinstance(p, Policy) else p for p in self.parts)
+        return self if parts == self.parts else type(self)(parts)
+
+
+@dataclass(frozen=True, repr=False)
+class _AnyOf(_Combined):
+    @staticmethod
+    def combine(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
+        wanted, where = zip(*map(_ORDER.__getitem__, decisions), strict=True)
+        return _DECISION[max(wanted), max(where)]
+
+    def __repr__(self) -> str:
+        return call("any_of", *self.parts)
+
+
+@dataclass(frozen=True, repr=False)
+class _AllOf(_Combined):
+    @staticmethod
+    def combine(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
+        wanted, where = zip(*map(_ORDER.__getitem__, decisions), strict=True)
+        return _DECISION[min(wanted), min(where)]
+
+    def __repr__(self) -> str:
+        return call("all_of", *self.parts)
+
+
+@dataclass(frozen=True, repr=False)
+class _FirstOf(_Combined):
+    @staticmethod
+    def combine(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
+        opinions = (d for d in decisions if d in (MUST_SAVE, MUST_CPU_OFFLOAD, MUST_RECOMPUTE))
+        return next(opinions, decisions[-1])
+
+    def __repr__(self) -> str:
+        return call("first_of", *self.parts)
+
+
+@dataclass(frozen=True, repr=False)
+class _Not(_Combined):
+    @staticmethod
+    def combine(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
+        return _OPPOSITE[decisions[0]]
+
+    def __repr__(self) -> str:
+        return f"~{_operand(self.parts[0])}"
+
+
+@dataclass(frozen=True, repr=False)
+class _Without(_Combined):
+    @staticmethod
+    def combine(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
+        kept, dropped = decisions
+        if dropped in (MUST_RECOMPUTE, PREFER_RECOMPUTE):
+            return kept  # `kept & ~dropped` would want it less
+        return _AllOf.combine([kept, _OPPOSITE[dropped]])
+
+    def __repr__(self) -> str:
+        return " - ".join(map(_operand, self.parts))
+
+
+def call(maker: str, *args: Any) -> str:
+    """The expression that makes a policy, for its repr."""
+    return f"{maker}({', '.join(map(repr, args))})"
+
+
+def _operand(policy: Decide) -> str:
+    return f"({policy!r})" if isinstance(policy, _Without) else repr(policy)
+
+
+def _flat(kind: type[_Combined], policies: tuple[Any, ...]) -> list[Policy]:
+    """Policies with those of this kind taken apart: how they were grouped makes no difference."""
+    parts: list[Any] = []
+    for policy in map(as_policy, policies):
+        parts += policy.parts if isinstance(policy, kind) else [policy]
+    return parts
+
+
+def any_of(*policies: Any) -> Policy:
+    """Keep what at least one of the policies keeps; `p | q` is `any_of(p, q)`.
+
+    Where one offloads a value and another saves it, it is saved.
+
+    **Arguments:**
+
+    - `policies`: policies, or what `as_policy` makes one of. None at all is `nothing_saveable`.
+
+    **Returns:** the policy.
+
+    **Raises:** `TypeError` where one of them is no policy.
+
+    **Example:**
+
+    >>> from remat.policies import any_of, dots_saveable, save_only_these_names
+    >>> any_of(dots_saveable, save_only_these_names("attn"))
+    any_of(dots_saveable, save_only_these_names('attn'))
+    """
+    parts = _flat(_AnyOf, policies)
+    return _AnyOf(tuple(parts)) if len(parts) > 1 else (parts or [nothing_saveable])[0]
+
+
+def all_of(*policies: Any) -> Policy:
+    """Keep what all of the policies keep; `p & q` is `all_of(p, q)`.
+
+    Where one of them offloads such a value, it is offloaded.
+
+    **Arguments:**
+
+    - `policies`: policies, or what `as_policy` makes one of. None at all is `everything_saveable`.
+
+    **Returns:** the policy.
+
+    **Raises:** `TypeError` where one of them is no policy.
+
+    **Example:**
+
+    >>> from remat.policies import all_of, dots_saveable, save_at_most
+    >>> all_of(dots_saveable, save_at_most(1_000_000))
+    all_of(dots_saveable, save_at_most(1000000))
+    """
+    parts = _flat(_AllOf, policies)
+    return _AllOf(tuple(parts)) if len(parts) > 1 else (parts or [everything_saveable])[0]
+
+
+def first_of(*policies: Any) -> Policy:
+    """Do what the first policy with an opinion says.
+
+    A policy has an opinion where it says `MUST`: save, offload or recompute. `save_ops("mm")` has one on `mm`
+    alone, `recompute_ops("exp")` on `exp` alone. Where none of the policies has one, the last decides.
+
+    **Arguments:**
+
+    - `policies`: policies, or what `as_policy` makes one of; at least one.
+
+    **Returns:** the policy.
+
+    **Raises:** `TypeError` where one of them is no policy; `ValueError` where there is none.
+
+    **Example:**
+
+    >>> import torch
+    >>> from remat.policies import everything_saveable, first_of, offload_ops, recompute_ops
+    >>> policy = first_of(recompute_ops("exp"), offload_ops("mm"), everything_saveable)
+    >>> aten = torch.ops.aten
+    >>> [policy(None, op).name for op in (aten.exp.default, aten.mm.default, aten.sin.default)]
+    ['MUST_RECOMPUTE', 'MUST_CPU_OFFLOAD', 'MUST_SAVE']
+    """
+    parts = _flat(_FirstOf, policies)
+    if not parts:
+        raise ValueError("first_of: give at least one policy; got none.")
+    return _FirstOf(tuple(parts)) if len(parts) > 1 else parts[0]
+
+
+def save_from_both_policies(policy_1: Any, policy_2: Any) -> Policy:
+    """Save what either of two policies saves: JAX's name for `policy_1 | policy_2`.
+
+    **Arguments:**
+
+    - `policy_1`, `policy_2`: policies, or what `as_policy` makes one of. Unlike JAX's, they may offload too.
+
+    **Returns:** the policy.
+
+    **Raises:** `TypeError` where one of them is no policy.
+
+    **Source:** `jax.checkpoint_policies.save_from_both_policies`.
+
+    **Example:**
+
+    >>> from remat.policies import dots_saveable, save_from_both_policies, save_only_these_names
+    >>> policy = save_from_both_policies(dots_saveable, save_only_these_names("attn"))
+    >>> policy == dots_saveable | save_only_these_names("attn")
+    True
+    """
+    return any_of(policy_1, policy_2)
