@@ -1,0 +1,240 @@
+"""What the tests share: counting ops, comparing with the plain function, the transforms to compare under."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import (
+    functionalize,
+    grad,
+    grad_and_value,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    linearize,
+    vjp,
+    vmap,
+)
+
+from remat._torch_internals import TorchDispatchMode
+
+Fun = Callable[[Tensor], Tensor]
+
+UNIT = 65536  # bytes of one activation: so large that scalars do not matter
+SIZE = UNIT // 4
+
+
+def plain(fun: Any) -> Any:
+    """The decorator to compare `remat` with: none."""
+    return fun
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """The same doubles every time."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def activation(*batch: int) -> Tensor:
+    """A tensor of one unit (for each element of the batch)."""
+    return torch.linspace(-1, 1, SIZE).expand(*batch, SIZE).clone()
+
+
+class CountOps(TorchDispatchMode):
+    """Count the ops that run below every transform: `ops["sin"]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+    def __getitem__(self, name: str) -> int:
+        return self.counts[name]
+
+
+def assert_same(actual: Any, expected: Any, rounding: float = 1e-10) -> None:
+    """The same structure, values up to a `rounding` of doubles, and the same leaves that require grad."""
+    found, spec = optree.tree_flatten(actual, none_is_leaf=True, namespace="torch")
+    wanted, expected_spec = optree.tree_flatten(expected, none_is_leaf=True, namespace="torch")
+    assert spec == expected_spec
+    for a, e in zip(found, wanted, strict=True):
+        if isinstance(e, Tensor):
+            tolerance = rounding if e.dtype in (torch.float64, torch.complex128) else 1e-5
+            torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance, equal_nan=True)
+            assert a.requires_grad == e.requires_grad
+        else:
+            assert a == e
+
+
+def loss(fun: Fun) -> Fun:
+    """A scalar whose gradient differs from element to element."""
+    return lambda x: (fun(x).sin() * torch.arange(1, x.numel() + 1, dtype=x.dtype).view(x.shape)).sum()
+
+
+def pair(x: Tensor) -> Tensor:
+    """A batch of two."""
+    return torch.stack([x, x.flip(0) + 0.1])
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def _vjp(fun: Fun, x: Tensor) -> Any:
+    value, pull = vjp(fun, x)
+    return value, pull(x.cos()), pull(x.sin())
+
+
+def _vjp_after_other_transforms(fun: Fun, x: Tensor) -> Any:
+    value, pull = vjp(fun, x)
+
+    def later(v: Tensor) -> Tensor:
+        return pull(v)[0].square().sum()
+
+    return value, grad(later)(x.cos()), vmap(pull)(pair(x)), jvp(later, (x.cos(),), (x,))
+
+
+def _linearize(fun: Fun, x: Tensor) -> Any:
+    value, push = linearize(fun, x)
+    return value, push(x.cos()), push(x.sin())
+
+
+def _backward(fun: Fun, x: Tensor) -> Any:
+    x = leaf(x)
+    value = loss(fun)(x)
+    value.backward()
+    return value.detach(), x.grad
+
+
+def _double_backward(fun: Fun, x: Tensor) -> Any:
+    x = leaf(x)
+    (first,) = torch.autograd.grad(loss(fun)(x), x, create_graph=True)
+    return first.detach(), torch.autograd.grad(first.cos().sum(), x)
+
+
+def _third_backward(fun: Fun, x: Tensor) -> Any:
+    x = leaf(x)
+    (y,) = torch.autograd.grad(loss(fun)(x), x, create_graph=True)
+    (y,) = torch.autograd.grad(y.cos().sum(), x, create_graph=True)
+    return torch.autograd.grad(y.cos().sum(), x)
+
+
+def _autograd_inside_grad(fun: Fun, x: Tensor) -> Any:
+    def penalty(x: Tensor) -> Tensor:
+        (g,) = torch.autograd.grad(loss(fun)(x), x, create_graph=True)
+        return g.square().sum()
+
+    return grad(penalty)(x)
+
+
+def _forward_ad(fun: Fun, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return tuple(forward_ad.unpack_dual(fun(forward_ad.make_dual(x, x.cos()))))
+
+
+def _forward_over_backward(fun: Fun, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(leaf(x), x.cos())
+        (g,) = torch.autograd.grad(loss(fun)(dual), dual)
+        return tuple(forward_ad.unpack_dual(g))
+
+
+def _backward_over_forward(fun: Fun, x: Tensor) -> Any:
+    x = leaf(x)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(fun(forward_ad.make_dual(x, x.detach().cos()))).tangent
+        return torch.autograd.grad(((0 if tangent is None else tangent) + x).sin().sum(), x)
+
+
+def _batched_backward(fun: Fun, x: Tensor) -> Any:
+    x = leaf(x)
+    return torch.autograd.grad(fun(x), x, pair(x.detach()), is_grads_batched=True, allow_unused=True)
+
+
+def _backward_inside_jvp(fun: Fun, x: Tensor) -> Any:
+    return jvp(lambda x: vjp(fun, x)[1](x.cos())[0], (x,), (x.sin(),))
+
+
+# Each takes a function from tensors to tensors of the same shape and a tensor, and gives the tree to compare.
+TRANSFORMS: dict[str, Callable[[Fun, Tensor], Any]] = {
+    "call": lambda f, x: f(x),
+    "grad": lambda f, x: grad(loss(f))(x),
+    "grad_and_value": lambda f, x: grad_and_value(loss(f))(x),
+    "vjp": _vjp,
+    "vjp never called": lambda f, x: vjp(f, x)[0],
+    "vjp after other transforms": _vjp_after_other_transforms,
+    "jvp": lambda f, x: jvp(f, (x,), (x.cos(),)),
+    "linearize": _linearize,
+    "vmap": lambda f, x: vmap(f)(pair(x)),
+    "vmap in 2 out 1": lambda f, x: vmap(f, in_dims=2, out_dims=1)(pair(x).movedim(0, 2)),
+    "vmap in -2 out -1": lambda f, x: vmap(f, in_dims=-2, out_dims=-1)(pair(x).movedim(0, 1)),
+    "vmap in chunks": lambda f, x: vmap(f, chunk_size=1)(pair(x)),
+    "jacrev": lambda f, x: jacrev(f)(x),
+    "jacrev in chunks": lambda f, x: jacrev(f, chunk_size=2)(x),
+    "jacfwd": lambda f, x: jacfwd(f)(x),
+    "hessian": lambda f, x: hessian(loss(f))(x),
+    "functionalize": lambda f, x: functionalize(f)(x),
+    # Nests.
+    "grad(grad)": lambda f, x: grad(loss(grad(loss(f))))(x),
+    "grad(grad(grad))": lambda f, x: grad(loss(grad(loss(grad(loss(f))))))(x),
+    "vmap(grad)": lambda f, x: vmap(grad(loss(f)))(pair(x)),
+    "grad(vmap)": lambda f, x: grad(lambda xs: vmap(loss(f))(xs).sin().sum())(pair(x)),
+    "vmap(vmap(grad))": lambda f, x: vmap(vmap(grad(loss(f)), in_dims=2, out_dims=-1))(pair(pair(x)).movedim(1, 3)),
+    "vmap(grad(vmap))": lambda f, x: vmap(grad(lambda xs: vmap(loss(f))(xs).sin().sum()))(pair(pair(x))),
+    "vmap(grad(grad))": lambda f, x: vmap(grad(loss(grad(loss(f)))))(pair(x)),
+    "jvp(grad)": lambda f, x: jvp(grad(loss(f)), (x,), (x.cos(),)),
+    "grad(jvp)": lambda f, x: grad(lambda x: jvp(loss(f), (x,), (x.cos(),))[1])(x),
+    "jvp(jvp)": lambda f, x: jvp(lambda x: jvp(f, (x,), (x.cos(),))[1], (x,), (x.sin(),)),
+    "jvp(jvp(grad))": lambda f, x: jvp(lambda x: jvp(grad(loss(f)), (x,), (x.cos(),))[1], (x,), (x.sin(),)),
+    "jvp(vjp)": _backward_inside_jvp,
+    "vmap(jvp(grad))": lambda f, x: vmap(lambda x: jvp(grad(loss(f)), (x,), (x.cos(),)))(pair(x)),
+    "grad(vmap(jvp))": lambda f, x: grad(lambda xs: vmap(lambda x: jvp(loss(f), (x,), (x.cos(),))[1])(xs).sin().sum())(
+        pair(x)
+    ),
+    "jacrev(jacrev)": lambda f, x: jacrev(jacrev(loss(f)))(x),
+    "jacrev(jacfwd)": lambda f, x: jacrev(jacfwd(loss(f)))(x),
+    "jacfwd(jacfwd)": lambda f, x: jacfwd(jacfwd(loss(f)))(x),
+    "vmap(hessian)": lambda f, x: vmap(hessian(loss(f)))(pair(x)),
+    "functionalize(grad)": lambda f, x: functionalize(grad(loss(f)))(x),
+    "functionalize(vmap(grad))": lambda f, x: functionalize(vmap(grad(loss(f))))(pair(x)),
+    "linearize(grad)": lambda f, x: linearize(grad(loss(f)), x)[1](x.cos()),
+    # Plain autograd, alone and mixed.
+    ".backward()": _backward,
+    "double backward": _double_backward,
+    "third backward": _third_backward,
+    "autograd inside grad": _autograd_inside_grad,
+    "forward AD": _forward_ad,
+    "forward AD over backward": _forward_over_backward,
+    "backward over forward AD": _backward_over_forward,
+    "batched backward": _batched_backward,
+    ".backward() of vmap": lambda f, x: _backward(lambda x: vmap(f)(pair(x))[0], x),
+    ".backward() of grad": lambda f, x: _backward(grad(loss(f)), x),
+    ".backward() of jvp": lambda f, x: _backward(lambda x: jvp(f, (x,), (x.cos(),))[1], x),
+    "double backward of vmap(grad)": lambda f, x: _double_backward(lambda x: vmap(grad(loss(f)))(pair(x))[1], x),
+}
+
+# Enough to meet every rule once.
+SOME_TRANSFORMS = [
+    "call",
+    "grad",
+    "vmap",
+    "jvp",
+    "vmap(grad)",
+    "grad(grad)",
+    "jvp(grad)",
+    "grad(jvp)",
+    "jacrev",
+    "vjp",
+    "functionalize(grad)",
+    ".backward()",
+    "double backward",
+    "forward AD",
+    ".backward() of vmap",
+]

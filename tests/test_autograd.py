@@ -1,0 +1,504 @@
+"""Plain autograd around remat, and autograd and torch.func inside of it."""
+
+# ruff: noqa: B023 - functions made in a loop are called in the same turn of it
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import UNIT, CountOps, Fun, activation, assert_same, leaf, numbers, pair, plain
+from torch import Tensor, nn
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from remat import remat
+from remat.debug import LiveBytes
+
+Decorator = Callable[[Any], Any]
+
+# Against finite differences.
+
+FUNS: dict[str, tuple[Callable[..., Any], int]] = {
+    "elementwise": (lambda x: (x.sin() * x).exp(), 1),
+    "matmul": (lambda x, w: torch.tanh(x @ w), 2),
+    "several results": (lambda x, w: (x.sin() @ w, x * w.cos()), 2),
+    "softmax": (lambda x: torch.softmax(x @ x, -1), 1),
+    "layer norm": (lambda x, w: F.layer_norm(x, (3,), w[0], w[1]), 2),
+    "views": (lambda x: x.sin().t()[1:], 1),
+    "in place": (lambda x: x.sin().mul_(2).sigmoid_(), 1),
+    "indexing": (lambda x: x[[0, 0, 2]].sin(), 1),
+    "complex": (lambda x, y: torch.complex(x, y).exp().abs(), 2),
+    "remat inside": (lambda x, w: remat(lambda y: remat(torch.tanh)(y @ w) * x)(x.sin()), 2),
+    "grad inside": (lambda x, w: grad(lambda y: (y.sin() * w).sum())(x), 2),
+    "vmap(grad) inside": (lambda x: vmap(grad(lambda r: r.sin().prod()))(x), 1),
+    "a result without a path": (lambda x, w: x.sin(), 2),
+}
+EACH = pytest.mark.parametrize(("fun", "n"), FUNS.values(), ids=FUNS)
+
+
+@EACH
+def test_gradcheck(fun: Callable[..., Any], n: int) -> None:
+    inputs = tuple(leaf(numbers(3, 3, seed=i)) for i in range(n))
+    assert gradcheck(
+        remat(fun), inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
+    )
+
+
+@EACH
+def test_gradgradcheck(fun: Callable[..., Any], n: int) -> None:
+    inputs = tuple(leaf(numbers(3, 3, seed=i)) for i in range(n))
+    assert gradgradcheck(remat(fun), inputs, check_fwd_over_rev=True, check_rev_over_rev=True, check_batched_grad=True)
+
+
+def test_gradcheck_of_a_captured_tensor() -> None:
+    def fun(w: Tensor) -> Tensor:
+        return remat(lambda x: torch.tanh(x @ w))(numbers(3, 3))
+
+    w = leaf(numbers(3, 3, seed=1))
+    assert gradcheck(fun, w, check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(fun, w, check_fwd_over_rev=True, check_batched_grad=True)
+
+
+@pytest.mark.parametrize("transform", [grad, jacrev, jacfwd, hessian])
+def test_gradcheck_around_torch_func(transform: Any) -> None:
+    fun = remat(lambda r: r.sin().prod())
+    assert gradcheck(lambda x: transform(fun)(x), leaf(numbers(3)))
+    assert gradgradcheck(lambda x: transform(fun)(x), leaf(numbers(3)))
+
+
+# torch.autograd's own calls.
+
+
+def block(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w)
+
+
+def test_grad_with_inputs_runs_only_what_leads_to_them() -> None:
+    x, w, v = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1)), leaf(numbers(3, 3, seed=2))
+    y = remat(block)(x, w)
+    z = remat(lambda y, v: (y @ v).sigmoid())(y, v)
+    with CountOps() as ops:
+        (gv,) = torch.autograd.grad(z.sum(), v, retain_graph=True)
+    assert (ops["sigmoid"], ops["tanh"]) == (1, 0)
+    assert v.grad is None
+    assert_same(gv, torch.autograd.grad((block(x, w) @ v).sigmoid().sum(), v)[0])
+    z.sum().backward(inputs=[w])
+    assert x.grad is None
+    assert_same(w.grad, torch.autograd.grad((block(x, w) @ v).sigmoid().sum(), w)[0])
+
+
+@pytest.mark.parametrize("wrt", [["x"], ["w"], ["x", "w"], ["y"], ["y", "x"], ["w", "w"]])
+def test_grad_of_any_inputs(wrt: list[str]) -> None:
+    results = []
+    for ck in (remat, plain):
+        t = {"x": leaf(numbers(3, 3)), "w": leaf(numbers(3, 3, seed=1))}
+        t["y"] = ck(block)(t["x"], t["w"])
+        z = ck(lambda y: y.sin() * t["w"])(t["y"])
+        results.append(torch.autograd.grad(z.sum(), [t[n] for n in wrt], allow_unused=True))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_retain_graph_twice(create_graph: bool) -> None:
+    x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+    y = remat(lambda x: block(x, w))(x).sum()
+    expected = torch.autograd.grad(block(x, w).sum(), (x, w))
+    with CountOps() as ops:
+        for _ in range(3):
+            got = torch.autograd.grad(y, (x, w), retain_graph=True, create_graph=create_graph)
+            assert_same(tuple(g.detach() for g in got), expected)
+    assert ops["tanh"] == 3
+    y.backward(retain_graph=True)
+    y.backward()
+    assert_same(x.grad, 2 * expected[0])
+
+
+def test_both_results_of_one_call_backward_one_after_the_other() -> None:
+    x = leaf(numbers(3))
+    a, b = remat(lambda x: (x.sin(), x.exp()))(x)
+    a.sum().backward(retain_graph=True)
+    b.sum().backward()
+    assert_same(x.grad, x.detach().cos() + x.detach().exp())
+
+
+def test_create_graph_records_and_without_it_does_not() -> None:
+    x = leaf(numbers(3))
+    for create_graph in (False, True):
+        (g,) = torch.autograd.grad(remat(torch.sin)(x).sum(), x, create_graph=create_graph)
+        assert g.requires_grad == create_graph
+
+
+def test_gradient_penalty() -> None:
+    results = []
+    for ck in (remat, plain):
+        x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+        y = ck(lambda x: block(x, w))(ck(lambda x: block(x, w))(x))
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (y.sum() + g.square().sum()).backward()
+        results.append((x.grad, w.grad))
+    assert_same(*results)
+
+
+def test_accumulates_in_grad_as_plain() -> None:
+    results = []
+    for ck in (remat, plain):
+        w = leaf(numbers(3, 3))
+        w.grad = torch.ones(3, 3).double()
+        before = w.grad
+        for seed in range(3):
+            ck(lambda x: block(x, w))(numbers(3, 3, seed=seed)).sum().backward()
+        assert w.grad is before
+        results.append(w.grad)
+    assert_same(*results)
+
+
+@pytest.mark.parametrize(
+    ("vectorize", "strategy"), [(False, "reverse-mode"), (True, "reverse-mode"), (True, "forward-mode")]
+)
+def test_functional_jacobian_and_hessian(vectorize: bool, strategy: str) -> None:
+    x = numbers(3)
+    for api, out in [
+        (torch.autograd.functional.jacobian, lambda y: y),
+        (torch.autograd.functional.hessian, torch.sum),
+    ]:
+        key = "strategy" if out is not torch.sum else "outer_jacobian_strategy"
+        actual, expected = (
+            api(lambda x: out(ck(lambda x: x.sin() * x.exp())(x)), x, vectorize=vectorize, **{key: strategy})
+            for ck in (remat, plain)
+        )
+        assert_same(actual, expected)
+
+
+def test_anomaly_mode() -> None:
+    x = leaf(numbers(3))
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        remat(lambda x: x.sin().exp())(x).sum().backward()
+    assert_same(x.grad, grad(lambda x: x.sin().exp().sum())(x.detach()))
+
+
+def test_non_leaf_inputs_keep_their_grad_when_asked() -> None:
+    results = []
+    for ck in (remat, plain):
+        y = leaf(numbers(3)) * 2
+        y.retain_grad()
+        ck(torch.sin)(y).sum().backward()
+        results.append(y.grad)
+    assert_same(*results)
+
+
+def test_sparse_gradients() -> None:
+    results = []
+    for ck in (remat, plain):
+        w = leaf(numbers(5, 3))
+        ck(lambda i: F.embedding(i, w, sparse=True).sin())(torch.tensor([0, 2, 0])).sum().backward()
+        assert w.grad.is_sparse
+        results.append(w.grad.to_dense())
+    assert_same(*results)
+
+
+def test_modules_of_any_kind() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    for module in [
+        nn.Linear(6, 6),
+        nn.TransformerEncoderLayer(6, 2, 8, batch_first=True),
+        nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.GELU()),
+        nn.MultiheadAttention(6, 2, batch_first=True),
+        nn.GRU(6, 5),
+        nn.LSTM(6, 5),
+    ]:
+        module.double()
+        results = []
+        for ck in (remat, plain):
+            torch.manual_seed(1)
+            module.zero_grad()
+            inputs = leaf(x)
+            args = (inputs,) * 3 if isinstance(module, nn.MultiheadAttention) else (inputs,)
+            out = ck(module)(*args)
+            (out[0] if isinstance(out, tuple) else out).sin().sum().backward()
+            results.append((inputs.grad, {n: p.grad.clone() for n, p in module.named_parameters()}))
+        assert_same(*results)
+
+
+# saved_tensors_hooks around it.
+
+
+def test_save_on_cpu() -> None:
+    x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+    with torch.autograd.graph.save_on_cpu():
+        remat(lambda x: block(x, w))(x.sin()).sum().backward()
+    expected = torch.autograd.grad(block(x.sin(), w).sum(), (x, w))
+    assert_same((x.grad, w.grad), expected)
+
+
+@pytest.mark.parametrize("around", ["forward", "both"])
+def test_saved_tensors_hooks_see_the_operands_alone(around: str) -> None:
+    packed: list[Any] = []
+
+    def pack(t: Tensor) -> Tensor:
+        packed.append(t.shape)
+        return t * 1
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+    with hooks:
+        y = remat(lambda x: block(block(x, w), w).sum())(x)
+        assert packed == [(3, 3), (3, 3)]
+        if around == "both":
+            y.backward()
+    if around == "forward":
+        y.backward()
+    assert_same((x.grad, w.grad), torch.autograd.grad(block(block(x, w), w).sum(), (x, w)))
+
+
+def test_operands_are_kept_where_the_hooks_put_them() -> None:
+    """Offloading the inputs of blocks: nothing of them stays."""
+    with LiveBytes() as meter:
+        x = activation().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().tobytes(), _from_bytes):
+            y = remat(lambda x: x.sin().cos())(x.exp())
+        assert meter.current <= 2 * UNIT + 100  # x and y: not x.exp(), nor what the function computed
+        y.sum().backward()
+    z = leaf(x)
+    z.exp().sin().cos().sum().backward()
+    torch.testing.assert_close(x.grad, z.grad)
+
+
+def _from_bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.float32)
+
+
+def test_torch_checkpoint_around_and_inside() -> None:
+    for fun in (
+        lambda x, w: checkpoint(lambda x: remat(lambda x: block(x, w))(x).sin(), x, use_reentrant=False),
+        lambda x, w: remat(lambda x: checkpoint(lambda x: block(x, w), x, use_reentrant=False).sin())(x),
+    ):
+        x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+        fun(x, w).sum().backward()
+        assert_same((x.grad, w.grad), torch.autograd.grad(block(x, w).sin().sum(), (x, w)))
+
+
+# Autograd and torch.func inside of the function.
+
+
+def pinn_by_autograd(net: Any, xt: Tensor) -> Tensor:
+    """The residual of Burgers' equation, with autograd.grad(create_graph=True)."""
+    xt = xt if xt.requires_grad else xt.requires_grad_()
+    u = net(xt)
+    (du,) = torch.autograd.grad(u.sum(), xt, create_graph=True)
+    (ddu,) = torch.autograd.grad(du[:, 0].sum(), xt, create_graph=True)
+    return du[:, 1] + u[:, 0] * du[:, 0] - 0.01 * ddu[:, 0]
+
+
+def pinn_by_func(net: Any, xt: Tensor) -> Tensor:
+    def u(p: Tensor) -> Tensor:
+        return net(p[None])[0, 0]
+
+    def residual(p: Tensor) -> Tensor:
+        du = grad(u)(p)
+        return du[1] + u(p) * du[0] - 0.01 * hessian(u)(p)[0, 0]
+
+    return vmap(residual)(xt)
+
+
+@pytest.mark.parametrize("residual", [pinn_by_autograd, pinn_by_func])
+@pytest.mark.parametrize("where", ["around the residual", "around the network", "around the layers", "all"])
+def test_pinn(residual: Any, where: str) -> None:
+    results = []
+    for used in (True, False):
+        ck = remat if used else plain
+        torch.manual_seed(0)
+        layers = nn.ModuleList([nn.Linear(2, 8), nn.Linear(8, 8), nn.Linear(8, 1)]).double()
+
+        def net(x: Tensor) -> Tensor:
+            for layer in layers[:-1]:
+                fun = lambda x, layer=layer: torch.tanh(layer(x))  # noqa: E731
+                x = (ck if where in ("around the layers", "all") else plain)(fun)(x)
+            return layers[-1](x)
+
+        inner = ck(net) if where in ("around the network", "all") else net
+        loss = lambda xt: residual(inner, xt).square().mean()  # noqa: E731
+        if where in ("around the residual", "all"):
+            loss = ck(loss)
+        value = loss(numbers(6, 2))
+        value.backward()
+        results.append((value.detach(), [p.grad for p in layers.parameters()]))
+    assert_same(*results)
+
+
+def maml_by_func(net: Any, ck: Decorator, params: Any, x: Tensor, y: Tensor) -> Tensor:
+    def loss(ps: Any, x: Tensor, y: Tensor) -> Tensor:
+        return (functional_call(net, ps, (x,)) - y).square().mean()
+
+    @ck
+    def step(ps: Any) -> Any:
+        gs = grad(loss)(ps, x, y)
+        return {k: ps[k] - 0.1 * gs[k] for k in ps}
+
+    for _ in range(3):
+        params = step(params)
+    return loss(params, x.cos(), y)
+
+
+def maml_by_autograd(net: Any, ck: Decorator, params: Any, x: Tensor, y: Tensor) -> Tensor:
+    def loss(ps: Any, x: Tensor, y: Tensor) -> Tensor:
+        return (functional_call(net, ps, (x,)) - y).square().mean()
+
+    @ck
+    def step(ps: Any) -> Any:
+        gs = torch.autograd.grad(loss(ps, x, y), list(ps.values()), create_graph=True)
+        return {k: p - 0.1 * g for (k, p), g in zip(ps.items(), gs, strict=True)}
+
+    for _ in range(3):
+        params = step(params)
+    return loss(params, x.cos(), y)
+
+
+@pytest.mark.parametrize("maml", [maml_by_func, maml_by_autograd])
+@pytest.mark.parametrize("around", [".backward()", "grad", "vmap(grad)", "jvp"])
+def test_maml(maml: Any, around: str) -> None:
+    if maml is maml_by_autograd and around == "jvp":
+        around = ".backward()"  # torch.autograd.grad needs leaves that require grad
+    results = []
+    for ck in (remat, plain):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        params = {k: p.detach() for k, p in net.named_parameters()}
+        x, y = numbers(5, 2), numbers(5, 1, seed=1)
+
+        def meta(ps: Any, x: Tensor) -> Tensor:
+            return maml(net, ck, ps, x, y)
+
+        if around == ".backward()":
+            leaves = {k: leaf(p) for k, p in params.items()}
+            meta(leaves, x).backward()
+            results.append({k: p.grad for k, p in leaves.items()})
+        elif around == "grad":
+            results.append(grad(meta)(params, x))
+        elif around == "vmap(grad)":
+            results.append(vmap(grad(meta), (None, 0))(params, pair(x)))
+        else:
+            results.append(jvp(lambda ps: meta(ps, x), (params,), (params,)))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("create_graph", [True, False])
+@pytest.mark.parametrize("around", ["plain", "grad", "vmap(grad)", "grad(grad)", "jvp(grad)"])
+def test_autograd_grad_around_a_remat_inside_torch_func(around: str, create_graph: bool) -> None:
+    """What the user's own backward pass gives can be differentiated again, at every level."""
+
+    def program(ck: Decorator) -> Fun:
+        def fun(x: Tensor) -> Tensor:
+            y = ck(lambda x: x.sin() * x)(x)
+            (g,) = torch.autograd.grad(y.sum(), x, create_graph=create_graph, retain_graph=True)
+            return (g.sin() * y).sum()
+
+        return fun
+
+    x = numbers(3)
+    run = {
+        "plain": lambda f: torch.autograd.grad(f(z := leaf(x)), z)[0],
+        "grad": lambda f: grad(f)(x),
+        "vmap(grad)": lambda f: vmap(grad(f))(pair(x)),
+        "grad(grad)": lambda f: grad(lambda x: grad(f)(x).sin().sum())(x),
+        "jvp(grad)": lambda f: jvp(grad(f), (x,), (x,)),
+    }[around]
+    assert_same(run(program(remat)), run(program(plain)))
+
+
+def test_backward_inside_of_the_function() -> None:
+    """An inner optimisation on a leaf of its own."""
+
+    def fun(x: Tensor) -> Tensor:
+        z = torch.zeros_like(x.detach()).requires_grad_()
+        ((z + 1) ** 2).sum().backward()
+        (g,) = torch.autograd.grad((z.sin() * x.detach()).sum(), z)
+        return x.sin() * (z.detach() - 0.1 * z.grad + g)
+
+    x = leaf(numbers(3))
+    assert_same(torch.autograd.grad(remat(fun)(x).sum(), x), torch.autograd.grad(fun(x).sum(), x))
+
+
+def test_enable_grad_and_detach_inside() -> None:
+    def fun(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = x.sin()
+            with torch.enable_grad():
+                z = (x * 2).cos()
+        return y * z
+
+    x = leaf(numbers(3))
+    assert_same(torch.autograd.grad(remat(fun)(x).sum(), x), torch.autograd.grad(fun(x).sum(), x))
+    x = numbers(3)
+    assert_same(grad(lambda x: remat(fun)(x).sum())(x), grad(lambda x: fun(x).sum())(x))
+
+
+# The function of a vjp.
+
+
+@pytest.mark.parametrize("times", [0, 1, 5])
+def test_a_vjp_function_called_any_number_of_times(times: int) -> None:
+    x = numbers(3)
+    with CountOps() as ops:
+        value, pull = vjp(remat(torch.tanh), x)
+        results = [pull(torch.full_like(x, k)) for k in range(times)]
+    assert ops["tanh"] == 1 + times
+    assert_same(value, x.tanh())
+    for k, result in enumerate(results):
+        assert_same(result, (k * (1 - x.tanh() ** 2),))
+
+
+LATER: dict[str, Callable[[Any, Tensor], Any]] = {
+    "grad": lambda pull, v: grad(lambda v: pull(v)[0].square().sum())(v),
+    "vmap": lambda pull, v: vmap(pull)(pair(v)),
+    "jvp": lambda pull, v: jvp(pull, (v,), (v,)),
+    "jacrev": lambda pull, v: jacrev(lambda v: pull(v)[0])(v),
+    "jacfwd": lambda pull, v: jacfwd(lambda v: pull(v)[0])(v),
+    "vmap(grad)": lambda pull, v: vmap(grad(lambda v: pull(v)[0].square().sum()))(pair(v)),
+    "grad(grad)": lambda pull, v: grad(lambda v: grad(lambda v: pull(v)[0].pow(3).sum())(v).sum())(v),
+    "backward": lambda pull, v: torch.autograd.grad(pull(w := leaf(v))[0].square().sum(), w),
+    "forward AD": lambda pull, v: _dual(pull, v),
+    "another vjp": lambda pull, v: vjp(pull, v)[1]((v,)),
+    "no_grad": lambda pull, v: torch.no_grad()(pull)(v),
+}
+
+
+def _dual(pull: Any, v: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return tuple(forward_ad.unpack_dual(pull(forward_ad.make_dual(v, v))[0]))
+
+
+@pytest.mark.parametrize("later", LATER.values(), ids=LATER)
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_vjp_function_called_after_other_transforms_began(later: Any, captured: bool, inner: bool) -> None:
+    x, w, v = numbers(3), numbers(3, seed=1), numbers(3, seed=2)
+    not_in_vmap = (LATER["backward"], LATER["forward AD"])
+    results = []
+    for ck in (remat, plain):
+
+        def fun(x: Tensor, w: Tensor) -> Tensor:
+            y = ck(lambda x: x.sin() * w)(x) if captured else ck(lambda x, w: x.sin() * w)(x, w)
+            return ck(torch.tanh)(y)
+
+        def whole(w: Tensor) -> Any:
+            _, pull = vjp(lambda x: fun(x, w), x)
+            return later(pull, v)
+
+        results.append(vmap(whole)(pair(w)) if inner and later not in not_in_vmap else whole(w))
+    assert_same(*results)
+
+
+def test_vjps_of_vjps_interleaved() -> None:
+    x, results = numbers(3), []
+    for ck in (remat, plain):
+        f, g = ck(lambda x: x.sin() * x), ck(lambda x: x.exp())
+        y, pull_f = vjp(f, x)
+        z, pull_g = vjp(g, y)
+        first = pull_f(pull_g(z)[0])
+        again, pull_of_pull = vjp(lambda v: pull_f(pull_g(v)[0])[0], z)
+        results.append((first, again, pull_of_pull(x), pull_f(x), pull_g(x)))
+    assert_same(*results)

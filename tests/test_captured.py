@@ -1,0 +1,725 @@
+"""Captured tensors are differentiated wherever they are held, as they were when the function was called."""
+
+# ruff: noqa: B023 - functions made in a loop are called in the same turn of it
+# ruff: noqa: PT017 - an error is one of two right answers
+
+import collections
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import optree
+import pytest
+import torch
+from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, assert_same, leaf, numbers, pair, plain
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
+
+from remat import CheckpointError, RematError, remat
+
+Decorator = Callable[[Any], Any]
+SOME = pytest.mark.parametrize("transform", SOME_TRANSFORMS)
+
+
+def block(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w)
+
+
+# Ways to hold a tensor: each takes it and returns a function of the other operand.
+
+
+class Holder:
+    """Holds anything, and can be called."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args = args
+        self.__dict__.update(kwargs)
+
+    def method(self, x: Tensor) -> Tensor:
+        return block(x, self.w)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.method(x)
+
+    @property
+    def computed(self) -> Tensor:
+        return self.w
+
+
+class Slots:
+    __slots__ = ("w",)
+
+    def __init__(self, w: Tensor) -> None:
+        self.w = w
+
+    def method(self, x: Tensor) -> Tensor:
+        return block(x, self.w)
+
+
+class Layer(nn.Module):
+    """Holds it as a plain attribute, which a module allows for a tensor that is no Parameter."""
+
+    def __init__(self, w: Tensor) -> None:
+        super().__init__()
+        self.w = w
+
+    def forward(self, x: Tensor) -> Tensor:
+        return block(x, self.w)
+
+
+@dataclasses.dataclass
+class Data:
+    w: Tensor
+
+
+Pair = collections.namedtuple("Pair", ["a", "b"])
+LINEAR = nn.Linear(3, 3, bias=False, dtype=torch.float64)
+
+
+def in_a_cell(w: Tensor) -> Fun:
+    return lambda x: block(x, w)
+
+
+def in_a_cell_of_an_inner_function(w: Tensor) -> Fun:
+    def inner(x: Tensor) -> Tensor:
+        return block(x, w)
+
+    return lambda x: inner(x)
+
+
+def in_a_function_made_inside(w: Tensor) -> Fun:
+    def outer(x: Tensor) -> Tensor:
+        def inner() -> Tensor:
+            return block(x, w)
+
+        return inner()
+
+    return outer
+
+
+def in_a_default(w: Tensor) -> Fun:
+    return lambda x, w=w: block(x, w)
+
+
+def in_a_keyword_default(w: Tensor) -> Fun:
+    def fun(x: Tensor, *, w: Tensor = w) -> Tensor:
+        return block(x, w)
+
+    return fun
+
+
+def in_a_global(w: Tensor) -> Fun:
+    namespace = {"block": block, "w": w}
+    exec("def fun(x): return block(x, w)", namespace)
+    return namespace["fun"]
+
+
+def in_a_global_container(w: Tensor) -> Fun:
+    namespace = {"block": block, "table": {"ws": [w]}}
+    exec("def fun(x): return block(x, table['ws'][0])", namespace)
+    return namespace["fun"]
+
+
+def in_a_generator(w: Tensor) -> Fun:
+    def rows(x: Tensor) -> Iterator[Tensor]:
+        for row in x:
+            yield block(row, w)
+
+    return lambda x: torch.stack(list(rows(x)))
+
+
+def in_a_cache(w: Tensor) -> Fun:
+    @functools.cache
+    def get() -> Tensor:
+        return w
+
+    return lambda x: block(x, get())
+
+
+def in_a_class_attribute(w: Tensor) -> Fun:
+    return type("Made", (Holder,), {"w": w})()
+
+
+def in_a_static_method(w: Tensor) -> Fun:
+    return type("Made", (), {"fun": staticmethod(lambda x: block(x, w))}).fun
+
+
+def in_a_class_method(w: Tensor) -> Fun:
+    return type("Made", (), {"w": w, "fun": classmethod(lambda cls, x: block(x, cls.w))}).fun
+
+
+def in_a_parameter(w: Tensor) -> Fun:
+    """Bound for one call, as functional_call does."""
+    return lambda x: functional_call(LINEAR, {"weight": w.t()}, (x,)).tanh()
+
+
+def in_nested_cells(w: Tensor) -> Fun:
+    fun: Fun = lambda x: block(x, w)  # noqa: E731
+    for _ in range(5):
+        fun = (lambda inner: lambda x: inner(x))(fun)
+    return fun
+
+
+def deep(w: Tensor) -> Fun:
+    holder = Holder(w=w)
+    for _ in range(8):
+        holder = Holder(inner=holder)
+
+    def fun(x: Tensor) -> Tensor:
+        h = holder
+        while hasattr(h, "inner"):
+            h = h.inner
+        return block(x, h.w)
+
+    return fun
+
+
+HOLD: dict[str, Callable[[Tensor], Fun]] = {
+    "a cell": in_a_cell,
+    "a cell of an inner function": in_a_cell_of_an_inner_function,
+    "a function made inside": in_a_function_made_inside,
+    "nested cells": in_nested_cells,
+    "a default": in_a_default,
+    "a keyword default": in_a_keyword_default,
+    "a partial": lambda w: functools.partial(lambda w, x: block(x, w), w),
+    "a keyword of a partial": lambda w: functools.partial(block, w=w),
+    "a partial of a partial": lambda w: functools.partial(functools.partial(lambda k, w, x: block(x, w), 1), w),
+    "a partial in a cell": lambda w: (lambda p: lambda x: p(x))(functools.partial(block, w=w)),
+    "a partial of a bound method": lambda w: functools.partial(Holder(w=w).method),
+    "a bound method": lambda w: Holder(w=w).method,
+    "a bound method in a cell": lambda w: (lambda m: lambda x: m(x))(Holder(w=w).method),
+    "a bound method of slots": lambda w: Slots(w).method,
+    "a callable object": lambda w: Holder(w=w),
+    "an attribute": lambda w: (lambda h: lambda x: block(x, h.w))(Holder(w=w)),
+    "a property": lambda w: (lambda h: lambda x: block(x, h.computed))(Holder(w=w)),
+    "an attribute at depth": deep,
+    "an attribute of a dataclass": lambda w: (lambda d: lambda x: block(x, d.w))(Data(w)),
+    "a namespace": lambda w: (lambda n: lambda x: block(x, n.w))(types.SimpleNamespace(w=w)),
+    "a class attribute": in_a_class_attribute,
+    "a static method": in_a_static_method,
+    "a class method": in_a_class_method,
+    "a list": lambda w: (lambda ws: lambda x: block(x, ws[0]))([w]),
+    "a tuple": lambda w: (lambda ws: lambda x: block(x, ws[0]))((w,)),
+    "a named tuple": lambda w: (lambda p: lambda x: block(x, p.b))(Pair(1, w)),
+    "a dict": lambda w: (lambda ws: lambda x: block(x, ws["w"]))({"w": w}),
+    "nested containers": lambda w: (lambda t: lambda x: block(x, t["a"][0][1].w))({"a": [(1, Holder(w=w))]}),
+    "a container of containers passed to torch": lambda w: (lambda ws: lambda x: torch.cat([x, *ws]).sin()[:3] @ ws[0])(
+        [w]
+    ),
+    "a set": lambda w: (lambda s: lambda x: block(x, next(iter(s))))({w}),
+    "a module's attribute": lambda w: Layer(w),
+    "a module in a cell": lambda w: (lambda m: lambda x: m(x))(Layer(w)),
+    "a module in a module": lambda w: nn.Sequential(Layer(w), nn.Tanh()),
+    "a bound method of a module": lambda w: Layer(w).forward,
+    "a parameter for one call": in_a_parameter,
+    "a global": in_a_global,
+    "a container in a global": in_a_global_container,
+    "a generator": in_a_generator,
+    "a cache": in_a_cache,
+    "an inner remat'd function": lambda w: (lambda f: lambda x: f(x))(remat(in_a_cell(w))),
+    "an inner remat'd partial": lambda w: (lambda f: lambda x: f(x))(remat(functools.partial(block, w=w))),
+    "a remat'd bound method": lambda w: (lambda f: lambda x: f(x).sin())(remat(Holder(w=w).method)),
+    "remat twice": lambda w: remat(in_a_cell(w)),
+}
+EACH = pytest.mark.parametrize("hold", HOLD.values(), ids=HOLD)
+
+
+@EACH
+@SOME
+def test_same_as_plain(hold: Callable[[Tensor], Fun], transform: str) -> None:
+    """The captured tensor is what is differentiated."""
+    w, x = numbers(3, 3), numbers(3, 3, seed=1)
+
+    actual = TRANSFORMS[transform](lambda w: remat(hold(w))(x), w)
+    assert_same(actual, TRANSFORMS[transform](lambda w: hold(w)(x), w))
+
+
+@EACH
+def test_argument_and_captured_at_different_levels(hold: Callable[[Tensor], Fun]) -> None:
+    w, x = numbers(3, 3), numbers(3, 3, seed=1)
+    for outer, inner in [(grad, grad), (jacrev, grad), (jacfwd, grad), (grad, jacfwd)]:
+
+        def nest(ck: Decorator, outer: Any = outer, inner: Any = inner) -> Tensor:
+            def of_w(w: Tensor) -> Tensor:
+                fun = ck(hold(w))
+                return inner(lambda x: fun(x).sin().sum())(x).square().sum()
+
+            return outer(of_w)(w)
+
+        assert_same(nest(remat), nest(plain))
+
+
+AROUND = {
+    "nothing": lambda f, x: f(x),
+    "vmap": lambda f, x: vmap(f)(pair(x)),
+    "jvp": lambda f, x: jvp(f, (x,), (x,))[1],
+    "grad": lambda f, x: grad(lambda x: f(x).sin().sum())(x),
+    "vmap(grad)": lambda f, x: vmap(grad(lambda x: f(x).sin().sum()))(pair(x)),
+}
+
+
+@EACH
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_a_leaf_of_plain_autograd_below_a_transform(
+    hold: Callable[[Tensor], Fun], around: Callable[..., Tensor]
+) -> None:
+    grads = []
+    for ck in (remat, plain):
+        w = leaf(numbers(3, 3, seed=1))
+        around(ck(hold(w)), numbers(3, 3)).square().sum().backward()
+        grads.append(w.grad)
+    assert_same(*grads)
+
+
+@EACH
+def test_captured_and_nothing_else(hold: Callable[[Tensor], Fun]) -> None:
+    """No argument that is differentiated."""
+    w, x = numbers(3, 3), numbers(3, 3, seed=1)
+    with CountOps() as ops:
+        actual = grad(lambda w: remat(hold(w))(x).sum())(w)
+    assert_same(actual, grad(lambda w: hold(w)(x).sum())(w))
+    assert ops["tanh"] + ops["sin"] >= 2  # it did run again
+
+
+# Returned as they are.
+
+
+RETURNED = {
+    "alone": lambda w: lambda x: w,
+    "with what was computed": lambda w: lambda x: (w, block(x, w)),
+    "twice": lambda w: lambda x: [w, x.sin(), w],
+    "with an argument": lambda w: lambda x: {"x": x, "w": w, "y": x * w},
+    "a view": lambda w: lambda x: (w.t(), w[0], x.sin()),
+    "from an inner remat": lambda w: lambda x: (remat(lambda x: (w, x.sin()))(x), w),
+    "detached": lambda w: lambda x: (w.detach(), w, x.sin()),
+    "unread": lambda w: (lambda h: lambda x: (h.w, x.sin()))(Holder(w=w)),
+}
+
+
+@pytest.mark.parametrize("hold", RETURNED.values(), ids=RETURNED)
+@SOME
+def test_returned_as_they_are(hold: Callable[[Tensor], Any], transform: str) -> None:
+    x = numbers(3, 3, seed=1)
+
+    def fun(ck: Decorator) -> Fun:
+        def of_w(w: Tensor) -> Tensor:
+            leaves = optree.tree_leaves(ck(hold(w))(x * w.sum()))
+            return sum(((y * (i + 1)).sin() for i, y in enumerate(leaves)), torch.zeros(3, 3).double())
+
+        return of_w
+
+    w = numbers(3, 3)
+    assert_same(TRANSFORMS[transform](fun(remat), w), TRANSFORMS[transform](fun(plain), w))
+
+
+def test_what_is_returned_as_it_is_stays_the_same_object() -> None:
+    w, x = leaf(numbers(3)), leaf(numbers(3))
+    for out in (remat(lambda x: (w, x, w, x.sin()))(x), remat(lambda x: (w, x, w))(x)):
+        assert out[0] is w
+        assert out[1] is x
+        assert out[2] is w
+
+
+# Straight into an autograd.Function: at the base no torch function is seen that reads them.
+
+
+class Old(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return torch.tanh(x @ w)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        g = g * (1 - torch.tanh(x @ w) ** 2)
+        return g @ w.t(), x.t() @ g
+
+
+class OldOnce(Old):
+    backward = once_differentiable(Old.backward)
+
+
+class New(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(x @ w)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        del output
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    backward = Old.backward
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor, dw: Tensor) -> Tensor:
+        x, w = ctx.saved_tensors
+        return (1 - torch.tanh(x @ w) ** 2) * (dx @ w + x @ dw)
+
+
+STRAIGHT = {
+    "captured": lambda f, w: lambda x: f(x, w),
+    "captured first": lambda f, w: lambda x: f(w, x),
+    "both captured": lambda f, w: lambda x: f(w, w) * x,
+    "at depth": lambda f, w: (lambda h: lambda x: f(x, h.inner.w))(Holder(inner=Holder(w=w))),
+    "in a list": lambda f, w: (lambda ws: lambda x: f(x, ws[0]))([w]),
+    "and also read": lambda f, w: lambda x: f(x, w) * w.sin(),
+    "twice": lambda f, w: lambda x: f(f(x, w), w),
+    "a module's": lambda f, w: (lambda m: lambda x: f(x, m.w))(Layer(w)),
+    "remat inside": lambda f, w: lambda x: remat(lambda x: f(x, w))(x).sin(),
+}
+EACH_STRAIGHT = pytest.mark.parametrize("hold", STRAIGHT.values(), ids=STRAIGHT)
+
+
+@EACH_STRAIGHT
+@pytest.mark.parametrize("function", [Old, OldOnce, New])
+@pytest.mark.parametrize("from_leaf", [True, False])
+def test_straight_into_an_autograd_function_at_the_base(hold: Any, function: Any, from_leaf: bool) -> None:
+    grads = []
+    for ck in (remat, plain):
+        source = leaf(numbers(3, 3))
+        w = source if from_leaf else source.sin()
+        x = leaf(numbers(3, 3, seed=1))
+        ck(hold(function.apply, w))(x).sin().sum().backward()
+        grads.append((x.grad, source.grad))
+    assert_same(*grads)
+
+
+@EACH_STRAIGHT
+@pytest.mark.parametrize("function", [Old, New])
+def test_straight_into_an_autograd_function_second_order(hold: Any, function: Any) -> None:
+    grads = []
+    for ck in (remat, plain):
+        w, x = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+        first = torch.autograd.grad(ck(hold(function.apply, w))(x).sin().sum(), (x, w), create_graph=True)
+        grads.append((first, torch.autograd.grad(sum(g.cos().sum() for g in first), (x, w))))
+    assert_same(*grads)
+
+
+@EACH_STRAIGHT
+@pytest.mark.parametrize("transform", [t for t in SOME_TRANSFORMS if "func" not in t])
+def test_straight_into_an_autograd_function_under_transforms(hold: Any, transform: str) -> None:
+    x, w = numbers(3, 3, seed=1), numbers(3, 3)
+    results = [TRANSFORMS[transform](lambda w: ck(hold(New.apply, w))(x), w) for ck in (remat, plain)]
+    assert_same(*results)
+
+
+@EACH_STRAIGHT
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_straight_into_an_autograd_function_from_below_a_transform(hold: Any, around: Callable[..., Tensor]) -> None:
+    grads = []
+    for ck in (remat, plain):
+        w = leaf(numbers(3, 3))
+        around(ck(hold(New.apply, w)), numbers(3, 3, seed=1)).square().sum().backward()
+        grads.append(w.grad)
+    assert_same(*grads)
+
+
+# As they were when the function was called.
+
+
+def _moves_cell(w: Tensor, later: Tensor) -> tuple[Fun, Callable[[], None]]:
+    def move() -> None:
+        nonlocal w
+        w = later
+
+    return lambda x: block(x, w), move
+
+
+def _deletes_cell(w: Tensor, later: Tensor) -> tuple[Fun, Callable[[], None]]:
+    def move() -> None:
+        nonlocal w
+        del w
+
+    del later
+    return lambda x: block(x, w), move
+
+
+def _moves_cell_of_inner(w: Tensor, later: Tensor) -> tuple[Fun, Callable[[], None]]:
+    fun, move = _moves_cell(w, later)
+    return lambda x: fun(x), move
+
+
+def _moves_cell_of_partial(w: Tensor, later: Tensor) -> tuple[Fun, Callable[[], None]]:
+    fun, move = _moves_cell(w, later)
+    return functools.partial(lambda f, x: f(x), fun), move
+
+
+def _moves_cell_of_method(w: Tensor, later: Tensor) -> tuple[Fun, Callable[[], None]]:
+    fun, move = _moves_cell(w, later)
+    return type("Made", (), {"fun": lambda self, x: fun(x)})().fun, move
+
+
+def _moves_cell_of_inner_remat(w: Tensor, later: Tensor) -> tuple[Fun, Callable[[], None]]:
+    fun, move = _moves_cell(w, later)
+    inner = remat(fun)
+    return lambda x: inner(x).sin(), move
+
+
+def _moves_function(w: Tensor, later: Tensor) -> tuple[Fun, Callable[[], None]]:
+    inner = in_a_cell(w)
+
+    def move() -> None:
+        nonlocal inner
+        inner = in_a_cell(later)
+
+    return lambda x: inner(x), move
+
+
+def _moves_number(w: Tensor, later: Tensor) -> tuple[Fun, Callable[[], None]]:
+    k = 2.0
+
+    def move() -> None:
+        nonlocal k
+        k = 3.0
+
+    del later
+    return lambda x: block(x, w) * k, move
+
+
+CELLS = {
+    f.__name__.removeprefix("_").replace("_", " "): f
+    for f in (
+        _moves_cell,
+        _deletes_cell,
+        _moves_cell_of_inner,
+        _moves_cell_of_partial,
+        _moves_cell_of_method,
+        _moves_cell_of_inner_remat,
+        _moves_function,
+        _moves_number,
+    )
+}
+
+
+@pytest.mark.parametrize("make", CELLS.values(), ids=CELLS)
+@SOME
+def test_cells_count_as_they_were_at_the_call(make: Any, transform: str) -> None:
+    x, w = numbers(3, 3, seed=1), numbers(3, 3)
+
+    def fun(ck: Decorator) -> Fun:
+        def of_w(w: Tensor) -> Tensor:
+            f, move = make(w, w.detach() * 3)
+            y = ck(f)(x)
+            move()
+            return y
+
+        return of_w
+
+    assert_same(TRANSFORMS[transform](fun(remat), w), TRANSFORMS[transform](fun(plain), w))
+
+
+def test_a_loop_variable_counts_as_it_was_at_the_call() -> None:
+    def loop(ck: Decorator) -> Any:
+        def fun(ws: list[Tensor], x: Tensor) -> Tensor:
+            for w in ws:
+                x = ck(lambda x: torch.tanh(x @ w))(x)
+            return x.sum()
+
+        return fun
+
+    ws, x = [numbers(3, 3, seed=i) for i in range(4)], numbers(3, 3)
+    assert_same(grad(loop(remat), (0, 1))(ws, x), grad(loop(plain), (0, 1))(ws, x))
+    batch = torch.stack([x, x.sin()])
+    assert_same(*(vmap(grad(loop(ck), (0, 1)), in_dims=(None, 0))(ws, batch) for ck in (remat, plain)))
+    grads = []
+    for ck in (remat, plain):
+        leaves = [leaf(w) for w in ws]
+        loop(ck)(leaves, x).backward()
+        grads.append([w.grad for w in leaves])
+    assert_same(*grads)
+
+
+# What is changed in other places before the rerun is right or an error, never silently wrong.
+
+
+def _list(w: Tensor) -> tuple[Fun, Callable[[Tensor], None]]:
+    ws = [w]
+    return lambda x: block(x, ws[0]), lambda t: ws.__setitem__(0, t)
+
+
+def _dict(w: Tensor) -> tuple[Fun, Callable[[Tensor], None]]:
+    ws = {"w": w}
+    return lambda x: block(x, ws["w"]), lambda t: ws.update(w=t)
+
+
+def _attribute(w: Tensor) -> tuple[Fun, Callable[[Tensor], None]]:
+    holder = Holder(w=w)
+    return lambda x: block(x, holder.w), lambda t: setattr(holder, "w", t)
+
+
+def _self(w: Tensor) -> tuple[Fun, Callable[[Tensor], None]]:
+    holder = Holder(w=w)
+    return holder.method, lambda t: setattr(holder, "w", t)
+
+
+def _global(w: Tensor) -> tuple[Fun, Callable[[Tensor], None]]:
+    namespace = {"block": block, "w": w}
+    exec("def fun(x): return block(x, w)", namespace)
+    return namespace["fun"], lambda t: namespace.update(w=t)
+
+
+def _module(w: Tensor) -> tuple[Fun, Callable[[Tensor], None]]:
+    layer = Layer(w)
+    return layer, lambda t: setattr(layer, "w", t)
+
+
+def _straight_attribute(w: Tensor) -> tuple[Fun, Callable[[Tensor], None]]:
+    holder = Holder(w=w)
+    return lambda x: New.apply(x, holder.w), lambda t: setattr(holder, "w", t)
+
+
+PLACES = {f.__name__[1:]: f for f in (_list, _dict, _attribute, _self, _global, _module, _straight_attribute)}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "jvp(grad)", "grad(grad)"])
+def test_a_place_that_was_filled_anew_is_right_or_an_error(place: Any, transform: str, requires_grad: bool) -> None:
+    other = numbers(3, 3, seed=2).requires_grad_(requires_grad)
+
+    def fun(ck: Decorator) -> Fun:
+        def of_x(x: Tensor) -> Tensor:
+            f, fill = place(x.cos())
+            y = ck(f)(x)
+            fill(other)
+            return y
+
+        return of_x
+
+    x = numbers(3, 3)
+    expected = TRANSFORMS[transform](fun(plain), x)
+    try:
+        actual = TRANSFORMS[transform](fun(remat), x)
+    except (CheckpointError, RematError) as error:
+        assert "fun" in str(error) or "lambda" in str(error) or "Holder" in str(error) or "Layer" in str(error)
+    else:
+        assert_same(actual, expected)
+    assert other.grad is None
+
+
+@pytest.mark.parametrize("transform", SOME_TRANSFORMS)
+def test_names_that_the_function_assigns_to_are_as_without_remat(transform: str) -> None:
+    """A count in a cell, an attribute: a rerun starts from what the forward found, and leaves no trace."""
+    results = []
+    for ck in (remat, plain):
+        calls = 0
+        holder = Holder(calls=0)
+
+        def fun(x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            holder.calls += 1
+            return x.sin() * calls * holder.calls
+
+        value = TRANSFORMS[transform](lambda x: ck(fun)(ck(fun)(x)), numbers(3, 3))
+        results.append((value, calls, holder.calls))
+    assert_same(*results)
+
+
+def test_functions_that_call_each_other() -> None:
+    def even(n: int, x: Tensor) -> Tensor:
+        return x if n == 0 else odd(n - 1, x.sin() * w)
+
+    def odd(n: int, x: Tensor) -> Tensor:
+        return x.cos() if n == 0 else even(n - 1, x)
+
+    w = leaf(numbers(3))
+    x = numbers(3)
+    expected = torch.autograd.grad(even(4, x).sum(), w)
+    y = remat(even)(4, x).sum()
+    assert_same(torch.autograd.grad(y, w), expected)
+    y = remat(even)(4, x).sum()
+    kept, w = w, numbers(3, seed=3)  # a new w, before the rerun
+    assert_same(torch.autograd.grad(y, kept), expected)
+
+
+# Changed in place between call and rerun: as with the plain function, an error.
+
+
+@pytest.mark.parametrize("hold", [in_a_cell, HOLD["a list"], HOLD["an attribute"], HOLD["a module's attribute"]])
+def test_a_captured_tensor_that_is_changed_in_place_before_the_rerun(hold: Callable[[Tensor], Fun]) -> None:
+    for ck in (remat, plain):
+        w, x = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+        y = ck(hold(w))(x).sum()
+        with torch.no_grad():
+            w.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+
+# Hooks.
+
+
+@EACH
+def test_hooks_on_captured_tensors(hold: Callable[[Tensor], Fun]) -> None:
+    """Called as often, and with the same, as without remat."""
+    results = []
+    for ck in (remat, plain):
+        seen: dict[str, list[Tensor]] = {"leaf": [], "inner": [], "accumulated": []}
+        source = leaf(numbers(3, 3))
+        source.register_hook(lambda g: seen["leaf"].append(g.clone()))
+        source.register_post_accumulate_grad_hook(lambda t: seen["accumulated"].append(t.grad.clone()))
+        w = source.sin()
+        w.register_hook(lambda g: seen["inner"].append(g.clone()))
+        fun = ck(hold(w))
+        (fun(numbers(3, 3, seed=1)) * fun(numbers(3, 3, seed=2))).sum().backward()
+        results.append(seen)
+    assert [len(s) for s in results[0].values()] == [1, 1, 1]
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("function", [Old, New])
+def test_hooks_on_tensors_that_go_straight_into_an_autograd_function(function: Any) -> None:
+    results = []
+    for ck in (remat, plain):
+        seen: list[Tensor] = []
+        w, x = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+        w.register_hook(seen.append)
+        inner = w * 1
+        inner.register_hook(seen.append)
+        ck(lambda x: function.apply(x, w) * function.apply(x, inner))(x).sum().backward()
+        results.append(seen)
+    assert len(results[0]) == 2
+    assert_same(*results)
+
+
+def test_a_hook_that_changes_the_gradient() -> None:
+    grads = []
+    for ck in (remat, plain):
+        w = leaf(numbers(3, 3))
+        w.register_hook(lambda g: g * 2)
+        ck(lambda x: block(x, w))(numbers(3, 3)).sum().backward()
+        grads.append(w.grad)
+    assert_same(*grads)
+
+
+def test_a_hook_set_inside_runs_once_per_backward() -> None:
+    seen: list[Tensor] = []
+
+    @remat
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin()
+        y.register_hook(seen.append)
+        return y.cos()
+
+    x = leaf(numbers(3))
+    fun(x).sum().backward()
+    assert len(seen) == 1
+    assert_same(seen[0], -x.detach().sin().sin())
+
+
+def test_hooks_of_modules() -> None:
+    for ck, runs in ((remat, 2), (plain, 1)):
+        layer, seen = nn.Linear(3, 3), {"forward": 0, "backward": 0}
+        layer.register_forward_hook(lambda *_: seen.update(forward=seen["forward"] + 1))
+        layer.register_full_backward_hook(lambda *_: seen.update(backward=seen["backward"] + 1))
+        ck(layer)(torch.randn(2, 3, requires_grad=True)).sum().backward()
+        assert seen == {"forward": runs, "backward": 1}

@@ -1,0 +1,85 @@
+"""Random programs under random nests of transforms: the same with `remat` as without it.
+
+`make fuzz N=20000` tries more of them than the test run does, and other ones each time.
+"""
+
+import gc
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import optree
+import pytest
+import torch
+from fuzz_programs import FORWARD, Example, examples
+from helpers import assert_same, plain
+from hypothesis import given, reject, settings
+
+from remat import _torch_internals as internals
+from remat import remat
+from remat.debug import LiveBytes
+
+
+def run(example: Example, decorator: Any) -> tuple[Any, LiveBytes]:
+    """The result, and the meter of what is alive. Whatever happens, no transform or mode is left behind."""
+    meter = LiveBytes()
+    # Forward AD makes zeros that crash torch where a mode sees them; linearize leaves cycles of its own.
+    unmetered = any(word in example.source for word in (*FORWARD, "linearize"))
+    try:
+        with nullcontext() if unmetered else meter:
+            return example.run(decorator), meter
+    finally:
+        assert internals.stack_depth() == 0
+        assert internals.function_modes() == []
+        assert not internals.forward_ad_active()
+        assert torch.is_grad_enabled()
+
+
+def scaled(result: Any, like: Any) -> Any:
+    """Each tensor over the largest element of its like: what rounds a large element is large for a small one."""
+
+    def over(a: Any, b: Any) -> Any:
+        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and b.is_floating_point()):
+            return a
+        return a / b.detach().abs().amax().clamp(min=1) if b.numel() else a
+
+    return optree.tree_map(over, result, like, none_is_leaf=True, namespace="torch")
+
+
+def agrees(example: Example) -> bool:
+    """Compare with the plain function; False where that fails, because torch can't do it."""
+    try:
+        expected, plain_meter = run(example, plain)
+    except Exception:
+        return False
+    stream = torch.get_rng_state()
+    actual, meter = run(example, remat)
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert_same(scaled(actual, like=expected), scaled(expected, like=expected), rounding=1e-8)
+    del actual, expected
+    assert meter.current <= plain_meter.current, "what remat keeps is freed with the result, without gc"
+    return True
+
+
+@pytest.mark.filterwarnings("ignore")  # what torch says once per process would make a replay differ
+def test_random_programs(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = request.config.getoption("--fuzz-examples")
+    tried: Counter[bool] = Counter()
+
+    @settings(max_examples=int(wanted or 300), derandomize=not wanted, report_multiple_bugs=False)
+    @given(examples())
+    def same_as_plain(example: Example) -> None:
+        gc.disable()
+        try:
+            agreed = agrees(example)
+        finally:
+            gc.enable()
+        tried[agreed] += 1
+        if not agreed:
+            reject()
+
+    same_as_plain()
+    if wanted:
+        with capsys.disabled():
+            print(f"\nfuzz: {tried[True]} examples agree; {tried[False]} more are beyond torch itself")
+    assert tried[False] < 0.2 * tried.total()

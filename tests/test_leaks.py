@@ -1,0 +1,296 @@
+"""Nothing leaks: with gc off, all is freed as soon as the backward is done, or the result dropped."""
+
+# ruff: noqa: F821, PT017 - `del` is the point, and an exception must not be held by pytest
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import TRANSFORMS, UNIT, Fun, activation, leaf, numbers
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vjp, vmap
+from torch.nn import functional as F
+
+from remat import CheckpointError, remat
+from remat.debug import LiveBytes
+
+
+@pytest.fixture(autouse=True)
+def _no_gc() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Big:
+    """Something that a function closes over."""
+
+
+def held(run: Callable[[Callable[[Fun], Any]], Any]) -> list[str]:
+    """What is still alive of a call after `run`, without gc."""
+    refs: dict[str, Any] = {}
+
+    def make(fun: Fun) -> Any:
+        big = Big()
+
+        def block(x: Tensor) -> Tensor:
+            assert big is not None
+            return fun(x)
+
+        wrapped = remat(block)
+        refs.update(object=weakref.ref(big), function=weakref.ref(block), wrapper=weakref.ref(wrapped))
+        return wrapped
+
+    run(make)
+    return [name for name, ref in refs.items() if ref() is not None]
+
+
+FUNS: dict[str, Fun] = {
+    "sin": torch.sin,
+    "several results": lambda x: x.sin() * (lambda a, b: a + b)(x.sin(), x.cos()),
+    "kwargs and lists": lambda x: torch.cat([x.sin(), x], dim=0)[:3] * torch.stack((x, x)).sum(dim=0),
+    "dropout": lambda x: F.dropout(x.sin(), 0.5),
+    "remat inside": lambda x: remat(lambda y: remat(torch.sin)(y) * x)(x),
+    "grad inside": lambda x: grad(lambda y: (y.sin() * x).sum())(x),
+    "in place": lambda x: x.sin().mul_(2).relu_(),
+    "views": lambda x: x.sin().t()[0].expand(3, 3),
+    "a constant": lambda x: x.sin() * torch.ones(3, dtype=x.dtype),
+}
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        "call",
+        "grad",
+        "vjp",
+        "vjp never called",
+        "jvp",
+        "vmap",
+        "vmap(grad)",
+        "grad(grad)",
+        "jvp(grad)",
+        "grad(jvp)",
+        "functionalize(grad)",
+        ".backward()",
+        "double backward",
+        "forward AD",
+        ".backward() of vmap",
+    ],
+)
+@pytest.mark.parametrize("fun", FUNS.values(), ids=FUNS)
+def test_all_is_freed_by_reference_counts(fun: Fun, transform: str) -> None:
+    if fun is FUNS["dropout"] and "vmap" in transform:
+        fun = torch.sin
+    with LiveBytes() as meter:
+        assert held(lambda make: TRANSFORMS[transform](make(fun), numbers(3, 3))) == []
+        x = numbers(3, 3)
+        start = meter.current
+        TRANSFORMS[transform](remat(fun), x)
+        assert meter.current == start
+
+
+@pytest.mark.parametrize("w", ["cell", "attribute", "list", "default", "module", "global"])
+@pytest.mark.parametrize("run", ["backward", "dropped", "grad", "vmap(grad)", "grad(grad)"])
+def test_captured_tensors_are_freed(w: str, run: str) -> None:
+    with LiveBytes() as meter:
+        captured = activation().requires_grad_()
+        ref = weakref.ref(captured)
+        box = Big()
+        box.w = captured
+        module = nn.Module()
+        module.w = nn.Parameter(captured.detach())
+        values = [captured]
+        namespace = {"w": captured}
+        exec("def of_global(x): return x.sin() * w", namespace)
+        fun = {
+            "cell": lambda x: x.sin() * captured,
+            "attribute": lambda x: x.sin() * box.w,
+            "list": lambda x: x.sin() * values[0],
+            "default": lambda x, w=captured: x.sin() * w,
+            "module": lambda x: x.sin() * module.w,
+            "global": namespace["of_global"],
+        }[w]
+        x = activation()
+        if run == "backward":
+            remat(fun)(x).sum().backward()
+        elif run == "dropped":
+            remat(fun)(x)
+        elif run == "grad":
+            grad(lambda x: remat(fun)(x).sum())(x)
+        elif run == "vmap(grad)":
+            vmap(grad(lambda x: remat(fun)(x).sum()))(torch.stack([x, x]))
+        else:
+            grad(lambda x: grad(lambda x: remat(fun)(x).sum())(x).sum())(x)
+        namespace.clear()  # a function and its globals are a cycle
+        del captured, box, module, values, fun, x
+        assert ref() is None
+    assert meter.current == 0
+
+
+def test_intermediates_are_freed_during_the_backward_not_after() -> None:
+    """A hook between two blocks finds nothing of the later block's rerun alive."""
+    x = activation().requires_grad_()
+    with LiveBytes() as meter:
+        seen: list[int] = []
+
+        @remat
+        def block(x: Tensor) -> Tensor:
+            for _ in range(10):
+                x = x.sin()
+            return x
+
+        y = block(x)
+        y.register_hook(lambda g: seen.append(meter.current))
+        z = block(y).sum()
+        held_before = meter.current
+        z.backward()
+    assert seen[0] <= held_before + 2 * UNIT
+
+
+def test_a_dropped_result_frees_its_inputs() -> None:
+    x = leaf(numbers(3))
+    y = x * 2
+    ref = weakref.ref(y)
+    z = remat(torch.sin)(y)
+    del y
+    del z
+    assert ref() is None
+
+
+def test_inputs_are_freed_by_the_backward_though_the_result_lives() -> None:
+    with LiveBytes() as meter:
+        x = activation().requires_grad_()
+        w = activation()
+        y = remat(lambda x: (x * w).sin())(x.exp())
+        del w
+        before = meter.current
+        y.sum().backward()
+        x.grad = None
+        assert meter.current < before  # x and the result are left
+        assert meter.current <= 2 * UNIT
+        del x
+        y.detach()
+
+
+def test_the_closure_is_freed_by_the_backward_though_the_result_lives() -> None:
+    big = Big()
+    ref = weakref.ref(big)
+    x = leaf(numbers(3))
+
+    def make(big: Any) -> Fun:
+        return lambda x: x.sin() if big else x
+
+    y = remat(make(big))(x)
+    del big
+    assert ref() is not None
+    y.sum().backward()
+    assert ref() is None
+    assert y.grad_fn is not None
+
+
+def test_loops_of_training_do_not_grow() -> None:
+    module = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.1))
+    block = remat(module)
+    with LiveBytes() as meter:
+        levels = []
+        for _ in range(5):
+            block(block(torch.randn(8, 16))).sum().backward()
+            module.zero_grad()
+            levels.append(meter.current)
+    assert len(set(levels[1:])) == 1
+
+
+def test_functional_call_frees_its_parameters() -> None:
+    module = nn.Linear(16, 16)
+    with LiveBytes() as meter:
+        params = {k: p.detach() * 2 for k, p in module.named_parameters()}
+        block = remat(module)
+        x = torch.randn(4, 16)
+        grad(lambda ps: functional_call(Holder(block), {f"module.{k}": p for k, p in ps.items()}, (x,)).sum())(params)
+        del params, x
+    assert meter.current == 0
+
+
+class Holder(nn.Module):
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.block, self.module = block, block.__wrapped__
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+@pytest.mark.parametrize("where", ["forward", "rerun"])
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "grad(grad)"])
+def test_an_exception_leaves_nothing_alive(where: str, transform: str) -> None:
+    runs: list[None] = []
+
+    def fun(x: Tensor) -> Tensor:
+        runs.append(None)
+        if len(runs) == (1 if where == "forward" else 2):
+            raise ValueError("mine")
+        return x.sin().cos()
+
+    with LiveBytes() as meter:
+        try:
+            TRANSFORMS[transform](remat(fun), numbers(3, 3))
+        except ValueError as error:
+            assert str(error) == "mine"
+            error.__traceback__ = None
+        else:
+            pytest.fail("no exception")
+        gc.collect()  # torch's own transforms leave frames in cycles
+    assert meter.current == 0
+
+
+def test_a_checkpoint_error_leaves_nothing_alive() -> None:
+    runs: list[None] = []
+
+    def fun(x: Tensor) -> Tensor:
+        runs.append(None)
+        return x.sin() if len(runs) == 1 else x.cos()
+
+    with LiveBytes() as meter:
+        x = activation().requires_grad_()
+        with pytest.raises(CheckpointError):
+            remat(fun)(x).sum().backward()
+        del x
+        gc.collect()
+    assert meter.current == 0
+
+
+def test_a_vjp_is_freed_with_its_function() -> None:
+    with LiveBytes() as meter:
+        x = activation()
+        out, pull = vjp(remat(lambda x: x.sin().cos()), x)
+        pull(out)
+        pull(out)
+        del out, pull, x
+        assert meter.current == 0
+
+
+def test_no_reference_cycles() -> None:
+    """Gc finds nothing to collect after calls of every kind."""
+    w = leaf(numbers(3, 3))
+    block = remat(lambda x: F.dropout(torch.tanh(torch.cat([x @ w, x])[:3]), p=0.5))
+    for run in (
+        lambda: block(numbers(3, 3)),
+        lambda: block(numbers(3, 3)).sum().backward(),
+        lambda: grad(lambda x: block(x).sum())(numbers(3, 3)),
+    ):
+        run()
+        w.grad = None
+        gc.collect()
+        run()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        gc.set_debug(0)
+        garbage = [
+            type(o).__name__ for o in gc.garbage if type(o).__module__.startswith("remat") or isinstance(o, Tensor)
+        ]
+        gc.garbage.clear()
+        assert garbage == []

@@ -1,0 +1,378 @@
+"""Arguments and results: trees of anything, inputs themselves, views, integers, duplicates, detached."""
+
+# ruff: noqa: B023 - functions made in a loop are called in the same turn of it
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, assert_same, leaf, numbers, pair, plain
+from torch import Tensor, nn
+from torch.func import grad, jvp, vjp, vmap
+
+from remat import remat
+
+Decorator = Callable[[Any], Any]
+
+
+class Two(NamedTuple):
+    a: Any
+    b: Any
+
+
+@dataclasses.dataclass
+class Output:
+    """A node type that is registered with torch, as the outputs of transformers' models are."""
+
+    loss: Any
+    hidden: Any = None
+
+
+torch.export.register_dataclass(Output)
+
+
+class ModelOutput(collections.OrderedDict):  # type: ignore[type-arg]
+    """Registered as transformers registers its own."""
+
+
+torch.utils._pytree.register_pytree_node(
+    ModelOutput,
+    lambda o: (list(o.values()), list(o.keys())),
+    lambda values, keys: ModelOutput(zip(keys, values, strict=True)),
+)
+
+
+@dataclasses.dataclass
+class Opaque:
+    """Not registered: a leaf."""
+
+    tensor: Any
+
+
+RESULTS: dict[str, Fun] = {
+    "one tensor": lambda x: x.sin(),
+    "a tuple": lambda x: (x.sin(), x.cos()),
+    "a list of lists": lambda x: [[x.sin()], [x.cos(), [x * 2]]],
+    "a dict": lambda x: {"b": x.sin(), "a": x.cos()},
+    "an ordered dict": lambda x: collections.OrderedDict(b=x.sin(), a=x.cos()),
+    "a default dict": lambda x: collections.defaultdict(list, b=x.sin(), a=[x.cos()]),
+    "a deque": lambda x: collections.deque([x.sin(), x.cos()]),
+    "a named tuple": lambda x: Two(x.sin(), [x.cos()]),
+    "a torch return type": lambda x: torch.max(x.sin(), 0),
+    "a registered dataclass": lambda x: Output(loss=x.sin().sum(), hidden=(x.cos(), None)),
+    "a model's output": lambda x: ModelOutput(loss=x.sin().sum(), hidden=(x.cos(), None)),
+    "nothing": lambda x: None,
+    "nothing among tensors": lambda x: (None, x.sin(), None),
+    "an empty tuple": lambda x: (),
+    "empty containers": lambda x: ({}, x.sin(), []),
+    "numbers and strings": lambda x: (x.sin(), 3, "abc", 2.5, True),
+    "a torch size": lambda x: (x.shape, x.sin()),
+    "a dtype": lambda x: (x.dtype, x.sin()),
+    "the input": lambda x: x,
+    "the input among others": lambda x: (x, x.sin(), x),
+    "views of the input": lambda x: (x.t(), x[0], x.view(-1), x[1:, :2]),
+    "a detached input": lambda x: (x.detach(), x.sin()),
+    "views of a result": lambda x: (lambda y: (y, y.t(), y[0]))(x.sin()),
+    "duplicates": lambda x: (lambda y: (y, y, [y]))(x.sin()),
+    "integers": lambda x: (x.argmax(), x.sin(), (x > 0).long()),
+    "booleans": lambda x: (x > 0, x.sin()),
+    "integers alone": lambda x: x.argsort(),
+    "independent": lambda x: (torch.ones(2), x.sin(), torch.arange(3)),
+    "independent alone": lambda x: torch.ones(3, 3),
+    "detached": lambda x: (x.sin().detach(), x.cos()),
+    "detached alone": lambda x: x.sin().detach(),
+    "complex": lambda x: torch.complex(x.sin(), x.cos()),
+    "another dtype": lambda x: (x.sin().float(), x.cos()),
+    "a scalar": lambda x: x.sin().sum(),
+    "an empty tensor": lambda x: (x[:0].sin(), x.sin()),
+    "an expanded tensor": lambda x: (x.sin()[:1].expand(3, 3), x.sum().expand(2)),
+    "not contiguous": lambda x: x.sin().t(),
+    "an unused result": lambda x: (x.sin(), x.exp()),
+}
+EACH = pytest.mark.parametrize("fun", RESULTS.values(), ids=RESULTS)
+
+
+def total(tree: Any) -> Tensor:
+    """A scalar that every float in `tree` counts for."""
+    leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace="torch")
+    floats = [y for y in leaves if isinstance(y, Tensor) and (y.is_floating_point() or y.is_complex())]
+    parts = [(torch.view_as_real(y) if y.is_complex() else y).double() for y in floats]
+    return sum(((i + 1) * y.sin().sum() for i, y in enumerate(parts)), torch.zeros((), dtype=torch.float64))
+
+
+@EACH
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_same_tree(fun: Fun, requires_grad: bool) -> None:
+    x = numbers(3, 3).requires_grad_(requires_grad)
+    actual, expected = remat(fun)(x), fun(x)
+    assert type(actual) is type(expected)
+    assert_same(actual, expected)
+    same = [
+        (a is x, e is x)
+        for a, e in zip(
+            *(optree.tree_leaves(t, none_is_leaf=True, namespace="torch") for t in (actual, expected)),
+            strict=True,
+        )
+    ]
+    assert all(a == e for a, e in same)
+
+
+@EACH
+def test_the_same_leaves_are_the_same(fun: Fun) -> None:
+    x = leaf(numbers(3, 3))
+    identities = []
+    for f in (remat(fun), fun):
+        leaves = [t for t in optree.tree_leaves(f(x), namespace="torch") if isinstance(t, Tensor)]
+        identities.append([[a is b for b in leaves] for a in leaves])
+    assert identities[0] == identities[1]
+
+
+@EACH
+@pytest.mark.parametrize("transform", SOME_TRANSFORMS)
+def test_same_derivatives(fun: Fun, transform: str) -> None:
+    x = numbers(3, 3)
+    actual = TRANSFORMS[transform](lambda x: total(remat(fun)(x)) * x, x)
+    assert_same(actual, TRANSFORMS[transform](lambda x: total(fun(x)) * x, x))
+
+
+@EACH
+@pytest.mark.parametrize("nest", ["grad", "vmap", "jvp", "vmap(grad)", "vjp"])
+def test_same_tree_inside_a_transform(fun: Fun, nest: str) -> None:
+    """Seen from inside: structure, types, shapes, and what requires grad."""
+
+    def look(f: Fun) -> list[Any]:
+        seen: list[Any] = []
+
+        def inner(x: Tensor) -> Tensor:
+            out = f(x)
+            leaves, spec = optree.tree_flatten(out, none_is_leaf=True, namespace="torch")
+            seen.append(spec)
+            seen.extend((t.shape, t.dtype, t.requires_grad, t is x) if isinstance(t, Tensor) else t for t in leaves)
+            return total(out) + x.sum()
+
+        x = numbers(3, 3)
+        {
+            "grad": lambda: grad(inner)(x),
+            "vmap": lambda: vmap(inner)(pair(x)),
+            "jvp": lambda: jvp(inner, (x,), (x,)),
+            "vmap(grad)": lambda: vmap(grad(inner))(pair(x)),
+            "vjp": lambda: vjp(inner, x),
+        }[nest]()
+        return seen
+
+    assert look(remat(fun)) == look(fun)
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize("transform", SOME_TRANSFORMS)
+@pytest.mark.parametrize(
+    ("fun", "arguments"),
+    [
+        pytest.param(lambda x, y: x.sin() * y.cos(), lambda x: ((x, x.exp()), {}), id="two"),
+        pytest.param(lambda x, y: x.sin() * y.cos(), lambda x: ((x, x), {}), id="the same twice"),
+        pytest.param(lambda x, y: x.sin() * y.cos(), lambda x: ((x, x.t()), {}), id="with a view of it"),
+        pytest.param(lambda x, *, y: x.sin() * y, lambda x: ((x,), {"y": x.exp()}), id="keyword"),
+        pytest.param(lambda **k: k["x"].sin() * k["y"], lambda x: ((), {"x": x, "y": x.exp()}), id="keywords alone"),
+        pytest.param(lambda *xs: xs[0].sin() * xs[1], lambda x: ((x, x.exp()), {}), id="star"),
+        pytest.param(
+            lambda d: d["x"][0].sin() * d["y"]["z"],
+            lambda x: (({"x": [x], "y": {"z": x.exp()}},), {}),
+            id="tree",
+        ),
+        pytest.param(lambda p: p.a.sin() * p.b, lambda x: ((Two(x, 2.0),), {}), id="named tuple"),
+        pytest.param(
+            lambda o: o.loss.sin() * o.hidden[0],
+            lambda x: ((Output(x, (x.exp(), None)),), {}),
+            id="dataclass",
+        ),
+        pytest.param(
+            lambda o: o["loss"].sin() * o["hidden"][0],
+            lambda x: ((ModelOutput(loss=x, hidden=(x.exp(), None)),), {}),
+            id="a model's output",
+        ),
+        pytest.param(lambda o: o.tensor.sin(), lambda x: ((Opaque(x),), {}), id="an object that is no tree"),
+        pytest.param(
+            lambda x, n, s, f, z: x.sin() * n if s == "a" and z is None else f(x),
+            lambda x: ((x, 3, "a", torch.cos, None), {}),
+            id="static leaves",
+        ),
+        pytest.param(lambda f, x: f(x), lambda x: ((lambda y: y.sin() * x, x), {}), id="a function that captures"),
+        pytest.param(lambda x, i: x[i].sin(), lambda x: ((x, torch.tensor([2, 0, 1])), {}), id="integers"),
+        pytest.param(lambda x, m: torch.where(m, x.sin(), x), lambda x: ((x, x > 0), {}), id="booleans"),
+        pytest.param(lambda x, e: x.sin() + e.sum(), lambda x: ((x, torch.zeros(0)), {}), id="an empty tensor"),
+        pytest.param(lambda x, y: x.sin(), lambda x: ((x, x.exp()), {}), id="unused"),
+        pytest.param(lambda x, c: (x.sin() * c).real, lambda x: ((x, torch.complex(x, x.exp())), {}), id="complex"),
+    ],
+)
+def test_arguments(fun: Callable[..., Tensor], arguments: Callable[[Tensor], Any], transform: str) -> None:
+    def call(f: Callable[..., Tensor]) -> Fun:
+        def of_x(x: Tensor) -> Tensor:
+            args, kwargs = arguments(x)
+            return f(*args, **kwargs)
+
+        return of_x
+
+    x = numbers(3, 3)
+    assert_same(TRANSFORMS[transform](call(remat(fun)), x), TRANSFORMS[transform](call(fun), x))
+
+
+def test_static_leaves_reach_the_rerun_as_they_are() -> None:
+    seen: list[Any] = []
+    marker = object()
+
+    @remat
+    def fun(x: Tensor, options: dict[str, Any], *, key: Any) -> Tensor:
+        seen.append((options["n"], options["f"], key))
+        return x.sin()
+
+    fun(leaf(numbers(3)), {"n": 3, "f": torch.sin}, key=marker).sum().backward()
+    assert len(seen) == 2
+    for n, f, key in seen:
+        assert (n, f) == (3, torch.sin)
+        assert key is marker
+
+
+def test_a_container_that_the_caller_changes_after_the_call() -> None:
+    for ck in (remat, plain):
+        x, y = leaf(numbers(3)), leaf(numbers(3, seed=1))
+        values = [x, 2.0]
+        out = ck(lambda v: v[0].sin() * v[1])(values)
+        values[:] = [y, 5.0]
+        out.sum().backward()
+        assert_same(x.grad, 2 * x.detach().cos())
+        assert y.grad is None
+
+
+def test_a_container_that_the_function_fills() -> None:
+    """A list that is handed in and appended to: the rerun has a list of its own."""
+    caches = []
+    for ck in (remat, plain):
+        cache: list[Tensor] = []
+
+        def fun(x: Tensor, cache: list[Tensor]) -> Tensor:
+            cache.append(x.detach())
+            return x.sin()
+
+        ck(fun)(leaf(numbers(3)), cache).sum().backward()
+        caches.append(cache)
+    assert len(caches[0]) == len(caches[1]) == 1
+
+
+# What callers do with results.
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda y: y.add_(1).sin(), id="add_"),
+        pytest.param(lambda y: y.mul_(torch.arange(3.0)), id="mul_"),
+        pytest.param(lambda y: y.relu_(), id="relu_"),
+        pytest.param(lambda y: torch.nn.functional.relu(y, inplace=True), id="relu(inplace)"),
+        pytest.param(lambda y: (y.__setitem__(0, 1.0), y)[1].sin(), id="setitem"),
+        pytest.param(lambda y: (y[0].mul_(2), y)[1].sin(), id="in place on a view"),
+        pytest.param(lambda y: y.t().sin_()[1:] @ y, id="in place on a view that is used"),
+    ],
+)
+@pytest.mark.parametrize(
+    "fun",
+    [
+        pytest.param(torch.sin, id="one"),
+        pytest.param(lambda x: x.sin().t(), id="a view of an intermediate"),
+        pytest.param(lambda x: (x.sin(), x.cos()), id="one of two"),
+        pytest.param(lambda x: (x.sin(), x), id="beside an input"),
+        pytest.param(nn.Conv2d(3, 3, 1, dtype=torch.float64), id="a convolution"),
+    ],
+)
+@pytest.mark.parametrize(
+    "transform", ["call", "grad", "vmap(grad)", "jvp", "jvp(grad)", ".backward()", "double backward"]
+)
+def test_in_place_on_results(fun: Fun, use: Fun, transform: str) -> None:
+    def program(f: Fun) -> Fun:
+        def of_x(x: Tensor) -> Tensor:
+            y = f(x.view(3, 3, 1) * 1.5) if isinstance(fun, nn.Module) else f(x * 1.5)
+            y = y[0] if isinstance(y, tuple) else y
+            return use(y.view(3, 3) if isinstance(fun, nn.Module) else y).sum() * x
+
+        return of_x
+
+    x = numbers(3, 3)
+    assert_same(TRANSFORMS[transform](program(remat(fun)), x), TRANSFORMS[transform](program(fun), x))
+
+
+def test_retain_grad_of_a_result() -> None:
+    grads = []
+    for ck in (remat, plain):
+        y = ck(torch.sin)(leaf(numbers(3)))
+        y.retain_grad()
+        y.exp().sum().backward()
+        grads.append(y.grad)
+    assert_same(*grads)
+
+
+def test_detach_a_result_in_place() -> None:
+    y = remat(torch.sin)(leaf(numbers(3)))
+    y.detach_()
+    assert not y.requires_grad
+
+
+def test_a_result_that_is_a_leaf_stays_one() -> None:
+    for ck in (remat, plain):
+        made: list[Tensor] = []
+
+        def fun(x: Tensor) -> tuple[Tensor, Tensor]:
+            p = torch.ones(3).requires_grad_()
+            made.append(p)
+            return x.sin(), p
+
+        x = leaf(numbers(3))
+        y, p = ck(fun)(x)
+        assert p.requires_grad
+        y.sum().backward()
+        assert_same(x.grad, x.detach().cos())
+
+
+def test_results_that_share_memory_with_an_input_still_do() -> None:
+    x = leaf(numbers(3, 3))
+    for fun in (lambda x: x.t(), lambda x: (x[0], x.view(-1)), lambda x: x.detach()):
+        for out in optree.tree_leaves(remat(fun)(x)):
+            assert out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def test_a_parameter_made_inside_and_returned() -> None:
+    out = remat(lambda x: (nn.Parameter(torch.ones(3)), x.sin()))(leaf(numbers(3)))
+    assert out[0].requires_grad
+
+
+# What needs no node gets none.
+
+
+@pytest.mark.parametrize(
+    "fun", [lambda x: x.argmax(), lambda x: x.detach().sin(), lambda x: torch.ones(3), lambda x: None]
+)
+def test_nothing_to_differentiate_is_not_recorded(fun: Fun) -> None:
+    x = leaf(numbers(3, 3))
+    out = remat(fun)(x)
+    assert out is None or (out.grad_fn is None and not out.requires_grad)
+
+
+def test_cotangents_that_are_none() -> None:
+    """Only one of two results is used: the other has no cotangent, and its path does not run."""
+    x = leaf(numbers(3))
+    with CountOps() as ops:
+        a, b = remat(lambda x: (x.sin(), x.exp()))(x)
+        b.detach()
+        a.sum().backward()
+    assert_same(x.grad, x.detach().cos())
+    assert ops["cos"] == 1
+
+
+def test_undefined_gradients_are_none() -> None:
+    x, y = leaf(numbers(3)), leaf(numbers(3))
+    out = remat(lambda x, y: (x.sin(), y.sin()))(x, y)
+    assert torch.autograd.grad(out[0].sum(), (x, y), allow_unused=True)[1] is None

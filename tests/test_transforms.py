@@ -1,0 +1,469 @@
+"""A remat'd function is the plain one, in value and derivative, under every nest of transforms."""
+
+# ruff: noqa: B023 - functions made in a loop are called in the same turn of it
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import TRANSFORMS, CountOps, Fun, assert_same, loss, numbers, pair, plain
+from torch import Tensor, nn
+from torch.func import (
+    functional_call,
+    functionalize,
+    grad,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    stack_module_state,
+    vjp,
+    vmap,
+)
+from torch.nn import functional as F
+
+from remat import remat
+
+Decorator = Callable[[Any], Any]
+
+
+def several_results(ck: Decorator, x: Tensor) -> Tensor:
+    a, b = ck(lambda x: (x.sin(), x.cos() @ x))(x)
+    return a * b
+
+
+def one_of_several_results(ck: Decorator, x: Tensor) -> Tensor:
+    return ck(lambda x: (x.sin(), x.cos() @ x))(x)[1]
+
+
+def trees(ck: Decorator, x: Tensor) -> Tensor:
+    @ck
+    def fun(d: dict[str, Any], *, k: float) -> dict[str, Any]:
+        return {"y": [d["x"][0].sin() * k, None], "n": d["n"]}
+
+    return fun({"x": (x,), "n": 3}, k=2.0)["y"][0]
+
+
+def in_place_on_intermediates(ck: Decorator, x: Tensor) -> Tensor:
+    @ck
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin()
+        y[0] = x[1] * x[2]
+        y[:, 1].mul_(x[0].cos())
+        return y.t()
+
+    return fun(x)
+
+
+def in_place_on_results(ck: Decorator, x: Tensor) -> Tensor:
+    y = ck(torch.sin)(x)
+    y *= x
+    y.add_(1)
+    return y
+
+
+def recursion(ck: Decorator, x: Tensor) -> Tensor:
+    def sines(n: int, x: Tensor) -> Tensor:
+        return torch.sin(x) if n == 1 else ck(sines)(n // 2, ck(sines)(n // 2, x))
+
+    return sines(4, x)
+
+
+def captured_and_argument(ck: Decorator, x: Tensor) -> Tensor:
+    return ck(lambda y: torch.tanh(y @ x) + y)(x)
+
+
+def captured_below_an_inner_level(ck: Decorator, x: Tensor) -> Tensor:
+    return grad(lambda y: ck(lambda z: (z * x).sin() * z)(y).sum())(x.cos())
+
+
+def captured_in_an_inner_batch(ck: Decorator, x: Tensor) -> Tensor:
+    return vmap(lambda row: ck(lambda y: torch.tanh(y @ x))(row))(x.cos())
+
+
+def late_binding(ck: Decorator, x: Tensor) -> Tensor:
+    y = x
+    for k in range(3):
+        w = x.roll(k, 0)
+        y = ck(lambda y: torch.tanh(y @ w))(y)
+    return y
+
+
+def two_levels_of_capture(ck: Decorator, x: Tensor) -> Tensor:
+    w = x.cos()
+    inner = ck(lambda y: torch.tanh(y @ w))
+    return ck(lambda y: inner(y).sin() * inner(y * 2))(x)
+
+
+def indexing(ck: Decorator, x: Tensor) -> Tensor:
+    i = torch.tensor([2, 0, 0])
+    return ck(lambda x, i: torch.where(x > 0, x[i].sin(), x.gather(1, i.expand(3, 3))))(x, i)
+
+
+# A function from 3 x 3 tensors to 3 x 3 tensors that calls what `ck` has decorated.
+PROGRAMS: dict[str, Callable[[Decorator, Tensor], Tensor]] = {
+    "a builtin": lambda ck, x: ck(torch.sin)(x),
+    "a chain": lambda ck, x: ck(lambda x: (x.cos() * x).sin().exp())(x),
+    "two calls": lambda ck, x: ck(lambda x: x.cos() * x)(ck(lambda x: (x @ x).sin())(x)),
+    "softmax": lambda ck, x: ck(lambda x: torch.softmax(x @ x, -1) @ x)(x),
+    "layer norm": lambda ck, x: ck(lambda x: F.layer_norm(F.gelu(x @ x), (3,)))(x),
+    "reductions": lambda ck, x: ck(lambda x: x / (1 + x.norm()) * x.std() + x.logsumexp(0))(x),
+    "memory of stride 0": lambda ck, x: ck(lambda x: x.sin().sum().expand(3, 3))(x),
+    "a view": lambda ck, x: ck(lambda x: x.t()[:, [0]].expand(3, 3))(x),
+    "indexing": indexing,
+    "several results": several_results,
+    "one of several results": one_of_several_results,
+    "trees": trees,
+    "the same argument twice": lambda ck, x: ck(lambda a, b: a.sin() * b)(x, x),
+    "in place on intermediates": in_place_on_intermediates,
+    "in place on results": in_place_on_results,
+    "a result without a path": lambda ck, x: ck(lambda x: torch.ones_like(x))(x) * x,
+    "detached inside": lambda ck, x: ck(lambda x: x.sin() * x.detach().cos())(x),
+    "no_grad inside": lambda ck, x: ck(lambda x: x.sin() * torch.no_grad()(torch.cos)(x))(x),
+    "linear in x": lambda ck, x: ck(lambda x: x * 2 + 1)(x),
+    "remat in remat": lambda ck, x: ck(lambda x: ck(lambda y: y.sin() * x)(x.cos()) * x)(x),
+    "recursion": recursion,
+    "captured": captured_and_argument,
+    "captured alone": lambda ck, x: ck(lambda: x.sin())(),
+    "captured below an inner level": captured_below_an_inner_level,
+    "captured in an inner batch": captured_in_an_inner_batch,
+    "captured, and by a remat inside": two_levels_of_capture,
+    "late binding": late_binding,
+    "grad inside": lambda ck, x: ck(lambda x: grad(lambda y: (y.sin() * x).sum())(x.cos()))(x),
+    "remat inside grad inside": lambda ck, x: ck(lambda x: grad(lambda y: ck(lambda y: y.sin() * x)(y).sum())(x.cos()))(
+        x
+    ),
+    "vmap(grad) inside": lambda ck, x: ck(vmap(grad(lambda row: row.sin().prod())))(x),
+    "vjp inside": lambda ck, x: ck(lambda x: vjp(torch.sin, x)[1](x)[0])(x),
+    "jvp inside": lambda ck, x: ck(lambda x: jvp(torch.sin, (x,), (x.cos(),))[1])(x),
+    "jacrev inside": lambda ck, x: ck(lambda x: jacrev(lambda r: r.sin() * r.sum())(x[0]))(x),
+    "jacfwd inside": lambda ck, x: ck(lambda x: jacfwd(lambda r: r.sin() * r.sum())(x[0]))(x),
+    "hessian inside": lambda ck, x: ck(lambda x: hessian(lambda r: r.sin().prod())(x[0]))(x),
+}
+
+
+# What torch can't do: forward AD at the base (linearize is that too) around torch.func.jvp, and softmax,
+# whose rule has an op in place.
+NOT_IN_TORCH = [
+    (p, t)
+    for p in ("jvp inside", "jacfwd inside", "hessian inside")
+    for t in (
+        "forward AD",
+        "forward AD over backward",
+        "backward over forward AD",
+        "linearize",
+        "linearize(grad)",
+    )
+] + [("softmax", "backward over forward AD"), ("reductions", "backward over forward AD")]
+EACH = pytest.mark.parametrize(
+    ("program", "transform"),
+    [pytest.param(p, t, id=f"{t} of {p}") for p in PROGRAMS for t in TRANSFORMS if (p, t) not in NOT_IN_TORCH],
+)
+# torch's own linearize says this of each tensor that it captures.
+LINEARIZE_WARNS = pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
+
+
+@EACH
+@LINEARIZE_WARNS
+def test_same_as_plain(program: str, transform: str) -> None:
+    x, fun = numbers(3, 3), PROGRAMS[program]
+    actual = TRANSFORMS[transform](lambda x: fun(remat, x), x)
+    assert_same(actual, TRANSFORMS[transform](lambda x: fun(plain, x), x))
+
+
+@pytest.mark.parametrize(("program", "transform"), NOT_IN_TORCH)
+def test_what_torch_itself_can_not_do(program: str, transform: str) -> None:
+    with pytest.raises(RuntimeError, match=r"Nested forward mode AD|modified by an inplace operation"):
+        TRANSFORMS[transform](lambda x: PROGRAMS[program](plain, x), numbers(3, 3))
+
+
+# How often the function runs in all: once forward, and whenever reverse mode goes through what is there.
+RUNS = {
+    "call": 1,
+    "grad": 2,
+    "grad_and_value": 2,
+    "vjp": 3,
+    "vjp never called": 1,
+    "vjp after other transforms": 5,
+    "jvp": 1,
+    "vmap": 1,
+    "vmap in 2 out 1": 1,
+    "jacrev": 2,
+    "jacfwd": 1,
+    "hessian": 2,
+    "functionalize": 1,
+    "grad(grad)": 4,
+    "grad(grad(grad))": 8,
+    "vmap(grad)": 2,
+    "grad(vmap)": 2,
+    "vmap(vmap(grad))": 2,
+    "vmap(grad(vmap))": 2,
+    "vmap(grad(grad))": 4,
+    "jvp(grad)": 2,
+    "grad(jvp)": 2,
+    "jvp(jvp)": 1,
+    "jvp(jvp(grad))": 2,
+    "vmap(jvp(grad))": 2,
+    "grad(vmap(jvp))": 2,
+    "jacrev(jacrev)": 4,
+    "jacrev(jacfwd)": 2,
+    "jacfwd(jacfwd)": 1,
+    "vmap(hessian)": 2,
+    "functionalize(grad)": 2,
+    ".backward()": 2,
+    "double backward": 4,
+    "autograd inside grad": 4,
+    "forward AD": 1,
+    "forward AD over backward": 2,
+    "batched backward": 2,
+    ".backward() of vmap": 2,
+    ".backward() of jvp": 2,
+}
+
+
+@pytest.mark.parametrize(("transform", "runs"), RUNS.items(), ids=RUNS)
+def test_the_function_runs_once_forward_and_once_per_backward(transform: str, runs: int) -> None:
+    with CountOps() as ops:
+        TRANSFORMS[transform](plain(lambda x: torch.tanh(x) * x), numbers(3, 3))
+    assert ops["tanh"] == 1  # no derivative of tanh runs tanh
+    with CountOps() as ops:
+        TRANSFORMS[transform](remat(lambda x: torch.tanh(x) * x), numbers(3, 3))
+    assert ops["tanh"] == runs
+
+
+def test_each_op_of_a_block_runs_again_once() -> None:
+    """20 blocks of 10 ops, as in JAX's tests of remat: no op runs a third time, nor is one left out."""
+
+    @remat
+    def block(x: Tensor) -> Tensor:
+        for _ in range(10):
+            x = x.sin()
+        return x
+
+    def blocks(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = block(x)
+        return x.sum()
+
+    with CountOps() as ops:
+        grad(blocks)(numbers(3))
+    assert (ops["sin"], ops["cos"]) == (400, 200)
+
+
+def test_only_the_blocks_that_are_needed_run_again() -> None:
+    first, second = remat(torch.sin), remat(torch.tanh)
+    with CountOps() as ops:
+        grad(lambda x: (first(x.detach()) * second(x)).sum())(numbers(3))
+    assert (ops["sin"], ops["tanh"]) == (1, 2)
+
+
+def test_two_results_share_one_rerun() -> None:
+    fun = remat(lambda x: (x.tanh(), x.tanh() * 2))
+    with CountOps() as ops:
+        grad(lambda x: (fun(x)[0] * fun(x)[1]).sum())(numbers(3))
+    assert ops["tanh"] == 8  # two calls of two
+
+
+@pytest.mark.parametrize("n", [2, 8, 16])
+def test_recursive_halving_runs_n_log_n_ops(n: int) -> None:
+    def sines(n: int, x: Tensor) -> Tensor:
+        return torch.sin(x) if n == 1 else remat(sines)(n // 2, remat(sines)(n // 2, x))
+
+    with CountOps() as ops:
+        grad(lambda x: sines(n, x).sum())(numbers(3))
+    assert ops["sin"] == n * (1 + n.bit_length() - 1)
+
+
+# Randomness under vmap, functional_call and ensembles.
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        pytest.param(lambda x: F.dropout(x, 0.5), id="dropout"),
+        pytest.param(lambda x: x * torch.rand(3, dtype=x.dtype), id="rand"),
+        pytest.param(lambda x: x * torch.randn_like(x) + torch.randn_like(x), id="two randn_like"),
+        pytest.param(lambda x: x * torch.bernoulli(torch.full((3,), 0.5, dtype=x.dtype)), id="bernoulli"),
+        pytest.param(lambda x: x * torch.randint(5, (3,)), id="randint"),
+        pytest.param(lambda x: x[torch.randperm(3)] * x, id="randperm"),
+    ],
+)
+@pytest.mark.parametrize(
+    "transform",
+    [
+        pytest.param(lambda f, x, r: vmap(f, randomness=r)(x), id="vmap"),
+        pytest.param(lambda f, x, r: vmap(grad(loss(f)), randomness=r)(x), id="vmap(grad)"),
+        pytest.param(lambda f, x, r: grad(lambda x: loss(vmap(f, randomness=r))(x))(x), id="grad(vmap)"),
+        pytest.param(lambda f, x, r: vmap(grad(loss(f)), randomness=r, chunk_size=2)(x), id="in chunks"),
+        pytest.param(
+            lambda f, x, r: vmap(vmap(grad(loss(f)), randomness="different"), randomness=r)(pair(x)),
+            id="twice",
+        ),
+        pytest.param(lambda f, x, r: jacrev(vmap(f, randomness=r))(x), id="jacrev(vmap)"),
+        pytest.param(lambda f, x, r: jvp(vmap(grad(loss(f)), randomness=r), (x,), (x,)), id="jvp(vmap(grad))"),
+        pytest.param(lambda f, x, r: TRANSFORMS[".backward()"](vmap(f, randomness=r), x), id=".backward()"),
+    ],
+)
+def test_vmap_draws_the_same_bits(draw: Fun, transform: Callable[..., Any], randomness: str) -> None:
+    x, results, streams = numbers(4, 3), [], []
+    for ck in (remat, plain):
+        torch.manual_seed(0)
+        results.append(transform(ck(draw), x, randomness))
+        streams.append(torch.rand(3))
+    assert_same(*results)
+    assert_same(*streams)
+
+
+def test_randomness_error_is_an_error_with_remat_too() -> None:
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(remat(lambda x: F.dropout(x, 0.5)))(numbers(4, 3))
+    assert_same(vmap(remat(torch.sin))(numbers(4, 3)), numbers(4, 3).sin())  # the stack is as it was
+
+
+@pytest.mark.parametrize("randomness", ["error", "same", "different"])
+def test_a_batch_of_cotangents_meets_the_forward_draws(randomness: str) -> None:
+    """The rerun of a batched backward draws what the forward drew, whatever that vmap says of draws."""
+    x, results = numbers(4, 3), []
+    for ck in (remat, plain):
+        torch.manual_seed(0)
+        _, pull = vjp(ck(lambda x: F.dropout(x.sin(), 0.5)), x)
+        results.append(vmap(pull, randomness=randomness)(numbers(2, 4, 3)))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize(("in_dims", "out_dims"), [((0, None), 0), ((None, 1), 1), ((1, 0), 2), ((-1, None), -1)])
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+def test_dimensions_of_vmap(in_dims: Any, out_dims: int, chunk_size: int | None) -> None:
+    def outer(x: Tensor, y: Tensor) -> Tensor:
+        return x.sum() * torch.outer(x.flatten()[:3].sin(), y.flatten()[:3].cos())
+
+    x, y = numbers(3, 3), numbers(3, 3, seed=1)
+    batched, expected = (vmap(f, in_dims, out_dims, chunk_size=chunk_size) for f in (remat(outer), outer))
+    assert_same(batched(x, y), expected(x, y))
+    assert_same(grad(lambda x: batched(x, y).sin().sum())(x), grad(lambda x: expected(x, y).sin().sum())(x))
+    assert_same(grad(lambda y: batched(x, y).sin().sum())(y), grad(lambda y: expected(x, y).sin().sum())(y))
+
+
+def test_results_with_and_without_the_batch_dimension() -> None:
+    def fun(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x.sin(), torch.arange(3.0).sin(), x * 2
+
+    for out_dims in [(0, 0, 1), (-1, None, 0)]:
+        results = [vmap(ck(fun), out_dims=out_dims)(numbers(2, 3)) for ck in (remat, plain)]
+        assert_same(*results)
+
+
+@pytest.mark.parametrize("argnums", [0, 1, -1, (0, 1), (1, 0)])
+@pytest.mark.parametrize("transform", [grad, jacrev, jacfwd, hessian])
+def test_argnums(transform: Any, argnums: Any) -> None:
+    def fun(x: Tensor, y: Tensor) -> Tensor:
+        return (x.sin() @ y.cos()).prod()
+
+    x, y = numbers(2, 3), numbers(3, 2, seed=1)
+    assert_same(transform(remat(fun), argnums)(x, y), transform(fun, argnums)(x, y))
+
+
+def test_has_aux() -> None:
+    def fun(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.sin()
+        return (y * x).sum(), y
+
+    x = numbers(3)
+    for t in [
+        lambda f: grad(f, has_aux=True)(x),
+        lambda f: jacrev(f, has_aux=True)(x),
+        lambda f: jacfwd(f, has_aux=True)(x),
+        lambda f: jvp(f, (x,), (x,), has_aux=True),
+        lambda f: (lambda value, pull, aux: (value, pull(value), aux))(*vjp(f, x, has_aux=True)),
+    ]:
+        assert_same(t(remat(fun)), t(fun))
+
+
+class Net(nn.Module):
+    """Three blocks remat'd inside: a method, a module, a function that reads a parameter."""
+
+    def __init__(self, ck: Decorator) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3).double(), nn.LayerNorm(3).double()
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.register_buffer("shift", numbers(3))
+        self.ck = ck
+
+    def _residual(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.ck(self._residual)(x)
+        x = self.ck(self.norm)(x)
+        return self.ck(lambda x: x.sin() * self.scale + self.shift)(x)
+
+
+MODULE_TRANSFORMS = {
+    "grad": lambda f, ps, x: grad(lambda ps: f(ps, x).sin().sum())(ps),
+    "vmap(grad)": lambda f, ps, x: vmap(grad(lambda ps, x: f(ps, x).sin().sum()), in_dims=(None, 0))(ps, x),
+    "jvp": lambda f, ps, x: jvp(lambda ps: f(ps, x), (ps,), (ps,)),
+    "jvp(grad)": lambda f, ps, x: jvp(grad(lambda ps: f(ps, x).sin().sum()), (ps,), (ps,)),
+    "grad(grad)": lambda f, ps, x: grad(
+        lambda ps: sum(g.square().sum() for g in grad(lambda ps: f(ps, x).sin().sum())(ps).values())
+    )(ps),
+    "jacrev": lambda f, ps, x: jacrev(lambda ps: f(ps, x))(ps),
+    "functionalize(grad)": lambda f, ps, x: functionalize(grad(lambda ps: f(ps, x).sin().sum()))(ps),
+}
+
+
+@pytest.mark.parametrize("transform", MODULE_TRANSFORMS.values(), ids=MODULE_TRANSFORMS)
+def test_functional_call(transform: Callable[..., Any]) -> None:
+    results = []
+    for ck in (remat, plain):
+        torch.manual_seed(0)
+        net = Net(ck)
+        params = {n: p.detach() for n, p in net.named_parameters()}
+        results.append(transform(lambda ps, x: functional_call(net, ps, (x,)), params, numbers(4, 3)))
+        assert all(p.grad is None for p in net.parameters())
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("transform", MODULE_TRANSFORMS.values(), ids=MODULE_TRANSFORMS)
+def test_ensembles(transform: Callable[..., Any]) -> None:
+    results = []
+    for ck in (remat, plain):
+        torch.manual_seed(0)
+        nets = [Net(ck) for _ in range(3)]
+        params, buffers = stack_module_state(nets)
+        base = nets[0]
+
+        def one(ps: Any, bs: Any, x: Tensor) -> Tensor:
+            return functional_call(base, (ps, bs), (x,))
+
+        def f(ps: Any, x: Tensor) -> Tensor:
+            return vmap(one, in_dims=(0, 0, None))(ps, buffers, x)
+
+        detached = {n: p.detach() for n, p in params.items()}
+        results.append(transform(f, detached, numbers(4, 3)))
+    assert_same(*results)
+
+
+def test_backward_of_functional_call_reaches_the_given_parameters() -> None:
+    """The module has its own parameters back by the time of the rerun."""
+    results = []
+    for ck in (remat, plain):
+        torch.manual_seed(0)
+        net = Net(ck)
+        params = {n: (p.detach() * 2).requires_grad_() for n, p in net.named_parameters()}
+        functional_call(net, params, (numbers(4, 3),)).sin().sum().backward()
+        assert all(p.grad is None for p in net.parameters())
+        results.append({n: p.grad for n, p in params.items()})
+    assert_same(*results)
+
+
+def test_a_remat_of_functional_call() -> None:
+    results = []
+    for ck in (remat, plain):
+        torch.manual_seed(0)
+        net = Net(plain)
+        params = {n: p.detach() for n, p in net.named_parameters()}
+        fun = ck(lambda ps, x: functional_call(net, ps, (x,)))
+        results.append(vmap(grad(lambda ps, x: fun(ps, x).sin().sum()), in_dims=(None, 0))(params, numbers(4, 3)))
+    assert_same(*results)
