@@ -1,0 +1,96 @@
+"""What the functions of `remat.random` ask of their arguments, and the errors they raise otherwise."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable
+from typing import Concatenate, ParamSpec, TypeAlias
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+
+Shape: TypeAlias = "int | Iterable[int]"
+Real: TypeAlias = "float | Tensor"
+"""A number, or a tensor that broadcasts with the others."""
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def what(x: object) -> str:
+    """How an error names an argument."""
+    if isinstance(x, Tensor):
+        return f"a {str(x.dtype).removeprefix('torch.')} tensor of shape {tuple(x.shape)}"
+    return f"{x!r} of type {type(x).__name__}"
+
+
+def check_key(who: str, key: object) -> Tensor:
+    if isinstance(key, Tensor) and key.dtype == torch.uint32 and key.ndim >= 1 and key.shape[-1] == 2:
+        return key
+    raise TypeError(
+        f"remat.random.{who}: a key is a uint32 tensor of shape (2,), or (..., 2) for a batch of keys, as made by "
+        f"remat.random.key(seed), split or fold_in; got {what(key)}."
+    )
+
+
+def check_shape(who: str, shape: Shape) -> tuple[int, ...]:
+    try:
+        sizes = tuple(map(operator.index, [shape] if isinstance(shape, int) else shape))
+    except TypeError:
+        sizes = (-1,)
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"remat.random.{who}: shape must be an int >= 0, or a sequence of them; got {shape!r}.")
+    return sizes
+
+
+def check_float(who: str, dtype: torch.dtype | None) -> torch.dtype:
+    """A floating dtype; torch's default one for None."""
+    return check_dtype(who, torch.get_default_dtype() if dtype is None else dtype, FLOATS)
+
+
+def check_integer(who: str, dtype: torch.dtype | None) -> torch.dtype:
+    """An integer dtype; as in JAX, int32 for None."""
+    return check_dtype(who, torch.int32 if dtype is None else dtype, INTEGERS)
+
+
+def check_dtype(who: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
+    if dtype not in allowed:
+        raise ValueError(f"remat.random.{who}: dtype must be one of {', '.join(map(str, allowed))}; got {dtype!r}.")
+    return dtype
+
+
+def broadcast(
+    who: str, key: Tensor, shape: Shape | None, dtype: torch.dtype, *parameters: Real
+) -> tuple[tuple[int, ...], list[Tensor]]:
+    """The shape to draw (that of the parameters for None) and the parameters as tensors of `dtype`."""
+    tensors = [
+        torch.as_tensor(p, dtype=dtype, device=None if isinstance(p, Tensor) else key.device) for p in parameters
+    ]
+    try:
+        common = torch.broadcast_shapes(*(t.shape for t in tensors))
+        sizes = tuple(common) if shape is None else check_shape(who, shape)
+        fits = torch.broadcast_shapes(common, sizes) == sizes
+    except RuntimeError:
+        fits, sizes = False, ()
+    if not fits:
+        shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+        raise ValueError(
+            f"remat.random.{who}: the parameters must broadcast to one another and to `shape`; got parameters of shape "
+            f"{shapes} and shape={shape!r}."
+        )
+    return sizes, tensors
+
+
+def sampler(fun: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Concatenate[Tensor, P], Tensor]:
+    """Checks the key, and maps a batch of keys: `fun` itself always has a single one."""
+
+    @functools.wraps(fun)
+    def sample(key: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        if check_key(fun.__name__, key).ndim == 1:
+            return fun(key, *args, **kwargs)
+        return torch.vmap(lambda one: sample(one, *args, **kwargs))(key)
+
+    return sample  # type: ignore[return-value]  # the name of the first parameter is not part of the type

@@ -1,0 +1,235 @@
+"""Counts: Poisson, binomial and multinomial, by rejection.
+
+The loops draw for a whole tensor at a time, from keys (b, 2) for parameters (b, n), until the row is done: as JAX's do,
+so that a batch of keys gives what its keys give one by one, and the counts are those that JAX gives.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from remat.random import _threefry
+from remat.random._check import Real, Shape, broadcast, check_float, check_integer, sampler
+from remat.random._key import split
+
+
+def _rows(key: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+    keys = key.reshape(-1, 2)
+    n = math.prod(parameters[0].shape[key.ndim - 1 :])
+    return keys, *(p.reshape(len(keys), n) for p in parameters)
+
+
+def _uniforms(keys: Tensor, like: Tensor) -> Tensor:
+    return _threefry.uniform(keys, like.shape[1:], like.dtype)
+
+
+def _poisson_op(key: Tensor, lam: Tensor) -> Tensor:
+    keys, rate = _rows(key, lam)
+    small = rate.isnan() | (rate < 10)
+    counts = torch.where(
+        small,
+        _poisson_by_products(keys, torch.where(small, rate, 0)),
+        _poisson_by_rejection(keys, torch.where(small, 1e5, rate)),
+    )
+    return torch.where(rate == 0, 0, counts).reshape(lam.shape)
+
+
+def _poisson_by_products(keys: Tensor, rate: Tensor) -> Tensor:
+    """Knuth, The Art of Computer Programming, 3.4.1: how many uniforms have a product above exp(-rate)."""
+    count, log_product = torch.zeros_like(rate), torch.zeros_like(rate)
+    while (going := log_product > -rate).any():
+        keys, once = split(keys).unbind(1)
+        count += going
+        log_product += _uniforms(once, rate).log()
+    return count - 1
+
+
+def _poisson_by_rejection(keys: Tensor, rate: Tensor) -> Tensor:
+    """Hormann, "The transformed rejection method for generating Poisson random variables", 1993."""
+    b = 0.931 + 2.53 * rate.sqrt()
+    a = -0.059 + 0.02483 * b
+    inverse_alpha = 1.1239 + 1.1328 / (b - 3.4)
+    v_r = 0.9277 - 3.6224 / (b - 2)
+    counts, done = torch.full_like(rate, -1), torch.zeros_like(rate, dtype=torch.bool)
+    while not done.all():
+        open_row = ~done.all(1, keepdim=True)
+        keys, for_u, for_v = split(keys, 3).unbind(1)
+        u, v = _uniforms(for_u, rate) - 0.5, _uniforms(for_v, rate)
+        edge = 0.5 - u.abs()
+        k = ((2 * a / edge + b) * u + rate + 0.43).floor()
+        impossible = (k < 0) | ((edge < 0.013) & (v > edge))
+        log_ratio = (v * inverse_alpha / (a / (edge * edge) + b)).log()
+        accepted = ~impossible & (log_ratio <= -rate + k * rate.log() - torch.lgamma(k + 1))
+        accepted |= (edge >= 0.07) & (v <= v_r)
+        # As in JAX, a row's last accepted proposal counts, up to where all of the row is accepted.
+        counts = torch.where(accepted & open_row, k, counts)
+        done |= accepted
+    return counts
+
+
+def _binomial_op(key: Tensor, n: Tensor, p: Tensor) -> Tensor:
+    keys, trials, chance = _rows(key, n, p)
+    q = torch.where(chance < 0.5, chance, 1 - chance)
+    impossible, wrong = trials.isnan() | (trials < 0), q.isnan() | (q < 0)
+    q = torch.where(wrong, 0.01, q)
+    small = impossible | (trials * q <= 10)
+    trials = trials.floor()
+    counts = torch.where(
+        small,
+        _binomial_by_waiting(keys, torch.where(small, trials, 0), q),
+        _binomial_by_rejection(keys, torch.where(small, 1e4, trials), torch.where(small, 0.5, q)),
+    )
+    counts = torch.where(trials.isinf() & ~wrong & ~impossible, torch.inf, counts)
+    counts = torch.where(impossible | wrong, torch.nan, counts)
+    mirrored = ~(chance < 0.5) & ~impossible & ~q.isnan() & ~trials.isinf()
+    return torch.where(mirrored, trials - counts, counts).reshape(n.shape)
+
+
+def _binomial_by_waiting(keys: Tensor, trials: Tensor, p: Tensor) -> Tensor:
+    """Devroye, Non-Uniform Random Variate Generation, 1986, X.4.3: how many waits for a success fit the trials."""
+    count, waited = torch.zeros_like(p), torch.zeros_like(p)
+    while (going := waited <= trials).any():
+        once, keys = split(keys).unbind(1)
+        count += going
+        waited += (_uniforms(once, p).log() / torch.log1p(-p)).ceil()
+    return count - 1
+
+
+def _binomial_by_rejection(keys: Tensor, trials: Tensor, p: Tensor) -> Tensor:
+    """Hormann, "The generation of binomial random variates", 1993, algorithm BTRS."""
+    deviation = (trials * p * (1 - p)).sqrt()
+    b = 1.15 + 2.53 * deviation
+    a = -0.0873 + 0.0248 * b + 0.01 * p
+    c = trials * p + 0.5
+    v_r = 0.92 - 4.2 / b
+    odds = p / (1 - p)
+    alpha = (2.83 + 5.1 / b) * deviation
+    mode = ((trials + 1) * p).floor()
+    at_mode = (mode + 0.5) * ((mode + 1) / (odds * (trials - mode + 1))).log() + _tail(mode) + _tail(trials - mode)
+    counts, done = torch.full_like(p, -1), torch.zeros_like(p, dtype=torch.bool)
+    while not done.all():
+        open_row = ~done.all(1, keepdim=True)
+        keys, for_u, for_v = split(keys, 3).unbind(1)
+        u, v = _uniforms(for_u, p) - 0.5, _uniforms(for_v, p)
+        edge = 0.5 - u.abs()
+        k = ((2 * a / edge + b) * u + c).floor()
+        impossible = (k < 0) | (k > trials)
+        rest = trials - k + 1
+        bound = (trials + 1) * ((trials - mode + 1) / rest).log() + (k + 0.5) * (odds * rest / (k + 1)).log()
+        bound += at_mode - _tail(k) - _tail(trials - k)
+        accepted = ~impossible & ((v * alpha / (a / (edge * edge) + b)).log() <= bound)
+        accepted |= (edge >= 0.07) & (v <= v_r)
+        counts = torch.where(accepted & open_row, k, counts)
+        done |= accepted
+    return counts
+
+
+def _tail(k: Tensor) -> Tensor:
+    """What Stirling's formula leaves of log(k!)."""
+    square = (k + 1) * (k + 1)
+    series = (1 / 12 - (1 / 360 - 1 / 1260 / square) / square) / (k + 1)
+    exact = torch.lgamma(k + 1) - (k + 0.5) * (k + 1).log() + (k + 1) - 0.5 * math.log(2 * math.pi)
+    return torch.where(k <= 9, exact, series)
+
+
+_poisson = _threefry.define_op(
+    _poisson_op, "(Tensor key, Tensor lam) -> Tensor", lambda key, lam: torch.empty_like(lam), inline=False
+)
+_binomial = _threefry.define_op(
+    _binomial_op, "(Tensor key, Tensor n, Tensor p) -> Tensor", lambda key, n, p: torch.empty_like(n), inline=False
+)
+
+
+@sampler
+def poisson(key: Tensor, lam: Real, shape: Shape | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Poisson.
+
+    **Arguments:**
+
+    - `key`: a key.
+    - `lam`: the rate, a number or a tensor >= 0.
+    - `shape`: the shape to draw, by default that of `lam`.
+    - `dtype`: an integer dtype, by default int32.
+
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.poisson` (but where rounding decides
+    whether a proposal is rejected); -1 where `lam` is negative or nan.
+
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+
+    Examples:
+        >>> import remat.random
+        >>> remat.random.poisson(remat.random.key(0), 4.0, (3,))
+        tensor([0, 1, 5], dtype=torch.int32)
+    """
+    dtype = check_integer("poisson", dtype)
+    sizes, (rate,) = broadcast("poisson", key, shape, torch.float32, lam)
+    return _poisson(key, rate.detach().expand(sizes)).to(dtype)
+
+
+@sampler
+def binomial(key: Tensor, n: Real, p: Real, shape: Shape | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Binomial: the successes in `n` trials.
+
+    **Arguments:**
+
+    - `key`: a key.
+    - `n`: the trials, a number or a tensor >= 0.
+    - `p`: the probability of success, a number or a tensor in [0, 1].
+    - `shape`: the shape to draw, by default that of the parameters.
+    - `dtype`: a floating dtype, by default torch's default dtype.
+
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.binomial` (but where rounding decides
+    whether a proposal is rejected); nan where a parameter is out of range.
+
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or shapes that do not fit.
+
+    Examples:
+        >>> import remat.random
+        >>> remat.random.binomial(remat.random.key(0), 10, 0.3, (3,))
+        tensor([2., 2., 1.])
+    """
+    dtype = check_float("binomial", dtype)
+    working = p.dtype if isinstance(p, Tensor) and p.is_floating_point() else torch.get_default_dtype()
+    working = torch.promote_types(working, torch.float32)
+    sizes, (trials, chance) = broadcast("binomial", key, shape, working, n, p)
+    return _binomial(key, trials.detach().expand(sizes), chance.detach().expand(sizes)).to(dtype)
+
+
+@sampler
+def multinomial(
+    key: Tensor, n: Real, p: Tensor, *, shape: Shape | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Multinomial: `n` trials counted by their category.
+
+    **Arguments:**
+
+    - `key`: a key.
+    - `n`: the trials, a number or a tensor >= 0 that broadcasts to `shape[:-1]`.
+    - `p`: the probabilities of the categories, of shape (..., k).
+    - `shape`: the shape to draw with the categories in its last dimension, by default that of `p`.
+    - `dtype`: a floating dtype, by default torch's default dtype.
+
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.multinomial` as far as `binomial` is.
+
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or shapes that do not fit.
+
+    Examples:
+        >>> import remat.random
+        >>> import torch
+        >>> remat.random.multinomial(remat.random.key(0), 10, torch.tensor([0.2, 0.3, 0.5])).sum()
+        tensor(10.)
+    """
+    dtype = check_float("multinomial", dtype)
+    sizes, (chances,) = broadcast("multinomial", key, shape, torch.promote_types(dtype, torch.float32), p)
+    _, (rest,) = broadcast("multinomial", key, sizes[:-1], chances.dtype, n)
+    chances, rest = chances.expand(sizes), rest.expand(sizes[:-1])
+    remaining = chances.flip(-1).cumsum(-1).flip(-1)
+    ratios = (chances / torch.where(remaining == 0, 1, remaining)).clamp(0, 1)
+    counts = []
+    for once, ratio in zip(split(key, sizes[-1]), ratios.unbind(-1), strict=True):
+        counts.append(binomial(once, rest, ratio, dtype=rest.dtype))
+        rest = rest - counts[-1]
+    return torch.stack(counts, -1).to(dtype)

@@ -1,0 +1,242 @@
+"""The normal distribution and what is made of it by arithmetic."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from remat.random import _threefry
+from remat.random._check import Real, Shape, broadcast, check_float, check_shape, sampler
+from remat.random._key import split
+from remat.random._uniform import rademacher, uniform
+
+
+@sampler
+def normal(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> Tensor:
+    """Standard normal, by inverting the distribution function.
+
+    **Arguments:**
+
+    - `key`: a key.
+    - `shape`: the shape to draw.
+    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+
+    **Returns:** a tensor of `shape` and `dtype`, within rounding that of `jax.random.normal`. For another mean and
+    deviation write `mean + deviation * normal(key, shape)`, which is differentiable in both.
+
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`.
+
+    Examples:
+        >>> import remat.random
+        >>> remat.random.normal(remat.random.key(0), (3,))
+        tensor([ 1.6226,  2.0253, -0.4336])
+    """
+    dtype = check_float("normal", dtype)
+    # uniform(minval=the number after -1, maxval=1), in place; doubling is exact
+    u = _threefry.uniform(key, check_shape("normal", shape), dtype).mul_(2).add_(torch.finfo(dtype).eps / 2 - 1)
+    return u.erfinv_().mul_(math.sqrt(2))
+
+
+@sampler
+def truncated_normal(
+    key: Tensor, lower: Real, upper: Real, shape: Shape | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Standard normal, conditioned on lying between two bounds.
+
+    **Arguments:**
+
+    - `key`: a key.
+    - `lower`, `upper`: the bounds, numbers or tensors. Differentiable.
+    - `shape`: the shape to draw, by default that of the bounds.
+    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+
+    **Returns:** a tensor of `shape` and `dtype` in the open interval (lower, upper), within rounding that of
+    `jax.random.truncated_normal`.
+
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or bounds and `shape` that do not fit.
+
+    Examples:
+        >>> import remat.random
+        >>> remat.random.truncated_normal(remat.random.key(0), -1.0, 1.0, (3,))
+        tensor([ 0.8619,  0.9413, -0.2910])
+    """
+    dtype = check_float("truncated_normal", dtype)
+    sizes, (low, high) = broadcast("truncated_normal", key, shape, dtype, lower, upper)
+    root = math.sqrt(2)
+    u = uniform(key, sizes, dtype, minval=torch.erf(low / root), maxval=torch.erf(high / root))
+    # Rounding can reach the bounds; the next numbers inside of them are the last ones to return.
+    first = torch.nextafter(low.detach(), torch.full_like(low, math.inf))
+    last = torch.nextafter(high.detach(), torch.full_like(high, -math.inf))
+    return torch.erfinv(u).mul(root).clamp(first, last)
+
+
+@sampler
+def multivariate_normal(
+    key: Tensor,
+    mean: Tensor,
+    cov: Tensor,
+    shape: Shape | None = None,
+    dtype: torch.dtype | None = None,
+    method: Literal["cholesky", "eigh", "svd"] = "cholesky",
+) -> Tensor:
+    """Normal with a mean and a covariance matrix.
+
+    **Arguments:**
+
+    - `key`: a key.
+    - `mean`: the mean, of shape (..., n). Differentiable.
+    - `cov`: the covariance, positive definite, of shape (..., n, n). Differentiable.
+    - `shape`: the batch shape to draw, by default that of `mean` and `cov`.
+    - `dtype`: float32 or float64; by default the dtype of `mean` and `cov`.
+    - `method`: how to factor `cov`; "eigh" and "svd" also take a singular one.
+
+    **Returns:** a tensor of shape (*shape, n), within rounding that of `jax.random.multivariate_normal`.
+
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for an unknown `method`, a bad `dtype`, or shapes that do
+    not fit.
+
+    Examples:
+        >>> import remat.random
+        >>> import torch
+        >>> remat.random.multivariate_normal(remat.random.key(0), torch.zeros(2), torch.eye(2), (3,)).shape
+        torch.Size([3, 2])
+    """
+    who = "remat.random.multivariate_normal"
+    factors = {"cholesky": torch.linalg.cholesky, "eigh": _eigh_factor, "svd": _svd_factor}
+    if method not in factors:
+        raise ValueError(f"{who}: method must be one of {', '.join(factors)}; got {method!r}.")
+    if mean.ndim < 1 or cov.ndim < 2 or cov.shape[-2:] != (mean.shape[-1], mean.shape[-1]):
+        raise ValueError(
+            f"{who}: mean must have shape (..., n) and cov (..., n, n); got {tuple(mean.shape)} and {tuple(cov.shape)}."
+        )
+    dtype = check_float("multivariate_normal", dtype or torch.promote_types(mean.dtype, cov.dtype))
+    sizes, _ = broadcast("multivariate_normal", key, shape, dtype, mean[..., 0], cov[..., 0, 0])
+    z = normal(key, (*sizes, mean.shape[-1]), dtype)
+    return mean.to(dtype) + (factors[method](cov.to(dtype)) @ z.unsqueeze(-1)).squeeze(-1)
+
+
+def _eigh_factor(cov: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(cov)
+    return vectors * values.sqrt().unsqueeze(-2)
+
+
+def _svd_factor(cov: Tensor) -> Tensor:
+    u, values, _ = torch.linalg.svd(cov)
+    return u * values.sqrt().unsqueeze(-2)
+
+
+@sampler
+def lognormal(key: Tensor, sigma: Real = 1.0, shape: Shape | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """The exponential of a normal with mean 0 and deviation sigma.
+
+    **Arguments:**
+
+    - `key`: a key.
+    - `sigma`: the deviation, a number or a tensor. Differentiable.
+    - `shape`: the shape to draw, by default that of `sigma`.
+    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+
+    **Returns:** a tensor of `shape` and `dtype`, within rounding that of `jax.random.lognormal`.
+
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+
+    Examples:
+        >>> import remat.random
+        >>> remat.random.lognormal(remat.random.key(0), 0.5, (3,))
+        tensor([2.2509, 2.7528, 0.8051])
+    """
+    dtype = check_float("lognormal", dtype)
+    sizes, (deviation,) = broadcast("lognormal", key, shape, dtype, sigma)
+    return (normal(key, sizes, dtype) * deviation).exp()
+
+
+@sampler
+def maxwell(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> Tensor:
+    """Maxwell: the length of a vector of three standard normals.
+
+    **Arguments:**
+
+    - `key`: a key.
+    - `shape`: the shape to draw.
+    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+
+    **Returns:** a tensor of `shape` and `dtype`, within rounding that of `jax.random.maxwell`.
+
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`.
+
+    Examples:
+        >>> import remat.random
+        >>> remat.random.maxwell(remat.random.key(0), (3,))
+        tensor([2.6311, 0.9910, 0.9649])
+    """
+    sizes = check_shape("maxwell", shape)
+    return torch.linalg.vector_norm(normal(key, (*sizes, 3), check_float("maxwell", dtype)), dim=-1)
+
+
+@sampler
+def double_sided_maxwell(
+    key: Tensor, loc: Real, scale: Real, shape: Shape = (), dtype: torch.dtype | None = None
+) -> Tensor:
+    """Maxwell with a random sign, scaled and moved.
+
+    **Arguments:**
+
+    - `key`: a key.
+    - `loc`, `scale`: numbers or tensors. Differentiable.
+    - `shape`: the shape in front of that of `loc` and `scale`, which comes once more if `shape` is (): so JAX does.
+    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+
+    **Returns:** a tensor of shape (*shape, *shape of loc and scale), within rounding that of
+    `jax.random.double_sided_maxwell`.
+
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`.
+
+    Examples:
+        >>> import remat.random
+        >>> remat.random.double_sided_maxwell(remat.random.key(0), 0.0, 2.0, (3,)).shape
+        torch.Size([3])
+    """
+    dtype = check_float("double_sided_maxwell", dtype)
+    common, (middle, factor) = broadcast("double_sided_maxwell", key, None, dtype, loc, scale)
+    sizes = (check_shape("double_sided_maxwell", shape) or common) + common
+    for_length, for_sign = split(key)
+    return rademacher(for_sign, sizes, dtype) * maxwell(for_length, sizes, dtype) * factor + middle
+
+
+@sampler
+def orthogonal(
+    key: Tensor, n: int, shape: Shape = (), dtype: torch.dtype | None = None, m: int | None = None
+) -> Tensor:
+    """Orthogonal matrices, uniform over the group; for m != n, semi-orthogonal ones.
+
+    **Arguments:**
+
+    - `key`: a key.
+    - `n`, `m`: the rows and the columns; `m` is `n` by default.
+    - `shape`: the batch shape to draw.
+    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+
+    **Returns:** a tensor of shape (*shape, n, m), within rounding that of `jax.random.orthogonal`.
+
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape`, `n`, `m` or `dtype`.
+
+    Source: Mezzadri, "How to generate random matrices from the classical compact groups", 2007, arXiv:math-ph/0609050.
+
+    Examples:
+        >>> import remat.random
+        >>> q = remat.random.orthogonal(remat.random.key(0), 3)
+        >>> (q @ q.T).round().abs()
+        tensor([[1., 0., 0.],
+                [0., 1., 0.],
+                [0., 0., 1.]])
+    """
+    dtype = check_float("orthogonal", dtype)
+    rows, columns = check_shape("orthogonal", (n, n if m is None else m))
+    sizes = (*check_shape("orthogonal", shape), max(rows, columns), min(rows, columns))
+    z = normal(key, sizes, dtype)
+    q, r = torch.linalg.qr(z.to(torch.promote_types(dtype, torch.float32)))  # LAPACK has no half precision
+    q = (q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)).to(dtype)
+    return q.mT if rows < columns else q

@@ -1,0 +1,216 @@
+"""Bits, and what is one step from them: uniform, Bernoulli and Rademacher draws, and integers of a range."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from remat.random import _threefry
+from remat.random._check import (
+    FLOATS,
+    INTEGERS,
+    Real,
+    Shape,
+    broadcast,
+    check_dtype,
+    check_float,
+    check_integer,
+    check_shape,
+    sampler,
+)
+from remat.random._key import split
+
+_WIDTHS = {torch.uint8: 8, torch.uint16: 16, torch.uint32: 32, torch.uint64: 64}
+
+
+@sampler
+def bits(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> Tensor:
+    """Uniform random bits.
+
+    **Arguments:**
+
+    - `key`: a key; for a batch of keys, here as in all samplers, the result has its dimensions in front.
+    - `shape`: the shape to draw.
+    - `dtype`: `torch.uint8`, `uint16`, `uint32` (the default) or `uint64`.
+
+    **Returns:** a tensor of `shape` and `dtype`, bit for bit that of `jax.random.bits`.
+
+    **Raises:** as all samplers, `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`.
+
+    Examples:
+        >>> import remat.random
+        >>> remat.random.bits(remat.random.key(0), (2,))
+        tensor([4070199207, 4202968722], dtype=torch.uint32)
+    """
+    sizes = check_shape("bits", shape)
+    width = check_dtype("bits", dtype or torch.uint32, tuple(_WIDTHS))
+    return _threefry.bits(key, sizes, _WIDTHS[width])
+
+
+@sampler
+def uniform(
+    key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None, minval: Real = 0.0, maxval: Real = 1.0
+) -> Tensor:
+    """Uniform in [minval, maxval).
+
+    **Arguments:**
+
+    - `key`: a key.
+    - `shape`: the shape to draw.
+    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `minval`, `maxval`: the bounds, numbers or tensors that broadcast to `shape`. Differentiable.
+
+    **Returns:** a tensor of `shape` and `dtype`, bit for bit that of `jax.random.uniform`. A float32 has 23 random
+    bits, a bfloat16 has 7.
+
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`, or bounds that do not fit.
+
+    Examples:
+        >>> import remat.random
+        >>> remat.random.uniform(remat.random.key(0), (3,))
+        tensor([0.9477, 0.9786, 0.3323])
+    """
+    dtype = check_float("uniform", dtype)
+    sizes = check_shape("uniform", shape)
+    if not isinstance(minval, Tensor) and not isinstance(maxval, Tensor) and (minval, maxval) == (0, 1):
+        return _threefry.uniform(key, sizes, dtype)
+    _, (low, high) = broadcast("uniform", key, sizes, dtype, minval, maxval)
+    u = _threefry.uniform(key, sizes, dtype)
+    # XLA fuses multiply and add into one rounding for these two dtypes, and addcmul does too.
+    fused = dtype in (torch.float32, torch.float64)
+    scaled = torch.addcmul(low, u, high - low) if fused else u * (high - low) + low
+    return torch.maximum(scaled, low)
+
+
+@sampler
+def bernoulli(key: Tensor, p: Real = 0.5, shape: Shape | None = None, mode: Literal["low", "high"] = "low") -> Tensor:
+    """True with probability p.
+
+    **Arguments:**
+
+    - `key`: a key.
+    - `p`: the probability, a number or a floating tensor.
+    - `shape`: the shape to draw, by default that of `p`.
+    - `mode`: "high" spends twice the bits, for p below 1e-7 (in float32), where "low" has no resolution.
+
+    **Returns:** a bool tensor of `shape`, equal to that of `jax.random.bernoulli`.
+
+    **Raises:** `TypeError` if `key` is no key or `p` an integer tensor, `ValueError` for a number p outside [0, 1], an
+    unknown `mode`, or a `shape` that does not fit.
+
+    Examples:
+        >>> import remat.random
+        >>> remat.random.bernoulli(remat.random.key(0), 0.3, (4,))
+        tensor([False, False, False, False])
+    """
+    if mode not in ("low", "high"):
+        raise ValueError(f"remat.random.bernoulli: mode must be 'low' or 'high'; got {mode!r}.")
+    if isinstance(p, Tensor) and p.dtype not in FLOATS:
+        raise TypeError(f"remat.random.bernoulli: p must be a floating tensor or a number; got dtype {p.dtype}.")
+    if not isinstance(p, Tensor) and not 0 <= p <= 1:
+        raise ValueError(f"remat.random.bernoulli: p must be a probability, in [0, 1]; got {p}.")
+    dtype = p.dtype if isinstance(p, Tensor) else torch.get_default_dtype()
+    sizes, (chance,) = broadcast("bernoulli", key, shape, dtype, p)
+    if mode == "high":
+        u, finer = _threefry.uniform(key, (2, *sizes), dtype)
+        return finer * (torch.finfo(dtype).eps) < chance - u
+    if isinstance(p, Tensor):
+        return _threefry.uniform(key, sizes, dtype) < chance
+    return _threefry.bernoulli(key, sizes, dtype, p)
+
+
+@sampler
+def rademacher(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> Tensor:
+    """-1 or 1, with equal chances.
+
+    **Arguments:**
+
+    - `key`: a key.
+    - `shape`: the shape to draw.
+    - `dtype`: a signed integer or floating dtype, by default int32.
+
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.rademacher`.
+
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`.
+
+    Examples:
+        >>> import remat.random
+        >>> remat.random.rademacher(remat.random.key(0), (4,))
+        tensor([-1, -1,  1,  1], dtype=torch.int32)
+    """
+    dtype = check_dtype("rademacher", dtype or torch.int32, (*INTEGERS[1:], *FLOATS))
+    return bernoulli(key, 0.5, check_shape("rademacher", shape)).to(dtype).mul_(2).sub_(1)
+
+
+@sampler
+def randint(
+    key: Tensor, shape: Shape, minval: int | Tensor, maxval: int | Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Integers in [minval, maxval).
+
+    The modulus of twice as many random bits as the result has: for a range that is no power of two the bias is about
+    `(maxval - minval) / 2**32` (2**64 for int64).
+
+    **Arguments:**
+
+    - `key`: a key.
+    - `shape`: the shape to draw.
+    - `minval`, `maxval`: the bounds, ints or integer tensors that broadcast to `shape`. They are clamped to what
+        `dtype` can hold; where `maxval <= minval` the result is `minval`.
+    - `dtype`: uint8 or a signed integer dtype. The default is int32 as in JAX, not torch's int64: the width decides
+        which bits are drawn.
+
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.randint`.
+
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`, or bounds that do not fit.
+
+    Examples:
+        >>> import remat.random
+        >>> remat.random.randint(remat.random.key(0), (5,), 0, 10)
+        tensor([9, 0, 2, 3, 1], dtype=torch.int32)
+    """
+    dtype = check_integer("randint", dtype)
+    # JAX clips the bounds to the dtype, with room for the maximum itself to be drawn.
+    limits = torch.iinfo(dtype)
+    sizes, (low, high) = broadcast("randint", key, check_shape("randint", shape), torch.int64, minval, maxval)
+    low = low.clamp(limits.min, limits.max)
+    high = high.clamp(limits.min, min(limits.max + 1, 2**63 - 1))
+    span = torch.where(high > low, high - low, 1)  # of 64 bits: unsigned, by wrapping
+
+    # The remainder of a number with twice the bits we have, from its two halves, all of it modulo 2**width.
+    width, offset = (64, _offset64) if dtype == torch.int64 else (32, _offset32)
+    higher, lower = (_as_int64(_threefry.bits(k, sizes, width)) for k in split(key))
+    return (offset(higher, lower, span.expand(sizes)) + low).to(dtype)
+
+
+def _as_int64(words: Tensor) -> Tensor:
+    return words.view(torch.int64) if words.dtype == torch.uint64 else words.to(torch.int64)
+
+
+def _offset32_op(higher: Tensor, lower: Tensor, span: Tensor) -> Tensor:
+    square = (2**16 % span).square_().bitwise_and_(0xFFFFFFFF).remainder_(span)
+    product = (higher % span).mul_(square)
+    return product.add_(lower % span).bitwise_and_(0xFFFFFFFF).remainder_(span)
+
+
+def _offset64_op(higher: Tensor, lower: Tensor, span: Tensor) -> Tensor:
+    square = _remainder64(torch.full_like(span, 2**32), span).square()
+    product = _remainder64(higher, span) * _remainder64(square, span)
+    return _remainder64(product + _remainder64(lower, span), span)
+
+
+def _remainder64(a: Tensor, n: Tensor) -> Tensor:
+    """`a % n` for int64 tensors read as unsigned."""
+    lowest = -(2**63)
+    half = (a >> 1) & ~lowest
+    # Twice the quotient of the half is the quotient or one less; for n >= 2**63 the quotient is 0 or 1.
+    rest = torch.where(n > 0, a - torch.div(half, n.clamp(min=1), rounding_mode="floor") * 2 * n, a)
+    return torch.where(rest ^ lowest >= n ^ lowest, rest - n, rest)
+
+
+_signature = "(Tensor higher, Tensor lower, Tensor span) -> Tensor"
+_offset32 = _threefry.define_op(_offset32_op, _signature, lambda higher, *_: torch.empty_like(higher), inline=False)
+# Never inlined: it wraps around, which the C++ of torch.compile must not see.
+_offset64 = _threefry.define_op(_offset64_op, _signature, lambda higher, *_: torch.empty_like(higher), inline=False)

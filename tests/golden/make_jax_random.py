@@ -1,0 +1,38 @@
+"""Write jax_random.json: what jax.random gives for each call of jax_random_cases.py. Needs jax; run it by hand.
+
+python tests/golden/make_jax_random.py
+"""
+
+import base64
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+CASES = runpy.run_path(str(HERE / "jax_random_cases.py"))
+
+
+def in_jax(call: str) -> Any:
+    """The NumPy array that the call gives in JAX."""
+    import jax
+    import numpy as np
+
+    with jax.enable_x64("int64" in call or "float64" in call):
+        scope: dict[str, Any] = {name: getattr(jax.numpy, name) for name in CASES["DTYPES"]}
+        scope |= vars(jax.random)
+        scope |= {"key": jax.random.key(7), "ints": jax.numpy.array}
+        scope["array"] = lambda values: jax.numpy.array(values, jax.numpy.float32)
+        return np.asarray(eval(call, scope))
+
+
+if __name__ == "__main__":
+    import jax
+
+    assert jax.config.jax_threefry_partitionable
+    golden: dict[str, Any] = {"jax": jax.__version__}
+    for call in CASES["EXACT"] + CASES["CLOSE"]:
+        out = in_jax(call)
+        golden[call] = [str(out.dtype), list(out.shape), base64.b64encode(out.tobytes()).decode()]
+    lines = ",\n".join(f"{json.dumps(call)}: {json.dumps(value)}" for call, value in golden.items())
+    (HERE / "jax_random.json").write_text(f"{{\n{lines}\n}}\n")
