@@ -98,7 +98,7 @@ def _with_derivative(out: Any, call: Call, leaves: list[Any], run: Run) -> Any:
     operands = call.operands(leaves, run, values)
     outer = active_runs()
     for other in reversed(outer):
-        operands = [other.resolve(t) for t in operands]
+        operands = [other.resolve(t, read=False) for t in operands]
     with internals.DisableTorchFunction():
         attached = attach(Derived(call, call), values, operands)
     if attached is values:

@@ -19,7 +19,7 @@ from remat._closure import Closure
 from remat._context import Ambient, RandomState, replayed
 from remat._errors import CheckpointError, RematError
 from remat._frozen import Thawer
-from remat._run import CHANGES, PURITY, STRANGER, Run, Signature, version
+from remat._run import CHANGES, PURITY, Run, Signature, stranger, version
 from remat._tape import Recorder, Replay, Tape
 
 
@@ -165,4 +165,4 @@ class Call:
         for ref in strangers:
             tensor = ref()
             if tensor is not None:
-                raise CheckpointError(STRANGER.format(self.name, list(tensor.shape), tensor.dtype))
+                raise stranger(self.name, tensor)

@@ -77,10 +77,6 @@ PURITY = (
     "A function under remat must do the same each time: it may depend on its arguments, on what it closes over and on "
     "torch's random state, not on what other code changes in the meantime. Pass what varies as an argument."
 )
-STRANGER = (
-    "remat: the rerun of {} read a tensor of shape {}, {} from outside that its forward run was not seen to read. "
-    + PURITY
-)
 CHANGES = (
     "remat: {} changes an argument or a captured tensor of shape {}, {} in place, at {}. Its rerun would start from "
     "the changed value. Change a copy instead: x = x.clone()."
@@ -204,13 +200,18 @@ class Run(TorchFunctionMode):
             self.random.notice(arg)
         return arg
 
-    def resolve(self, tensor: Tensor) -> Tensor:
-        """The tensor to use in the place of `tensor`: itself, or the operand that stands for it."""
+    def resolve(self, tensor: Tensor, *, read: bool = True) -> Tensor:
+        """The tensor to use in the place of `tensor`: itself, or the operand that stands for it.
+
+        `read`: whether a torch call reads it, or it is but handed on to a nested function.
+        """
         key = id(tensor)
         if key in self.made:
             return tensor
         if key in self._unread:
-            raise CheckpointError(STRANGER.format(self.name, list(tensor.shape), tensor.dtype))
+            if not read:
+                return self.swapped(tensor)
+            raise stranger(self.name, tensor)
         if key in self._swaps:
             return self._swaps[key]
         constant = self.constants.get(key)
@@ -351,9 +352,19 @@ class Run(TorchFunctionMode):
             )
 
 
+def stranger(name: str, tensor: Tensor) -> CheckpointError:
+    """The rerun of a function depends on what its forward did not."""
+    with internals.DisableTorchFunction():
+        return CheckpointError(
+            f"remat: the rerun of {name} read a tensor of shape {list(tensor.shape)}, {tensor.dtype} from outside that "
+            f"its forward run was not seen to read. {PURITY}"
+        )
+
+
 def version(tensor: Tensor) -> int:
     """How often the memory of a tensor was written to, where torch counts that."""
-    return -1 if tensor.is_inference() else tensor._version
+    with internals.DisableTorchFunction():
+        return -1 if tensor.is_inference() else tensor._version
 
 
 def active_runs() -> list[Run]:
