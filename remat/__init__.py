@@ -2,6 +2,7 @@
 
 from remat import debug as debug
 from remat import policies as policies
+from remat import random as random
 from remat._errors import CheckpointError as CheckpointError
 from remat._errors import RematError as RematError
 from remat._names import checkpoint_name as checkpoint_name

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat.random._generators import global_state, set_global_state
 
 
 class Ambient(NamedTuple):
@@ -66,9 +67,10 @@ def _accelerators(tensors: Iterable[Tensor]) -> set[torch.device]:
 class RandomState:
     """The state of the global generators, and of each explicit generator that a run drew from."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._cpu = torch.default_generator.get_state()
-        self._accelerators = {d: torch.get_device_module(d).get_rng_state(d) for d in _accelerators(tensors)}
+    def __init__(self, tensors: Iterable[Tensor], *, keyed: bool = False) -> None:
+        """`keyed`: whether the draws come from a key, so that the global generators do not count."""
+        devices = () if keyed else (torch.device("cpu"), *_accelerators(tensors))
+        self._globals = {device: global_state(device) for device in devices}
         self.generators: dict[torch.Generator, Tensor] = {}
 
     def notice(self, generator: torch.Generator) -> None:
@@ -78,17 +80,12 @@ class RandomState:
 
     def drawn_since(self) -> RandomState | None:
         """This state if the run that followed it drew from any generator, else None: nothing to bring back."""
-        if not torch.equal(self._cpu, torch.default_generator.get_state()):
-            return self
-        for device, state in self._accelerators.items():
-            if not torch.equal(state, torch.get_device_module(device).get_rng_state(device)):
-                return self
-        return self if self.generators else None
+        drawn = any(not torch.equal(state, global_state(device)) for device, state in self._globals.items())
+        return self if drawn or self.generators else None
 
     def _set(self) -> None:
-        torch.default_generator.set_state(self._cpu)
-        for device, state in self._accelerators.items():
-            torch.get_device_module(device).set_rng_state(state, device)
+        for device, state in self._globals.items():
+            set_global_state(device, state)
         for generator, state in self.generators.items():
             generator.set_state(state)
 
@@ -96,8 +93,7 @@ class RandomState:
     def replayed(self) -> Iterator[None]:
         """Within it, the same draws come again; after it, the generators are as they were before."""
         ambient = RandomState.__new__(RandomState)
-        ambient._cpu = torch.default_generator.get_state()
-        ambient._accelerators = {d: torch.get_device_module(d).get_rng_state(d) for d in self._accelerators}
+        ambient._globals = {device: global_state(device) for device in self._globals}
         ambient.generators = {g: g.get_state() for g in self.generators}
         self._set()
         try:

@@ -98,9 +98,10 @@ def _with_derivative(out: Any, call: Call, leaves: list[Any], run: Run) -> Any:
     operands = call.operands(leaves, run, values)
     outer = active_runs()
     for other in reversed(outer):
-        operands = [other.resolve(t, read=False) for t in operands]
+        operands = [other.resolve(t, read=i not in call.handed_on) for i, t in enumerate(operands)]
+        values = [other.resolve(t) for t in values]
     with internals.DisableTorchFunction():
-        attached = attach(Derived(call, call), values, operands)
+        attached = attach(Derived(call, call), values, [internals.unwrap_dead(t) for t in operands])
     if attached is values:
         return out
     for value, places in zip(attached, where.values(), strict=True):

@@ -21,6 +21,7 @@ from remat._errors import CheckpointError, RematError
 from remat._frozen import Thawer
 from remat._run import CHANGES, PURITY, Run, Signature, stranger, version
 from remat._tape import Recorder, Replay, Tape
+from remat.random._keyed import Position, resumed, running, suspended
 
 
 class Call:
@@ -41,10 +42,14 @@ class Call:
         self.originals: list[weakref.ref[Tensor]] = []
         self.returned: list[int] = []
         self.random: RandomState | None = None
+        self._drew_from: Position | None = None
+        self._key = 0  # its identity in the forward, then its position among the operands
         self._log: list[Signature] = []
         self._argument_of: list[int] = []
         self._live: list[bool] = []
         self._unread: set[int] = set()
+        self.handed_on: set[int] = set()
+        """Operands that no torch call may have read: arguments, and tensors in cells."""
         self._written: set[int] = set()
         self._strangers: list[weakref.ref[Tensor]] = []
         self._thawed: list[Thawer] = []
@@ -62,15 +67,20 @@ class Call:
             run = Run(self.name, tensors)
             run.versions = {id(t): version(t) for t in tensors}
             run.in_cells = {id(t) for t in self.closure.tensors()}
-            run.random = RandomState(tensors) if preserve_rng_state else None
-        if self._policy is not None:
+            keys = running()
+            position = None if keys is None else keys.position()
+            run.random = RandomState(tensors, keyed=keys is not None) if preserve_rng_state else None
+        if self._policy is not None and not internals.tracing():
             self._recorder = Recorder(self._policy.start(), lambda: run.current)
         with internals.without_saved_tensors_hooks(), run, self._recorder or contextlib.nullcontext():
             out = self.closure.call(*args, **kwargs)
         self._log = run.log
-        if run.random is not None:
-            with internals.DisableTorchFunction():
+        with internals.DisableTorchFunction():
+            if run.random is not None:
                 self.random = run.random.drawn_since()
+            if keys is not None and keys.position() != position:
+                self._drew_from = position
+                self._key = id(run.resolve(keys.key))
         return out, run
 
     def operands(self, leaves: list[Any], run: Run, results: Iterable[Tensor]) -> list[Tensor]:
@@ -91,7 +101,9 @@ class Call:
                 found.setdefault(id(tensor), tensor)
         unread = {id(t) for t in in_cells if id(t) not in run.outside and id(t) not in run.made}
         self._unread = {i for i, key in enumerate(found) if key in unread}
+        self.handed_on = self._unread | set(range(captured))
         originals = list(found.values())
+        self._key = list(found).index(self._key) if self._drew_from is not None else 0
         self._argument_of = [list(found).index(id(leaves[i])) for i in self.positions]
         self.closure.freeze(originals, captured, run.in_rerun)
         self.originals = [weakref.ref(t) for t in originals]
@@ -102,6 +114,8 @@ class Call:
                 if id(t) not in run.snapshots:
                     raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
                 self._written.add(i)
+                if self._tape is not None:
+                    self._tape.remember(i, t)
                 t = run.snapshots[id(t)]
             operands.append(t)
         return operands
@@ -117,7 +131,8 @@ class Call:
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
         inputs = [t.clone() if i in self._written else t for i, t in enumerate(operands)]
-        with self.ambient.restored(), replayed(self.random):
+        draws = suspended() if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
+        with self.ambient.restored(), replayed(self.random), draws:
             return self._rerun(inputs)
 
     def _rerun(self, operands: list[Tensor]) -> list[Tensor]:
@@ -126,8 +141,10 @@ class Call:
             original = ref()
             run.swap(operand if original is None else original, operand, live=self._live[i], read=i not in self._unread)
         replay: Any = contextlib.nullcontext()
-        if self._tape is not None:
+        if self._tape is not None and not internals.tracing():
             replay = self._tape.replay(self.name, self.last_rerun)
+            for i in self._tape.operands:
+                replay.given(i, operands[i])
             self._replays.append(replay)
         thaw = self.closure.thawer(operands)
         self._thawed.append(thaw)

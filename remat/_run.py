@@ -225,6 +225,8 @@ class Run(TorchFunctionMode):
         if self._made_out_of_sight(tensor):
             self.made.add(key)
             return tensor
+        if not read and self._expected is not None:
+            return tensor
         if key not in self.outside or self.outside[key]() is not tensor:
             self.outside[key] = weakref.ref(tensor)
             self.versions[key] = version(tensor)

@@ -1,22 +1,20 @@
 """Which results of ops a run keeps under a policy, and the rerun that is given them back.
 
-A value is the content of a storage, known by what computed it: the op, the values that it read, its other arguments.
-So a value that was kept is found again wherever the rerun asks for it, in whatever order the ops come, and where the
-rerun computes something else, nothing is found and the op just runs.
-
-Forward, `Recorder` notes each aten op below all transforms. When the run is over, the graph that it built shows what a
-backward reads: the storages that are still alive. From there `Recorder.tape` walks back: a needed value is kept if the
-policy lets it, else its op must run again and needs what it read. All other ops are dead: in the rerun they return
-memory that nobody has written. Should the rerun's graph hold on to such memory after all, it is computed then, so a
-wrong guess costs time and never a wrong number.
+Forward, `Recorder` notes each aten op below all transforms, by the values that it reads and computes. When the run is
+over, the graph that it built shows what a backward reads: the storages that are still alive. From there `Recorder.tape`
+walks back: a needed value is kept if the policy lets it, else its op must run again and needs what it read. All other
+ops are spared: in the rerun they return memory in which nothing was computed. Should the rerun's graph hold on to such
+memory after all, its value is computed then, from the values that it depends on, so a wrong guess costs time and never
+a wrong number.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +22,30 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError
 from remat._names import current_name
+from remat._offload import Offloaded
+from remat._values import (
+    OpCall,
+    Reader,
+    Ref,
+    Token,
+    Values,
+    flat,
+    is_draw,
+    is_view,
+    plain,
+    tensors,
+    written,
+)
 from remat.policies._enum import CheckpointPolicy
 
-_SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _MUST = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_CPU_OFFLOAD)
 _OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
+_KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, *_OFFLOAD)
 
 Policy = Callable[..., CheckpointPolicy]
-Token = int
+
+_DETACH = torch.ops.aten.detach.default  # how often it runs is up to autograd
+_CONSTANT = torch.ops.aten.lift_fresh.default
 
 
 class PolicyContext:
@@ -52,19 +66,29 @@ class PolicyContext:
         self.call = call
 
 
-@dataclass
-class _Output:
+class _Output(NamedTuple):
     """A tensor that an op returned: its value, and how it lies in the storage."""
 
     token: Token
+    nbytes: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
     device: torch.device
 
-    def allocate(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+    def over(self, storage: Any) -> Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+class _Changed(NamedTuple):
+    """The tensor that an op was given to write to, returned."""
+
+    position: int
+
+
+_KNOWN = (_Output, _Changed, bool, int, float, complex)
 
 
 @dataclass
@@ -75,7 +99,7 @@ class _Op:
     kind: Any
     """`Tensor`, or the sequence that was returned."""
     outputs: list[Any] = field(default_factory=list)
-    """What was returned, flat: an `_Output` for each new tensor, else the value itself."""
+    """What was returned, flat: an `_Output` or `_Changed` for each tensor, else the value itself."""
     writes: list[Token] = field(default_factory=list)
     """The new values of storages that it wrote to."""
 
@@ -83,117 +107,71 @@ class _Op:
     def values(self) -> list[Token]:
         return [o.token for o in self.outputs if isinstance(o, _Output)] + self.writes
 
-
-class _Values:
-    """Gives the same number to the same value, in the forward and in every rerun."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Any, Token] = {}
-        self._outside: dict[int, tuple[weakref.ref[Any], Token]] = {}
-
-    def number(self, *what: Any) -> Token:
-        try:
-            return self._numbers.setdefault(what, len(self._numbers))
-        except TypeError:  # an argument that can't be hashed: like nothing else
-            return self._numbers.setdefault(object(), len(self._numbers))
-
-    def outside(self, storage: Any) -> Token:
-        """The number of a storage that no op of the run made."""
-        known = self._outside.get(id(storage))
-        if known is None or known[0]() is not storage:
-            self._outside[id(storage)] = known = weakref.ref(storage), self.number(object())
-        return known[1]
+    @property
+    def can_be_spared(self) -> bool:
+        """Whether all that it does is known: it computes values or returns numbers."""
+        does = self.writes or any(o is not None for o in self.outputs)
+        return bool(does) and all(o is None or isinstance(o, _KNOWN) for o in self.outputs)
 
 
-class _Reader:
-    """The values of the storages of one run."""
-
-    def __init__(self, values: _Values) -> None:
-        self.values = values
-        self.contents: dict[int, tuple[weakref.ref[Any], Token]] = {}
-        self.draws = 0
-
-    def content(self, tensor: Tensor) -> Token:
-        storage = tensor.untyped_storage()
-        known = self.contents.get(id(storage))
-        return known[1] if known is not None and known[0]() is storage else self.values.outside(storage)
-
-    def made(self, tensor: Tensor) -> bool:
-        storage = tensor.untyped_storage()
-        known = self.contents.get(id(storage))
-        return known is not None and known[0]() is storage
-
-    def set_content(self, tensor: Tensor, token: Token) -> None:
-        storage = tensor.untyped_storage()
-        self.contents[id(storage)] = weakref.ref(storage), token
-
-    def number(self, func: Any, args: Any, kwargs: Any) -> tuple[Token, list[Token]]:
-        """The number of a call of an op, and the values that it reads."""
-        reads: list[Token] = []
-        what = [func, self._key(args, reads), tuple((k, self._key(v, reads)) for k, v in kwargs.items())]
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws += 1
-            what.append(self.draws)
-        return self.values.number(*what), reads
-
-    def _key(self, x: Any, reads: list[Token]) -> Any:
-        if isinstance(x, Tensor):
-            reads.append(self.content(x))
-            return reads[-1], x.size(), x.stride(), x.storage_offset(), x.dtype
-        if isinstance(x, (list, tuple)):
-            return tuple(self._key(i, reads) for i in x)
-        return type(x), x
-
-
-def _flat(out: Any) -> Sequence[Any]:
-    return out if isinstance(out, (list, tuple)) else (out,)
-
-
-def _plain(x: Any) -> bool:
-    """Whether all tensors in `x` have memory that says what they are (not sparse, lazily zero or conjugated ones)."""
-    if isinstance(x, (list, tuple)):
-        return all(_plain(i) for i in x)
-    return not isinstance(x, Tensor) or (
-        x.layout == torch.strided and not x._is_zerotensor() and not x.is_conj() and not x.is_neg()
-    )
-
-
-def _is_view(func: Any) -> bool:
-    """Whether an op reads nothing: its result is another look at the same memory."""
-    return (
-        func in _UNSAFE_VIEWS
-        or torch.Tag.inplace_view in func.tags  # `squeeze_` and the like write nothing
-        or any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-    )
-
-
-_UNSAFE_VIEWS = {torch.ops.aten._unsafe_view.default}  # views by what they do, though not by their schema
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an op writes to, by its schema."""
-    if not func._schema.is_mutable:
-        return []
+def _outputs(values: Values, call: OpCall, out: Any, changed: list[Tensor]) -> list[Any]:
+    """What an op returned, with the value of each tensor. Tensors that share a storage share its value."""
     found: list[Any] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += _flat(value)
-    return [t for t in found if isinstance(t, Tensor)]
+    first: dict[int, Token] = {}
+    positions = {id(t.untyped_storage()): _Changed(i) for i, t in enumerate(changed)}
+    for i, t in enumerate(flat(out)):
+        if not isinstance(t, Tensor):
+            found.append(t)
+            continue
+        storage = t.untyped_storage()
+        if id(storage) in positions:
+            found.append(positions[id(storage)])
+            continue
+        token = first.setdefault(id(storage), values.number(call.token, i))
+        offset = int(t.storage_offset())
+        found.append(_Output(token, storage.nbytes(), t.size(), t.stride(), offset, t.dtype, t.device))
+    return found
+
+
+def _write_token(values: Values, call: OpCall, i: int) -> Token:
+    return values.number(call.token, "write", i)
+
+
+def _aliases(out: Any, args: Any, kwargs: Any, changed: list[Tensor]) -> list[bool]:
+    """For each tensor that an op returned, whether it lies in a storage that the op was given and did not change."""
+    given = {id(t.untyped_storage()) for t in tensors(args, kwargs)} - {id(t.untyped_storage()) for t in changed}
+    return [id(t.untyped_storage()) in given for t in flat(out) if isinstance(t, Tensor)]
 
 
 class Recorder(internals.TorchDispatchMode):
     """Notes the ops of a forward run, and asks the policy about each."""
 
-    def __init__(self, policy: Policy, call: Callable[[], Any]) -> None:
+    def __init__(
+        self, policy: Policy, call: Callable[[], Any], where: Callable[[], str] = lambda: "unknown"
+    ) -> None:
+        """A recorder of one run.
+
+        **Arguments:**
+
+        - `policy`: what decides.
+        - `call`: the torch call that is running.
+        - `where`: the place in the user's code.
+        """
         super().__init__()
         self._policy = policy
         self._call = call
-        self._reader = _Reader(_Values())
+        self._where = where
+        self._reader = Reader(Values())
         self._ops: list[_Op] = []
+        self._views: set[Token] = set()
+        """Ops that return views, though their schemas do not say so."""
+        self._again: list[Token] = []
+        """What ops read that always run again."""
         self._producer: dict[Token, _Op] = {}
         self._draws: list[_Op] = []
         self._decisions: dict[Token, CheckpointPolicy] = {}
+        self._names: dict[Token, str] = {}
+        self._places: dict[Token, str] = {}
         self._pins: dict[Token, Any] = {}
         self._tensors: dict[Token, weakref.ref[Tensor]] = {}
         self._overwritten: set[Token] = set()
@@ -202,42 +180,73 @@ class Recorder(internals.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         reader = self._reader
-        known = func is not torch.ops.aten.detach.default and _plain((args, [*kwargs.values()]))
-        token, reads = reader.number(func, args, kwargs) if known else (-1, [])
+        if func is _DETACH:
+            return func(*args, **kwargs)
+        if func is _CONSTANT:
+            reader.constant(args[0])
+        if not all(map(plain, tensors(args, kwargs))):
+            return self._run_again(func, args, kwargs)
+        call = reader.call(func, args, kwargs)
         out = func(*args, **kwargs)
-        if not known or not _plain(out):
+        if not all(plain(t) for t in flat(out) if isinstance(t, Tensor)):
             return out
         decision = self._policy(PolicyContext(out, self._call()), func, *args, **kwargs)
-        written = _written(func, args, kwargs)
-        if _is_view(func):
+        if is_view(func):
             self._decide_of_views(out, decision)
             return out
-        op = _Op(func, token, reads, type(out))
-        for i, t in enumerate(() if written else _flat(out)):
-            if isinstance(t, Tensor):
-                number = reader.values.number(token, i)
-                op.outputs.append(_Output(number, t.size(), t.stride(), int(t.storage_offset()), t.dtype, t.device))
-                self._set_content(t, number)
-            else:
-                op.outputs.append(t)
-        for i, t in enumerate(written):
-            self._overwritten.add(reader.content(t))
-            if reader.made(t):
-                op.writes.append(reader.values.number(token, "write", i))
-                self._set_content(t, op.writes[-1])
-        self._ops.append(op)
-        self._read.update(reads)
-        self._producer.update((v, op) for v in op.values)
-        self._decisions.update((v, decision) for v in op.values)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._draws.append(op)
-        if not _keeps(decision):
+        changed = written(func, args, kwargs)
+        aliases = _aliases(out, args, kwargs, changed)
+        if any(aliases):
+            if all(aliases):
+                self._views.add(call.token)
+                self._decide_of_views(out, decision)
+            return out
+        op = self._note(call, out, changed, decision)
+        if not (_keeps(decision) and op.can_be_spared):
             self._pin(args, kwargs)
         return out
 
-    def _set_content(self, tensor: Tensor, number: Token) -> None:
-        self._reader.set_content(tensor, number)
-        self._tensors[number] = weakref.ref(tensor)
+    def _run_again(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that can't be known by what it reads."""
+        known = [t for t in tensors(args, kwargs) if plain(t)]
+        self._again += [self._reader.read(t).token for t in known]
+        self._pin(known, {})
+        out = func(*args, **kwargs)
+        for t in written(func, args, kwargs):
+            if plain(t):
+                self._overwritten.add(self._reader.read(t).token)
+                self._reader.write(t, self._reader.values.new())
+        return out
+
+    def _note(self, call: OpCall, out: Any, changed: list[Tensor], decision: CheckpointPolicy) -> _Op:
+        reader, values = self._reader, self._reader.values
+        op = _Op(call.func, call.token, call.reads, type(out), _outputs(values, call, out, changed))
+        for t, output in zip(flat(out), op.outputs, strict=True):
+            if isinstance(output, _Output):
+                reader.make(t.untyped_storage(), output.token)
+                self._decide(output.token, t, decision)
+        for i, t in enumerate(changed):
+            before = reader.read(t).token
+            self._overwritten.add(before)
+            op.writes.append(_write_token(values, call, i))
+            reader.write(t, op.writes[-1])
+            # To keep a storage is to keep what is put there later, if nothing is said of that.
+            earlier = self._decisions.get(before, decision)
+            self._decide(op.writes[-1], t, decision if _keeps(decision) or decision in _MUST else earlier)
+        self._ops.append(op)
+        self._read.update(call.reads)
+        self._producer.update((v, op) for v in op.values)
+        if is_draw(call.func):
+            self._draws.append(op)
+        if not op.can_be_spared:
+            self._again += call.reads
+        return op
+
+    def _decide(self, token: Token, tensor: Tensor, decision: CheckpointPolicy) -> None:
+        if not _keeps(self._decisions.get(token)):  # the same value may have been computed before
+            self._decisions[token] = decision
+        self._tensors[token] = weakref.ref(tensor)
+        self._places[token] = self._where()
 
     def _decide_of_views(self, out: Any, decision: CheckpointPolicy) -> None:
         """A view has no value of its own: to keep it is to keep what it views.
@@ -245,25 +254,30 @@ class Recorder(internals.TorchDispatchMode):
         What a policy says of a view counts where it is the stronger word. A name is a word about the value itself: it
         can also take back what the policy has said of the op that made it.
         """
-        named = current_name() is not None
-        for t in _flat(out):
-            if not isinstance(t, Tensor) or not self._reader.made(t):
+        name = current_name()
+        for t in flat(out):
+            if not isinstance(t, Tensor) or not self._reader.read(t).made:
                 continue
-            token = self._reader.content(t)
+            token = self._reader.read(t).token
+            if name is not None:
+                self._names[token] = name
             before = self._decisions.get(token, CheckpointPolicy.PREFER_RECOMPUTE)
-            if before in _MUST and not (named and decision in _MUST):
+            if before in _MUST and not (name is not None and decision in _MUST):
                 continue
-            if _keeps(decision) or (named and decision in _MUST):
+            if _keeps(decision) or (name is not None and decision in _MUST):
                 self._decisions[token] = decision
 
     def _pin(self, args: Any, kwargs: Any) -> None:
         """An op that will run again needs what it reads, though no backward may."""
-        for x in (*args, *kwargs.values()):
-            for t in _flat(x):
-                if isinstance(t, Tensor) and self._reader.made(t):
-                    token = self._reader.content(t)
-                    if _keeps(self._decisions.get(token)):
-                        self._pins[token] = t.untyped_storage()
+        for t in tensors(args, kwargs):
+            content = self._reader.read(t)
+            if content.made and _keeps(self._decisions.get(content.token)):
+                self._pins[content.token] = t.untyped_storage()
+
+    @property
+    def matched(self) -> bool:
+        """Whether the policy lets anything be kept."""
+        return any(map(_keeps, self._decisions.values()))
 
     def tape(self, results: Iterable[Tensor]) -> Tape:
         """What to keep, now that the run is over and its graph still there.
@@ -272,32 +286,40 @@ class Recorder(internals.TorchDispatchMode):
 
         - `results`: what the run returned. They are alive whether a backward reads them or not.
         """
-        contents = {token: ref for ref, token in self._reader.contents.values()}
         returned = set()
         for r in results:
             raw = internals.innermost(r)
-            token = self._reader.content(raw) if raw.layout == torch.strided else None
+            token = self._reader.read(raw).token if plain(raw) else None
             if token is not None and token not in self._read and not internals.saves_output(r):
                 returned.add(token)
         pins, self._pins = self._pins, {}
-        alive = [t for t, ref in contents.items() if t not in pins and t not in returned and ref() is not None]
-        alive += [r for op in self._ops if not op.values for r in op.reads]  # `item()` and the like run again
+        pinned = {id(s) for s in pins.values()}
+        alive = {c.token: s for c, s in self._reader.all() if c.made and id(s) not in pinned}
+        for token in returned:
+            alive.pop(token, None)
         plan = _Plan(self._producer, lambda t: _keeps(self._decisions.get(t)) and t not in self._overwritten)
-        storages = {t: s for t, ref in contents.items() if (s := ref()) is not None and t not in returned}
-        plan.need(alive, storages)
-        for token in list(pins):
-            if token not in plan.kept:
-                storages.pop(token, None)
-                del pins[token]
-                if contents[token]() is not None and token not in returned:  # held by the graph, after all
-                    storages[token] = contents[token]()
-                    plan.need([token], storages)
-        plan.draw_in_order(self._draws, storages)
+        plan.need([*alive, *self._again], alive | pins)
+        candidates = [weakref.ref(s) for s in pins.values()]
+        pins.clear()
+        for ref in candidates:
+            storage = ref()
+            if storage is not None:  # held by the graph, too
+                token = self._reader.of(storage).token
+                if token not in returned:
+                    alive[token] = storage
+                    plan.need([token], alive)
+        plan.draw_in_order(self._draws, alive)
         kept = {}
         with internals.below_all_transforms():
             for token, storage in plan.kept.items():
-                kept[token] = _Kept(self._producer[token].func, self._decisions[token], self._tensor(token, storage))
-        return Tape(self._reader.values, self._ops, plan.runs, kept)
+                kept[token] = Kept(
+                    self._producer[token].func,
+                    self._names.get(token),
+                    self._places[token],
+                    self._tensor(token, storage),
+                    offload=self._decisions[token] in _OFFLOAD,
+                )
+        return Tape(self._reader.values, self._ops, self._views, plan.runs, kept, self.matched)
 
     def _tensor(self, token: Token, storage: Any) -> Tensor:
         """A tensor over a storage, sharing the version counter of the one that the op returned, if it lives."""
@@ -306,9 +328,22 @@ class Recorder(internals.TorchDispatchMode):
             return tensor.detach()
         for output in self._producer[token].outputs:
             if isinstance(output, _Output) and output.token == token:
-                empty = torch.empty(0, dtype=output.dtype, device=output.device)
-                return empty.set_(storage, output.offset, output.size, output.stride)
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                return output.over(storage)
+        return _bytes_of(storage)
+
+
+def _layout(tensor: Tensor) -> Any:
+    return (
+        tensor.size(),
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tensor.untyped_storage().nbytes(),
+    )
+
+
+def _bytes_of(storage: Any) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class _Plan:
@@ -347,65 +382,108 @@ class _Plan:
 
 
 def _keeps(decision: CheckpointPolicy | None) -> bool:
-    return decision in _SAVE or decision in _OFFLOAD
+    return decision in _KEEP
 
 
-class _Kept:
+class Kept:
     """A kept value."""
 
-    def __init__(self, func: Any, decision: CheckpointPolicy, tensor: Tensor) -> None:
+    def __init__(self, func: Any, name: str | None, where: str, tensor: Tensor, *, offload: bool) -> None:
         self.func = func
+        self.name = name
+        self.where = where
+        self.size = tensor.size()
+        self.dtype = tensor.dtype
         self._version = tensor._version
-        self._tensor = tensor.cpu().clone() if decision in _OFFLOAD and tensor.device.type == "cpu" else tensor
-        self.nbytes = tensor.untyped_storage().nbytes()
+        self._offloaded = Offloaded(_bytes_of(tensor.untyped_storage())) if offload else None
+        self._tensor = None if offload else tensor
 
-    def get(self, name: str) -> Tensor:
+    def fetch(self) -> None:
+        """It will be asked for soon."""
+        if self._offloaded is not None:
+            self._offloaded.fetch()
+
+    @property
+    def memory(self) -> Tensor:
+        """A tensor over the storage that is held."""
+        return self._offloaded.host if self._offloaded is not None else self._tensor  # type: ignore[return-value]
+
+    def get(self, name: str) -> Any:
+        """The storage. `name`: of the function."""
+        if self._offloaded is not None:
+            return self._offloaded.get().untyped_storage()
+        assert self._tensor is not None
         if self._tensor._version != self._version:
             raise CheckpointError(
                 f"remat: the result of {self.func} that the policy kept for {name} was changed in place after the "
                 "forward run, so the backward would read a wrong value. Change a copy instead: x = x.clone()."
             )
-        return self._tensor
+        return self._tensor.untyped_storage()
+
+
+class _Latest(threading.local):
+    offloading: weakref.ref[Tape] | None = None
+
+
+_latest = _Latest()
 
 
 class Tape:
     """What a run kept, and which of its ops need not run again."""
 
-    def __init__(self, values: _Values, ops: list[_Op], runs: set[Token], kept: dict[Token, _Kept]) -> None:
+    def __init__(
+        self,
+        values: Values,
+        ops: list[_Op],
+        views: set[Token],
+        runs: set[Token],
+        kept: dict[Token, Kept],
+        matched: bool,
+    ) -> None:
         self.values = values
+        self.views = views
         self.kept = kept
-        self._spared = {op.token: op for op in ops if op.values and op.token not in runs}
+        self.matched = matched
+        self._spared = {op.token: op for op in ops if op.can_be_spared and op.token not in runs}
         self._uses: dict[Token, int] = {}
         for op in ops:
             if op.token in self._spared:
-                for v in op.values:
+                for v in set(op.values):
                     self._uses[v] = self._uses.get(v, 0) + 1
+        self._before: weakref.ref[Tape] | None = None
+        if any(k._offloaded is not None for k in kept.values()):
+            self._before, _latest.offloading = _latest.offloading, weakref.ref(self)
+
+        self.operands: dict[int, tuple[Token, Any]] = {}
+
+    def remember(self, i: int, operand: Tensor) -> None:
+        """Note an operand that the run has changed in place, for a rerun will be given a copy of it."""
+        raw = internals.innermost(operand)
+        self.operands[i] = self.values.outside(raw.untyped_storage()), _layout(raw)
 
     def replay(self, name: str, consume: bool) -> Replay:
         """The mode for one rerun. With `consume`, what is given back is kept no longer: the last rerun."""
+        # The backward goes from the latest tape to the earliest: the one before this is the next.
+        for tape in (self, self._before and self._before()):
+            for kept in () if tape is None else tape.kept.values():
+                kept.fetch()
         return Replay(self, name, consume)
 
     def spared(self, token: Token) -> _Op | None:
+        """The op with this number, if it need not run."""
         return self._spared.get(token)
 
-    def take(self, token: Token, name: str, left: dict[Token, int] | None) -> Tensor | None:
+    def take(self, token: Token, name: str, left: dict[Token, int] | None) -> Any:
+        """The storage with a kept value, or None."""
         kept = self.kept.get(token)
         if kept is None:
             return None
-        tensor = kept.get(name)
+        storage = kept.get(name)
         if left is not None:
             left[token] = left.get(token, self._uses[token]) - 1
             if left[token] == 0:
                 del self.kept[token]
-        return tensor
-
-
-class _Thunk:
-    """An op that did not run, and the memory that its results should be in."""
-
-    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
-        self.outputs: list[weakref.ref[Any] | None] = []
+        return storage
 
 
 class Replay(internals.TorchDispatchMode):
@@ -416,107 +494,192 @@ class Replay(internals.TorchDispatchMode):
         self._tape = tape
         self._name = name
         self._left: dict[Token, int] | None = {} if consume else None
-        self._reader = _Reader(tape.values)
-        self._pending: dict[int, _Thunk] = {}
-        self._unwritten: set[int] = set()
+        self._reader = Reader(Values(tape.values))
+        self._recipes: dict[Token, OpCall] = {}
+
+    def given(self, i: int, operand: Tensor) -> None:
+        """Say which operand a tensor is a copy of."""
+        raw = internals.innermost(operand)
+        token, layout = self._tape.operands[i]
+        if _layout(raw) == layout:
+            self._reader.values.set_outside(raw.untyped_storage(), token)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.detach.default:
+        reader = self._reader
+        if func is _DETACH:
             return func(*args, **kwargs)
-        if not _plain((args, [*kwargs.values()])):
-            return self._run(func, args, kwargs)
-        token, _ = self._reader.number(func, args, kwargs)
-        written = _written(func, args, kwargs)
-        op = self._tape.spared(token)
-        if op is None:
-            if _is_view(func):
-                return func(*args, **kwargs)
+        if func is _CONSTANT:
+            reader.constant(args[0])
+        if not all(map(plain, tensors(args, kwargs))):
             out = self._run(func, args, kwargs)
-            self._note(token, out, written)
+            for t in written(func, args, kwargs):
+                if plain(t):
+                    reader.write(t, reader.values.new())
             return out
-        return self._spare(op, token, args, kwargs, written)
+        call = reader.call(func, args, kwargs)
+        if is_view(func) or call.token in self._tape.views:
+            return func(*args, **kwargs)
+        op = self._tape.spared(call.token)
+        changed = written(func, args, kwargs)
+        if op is not None:
+            return self._spare(op, call, changed)
+        out = self._run(func, args, kwargs)
+        if all(plain(t) for t in flat(out) if isinstance(t, Tensor)) and not any(_aliases(out, args, kwargs, changed)):
+            self._note(call, out, changed)
+        return out
 
-    def _note(self, token: Token, out: Any, written: list[Tensor]) -> None:
-        number = self._reader.values.number
-        for i, t in enumerate(() if written else _flat(out)):
-            if isinstance(t, Tensor) and _plain(t):
-                self._reader.set_content(t, number(token, i))
-        for i, t in enumerate(written):
-            if self._reader.made(t):
-                self._reader.set_content(t, number(token, "write", i))
+    def _note(self, call: OpCall, out: Any, changed: list[Tensor]) -> None:
+        values = self._reader.values
+        for t, output in zip(flat(out), _outputs(values, call, out, changed), strict=True):
+            if isinstance(output, _Output):
+                self._reader.make(t.untyped_storage(), output.token)
+                self._recipes[output.token] = call
+        for i, t in enumerate(changed):
+            token = _write_token(values, call, i)
+            self._reader.write(t, token)
+            self._recipes[token] = call
 
-    def _spare(self, op: _Op, token: Token, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
-        thunk = _Thunk(op.func, args, kwargs)
+    def _spare(self, op: _Op, call: OpCall, changed: list[Tensor]) -> Any:
         results: list[Any] = []
+        storages: dict[Token, Any] = {}
         for output in op.outputs:
-            thunk.outputs.append(None)
-            if not isinstance(output, _Output):
+            if isinstance(output, _Changed):
+                results.append(changed[output.position])
+            elif not isinstance(output, _Output):
                 results.append(output)
-                continue
-            kept = self._tape.take(output.token, self._name, self._left)
-            if kept is not None:
-                t = kept.as_strided(output.size, output.stride, output.offset)
             else:
-                t = output.allocate()
-                thunk.outputs[-1] = self._wait(t.untyped_storage(), thunk)
-            self._reader.set_content(t, output.token)
-            results.append(t)
-        for i, t in enumerate(written):
-            if self._reader.made(t):
-                self._write(t, self._reader.values.number(token, "write", i))
-        if written:
-            results = written
-        return results[0] if issubclass(op.kind, Tensor) else op.kind(results)
+                if output.token not in storages:
+                    storages[output.token] = self._memory_of(output)
+                    self._recipes[output.token] = call
+                results.append(output.over(storages[output.token]))
+        for i, t in enumerate(changed):
+            token = _write_token(self._reader.values, call, i)
+            storage = t.untyped_storage()
+            kept = self._tape.take(token, self._name, self._left)
+            if kept is not None:
+                self._fill(self._losing(storage))
+                storage.copy_(kept)
+            self._reader.write(t, token, there=kept is not None)
+            self._recipes[token] = call
+        return op.kind(results) if issubclass(op.kind, (list, tuple)) else results[0]
 
-    def _wait(self, storage: Any, thunk: _Thunk) -> weakref.ref[Any]:
-        key = id(storage)
-        self._pending[key] = thunk
-        return weakref.ref(storage, lambda _: self._pending.pop(key, None))
+    def _memory_of(self, output: _Output) -> Any:
+        """The storage of a result of a spared op."""
+        storage = self._tape.take(output.token, self._name, self._left)
+        kept = storage is not None
+        if not kept:
+            storage = torch.empty(output.nbytes, dtype=torch.uint8, device=output.device).untyped_storage()
+        self._reader.make(storage, output.token, there=kept)
+        return storage
 
-    def _write(self, tensor: Tensor, token: Token) -> None:
-        """An op that writes in place is spared: its value comes from the tape, or is overwritten before it is read."""
-        storage = tensor.untyped_storage()
-        self._pending.pop(id(storage), None)
-        kept = self._tape.take(token, self._name, self._left)
-        if kept is None:
-            self._unwritten.add(id(storage))
-        else:
-            self._unwritten.discard(id(storage))
-            storage.copy_(kept.untyped_storage())
-        self._reader.set_content(tensor, token)
+    # Computing what was spared.
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        for x in (*args, *kwargs.values()):
-            for t in _flat(x):
-                if isinstance(t, Tensor) and t.layout == torch.strided:
-                    self._compute(t.untyped_storage())
+        self._fill([t.untyped_storage() for t in tensors(args, kwargs) if t.layout == torch.strided])
+        for t in written(func, args, kwargs):
+            if plain(t):
+                self._fill(self._losing(t.untyped_storage()))
         return func(*args, **kwargs)
 
-    def _compute(self, storage: Any) -> None:
-        """Fill memory that a spared op returned: somebody reads it after all."""
-        if id(storage) in self._unwritten:
-            raise CheckpointError(
-                f"remat: the rerun of {self._name} reads a value in the middle of a series of in-place changes that "
-                "its forward run did not read. A function under remat must do the same each time."
-            )
-        thunk = self._pending.pop(id(storage), None)
-        if thunk is None:
+    def _fill(self, storages: Iterable[Any]) -> None:
+        """Make sure that storages contain what they should."""
+        todo = [s for s in storages if self._is_hollow(s)]
+        found: dict[int, Any] = {}
+        while todo:
+            storage = todo.pop()
+            if id(storage) not in found:
+                found[id(storage)] = storage
+                todo += self._losing(storage)
+        if not found:
             return
-        out = self._run(thunk.func, thunk.args, thunk.kwargs)
-        for t, ref in zip(_flat(out), thunk.outputs, strict=True):
-            waiting = ref() if ref is not None else None
-            if waiting is not None:
-                self._pending.pop(id(waiting), None)
-                waiting.copy_(t.untyped_storage())
+        computed: dict[Token, Any] = {}
+        values = [self._value(self._reader.of(s).token, computed) for s in found.values()]
+        values = [v.clone() if id(v) in found else v for v in values]
+        for storage, value in zip(found.values(), values, strict=True):
+            content = self._reader.of(storage)
+            storage.copy_(value)
+            content.there = content.token
+
+    def _is_hollow(self, storage: Any) -> bool:
+        content = self._reader.of(storage)
+        return content.there != content.token
+
+    def _losing(self, storage: Any) -> list[Any]:
+        """The other storages to be filled before this one is overwritten: what depends on it can't be computed then."""
+        lost = self._reader.of(storage).there
+        if lost is None or self._can_be_computed(lost):
+            return []
+        hollow = [(c, s) for c, s in self._reader.all() if s is not storage and c.there != c.token]
+        return [s for c, s in hollow if self._depends(c.token, lost)]
+
+    def _can_be_computed(self, token: Token) -> bool:
+        recipe = self._recipes.get(token)
+        return recipe is not None and not is_draw(recipe.func)
+
+    def _depends(self, token: Token, on: Token) -> bool:
+        todo, seen = [token], set()
+        while todo:
+            token = todo.pop()
+            if token == on:
+                return True
+            if token in self._recipes and token not in seen:
+                seen.add(token)
+                todo += self._recipes[token].reads
+        return False
+
+    def _value(self, token: Token, computed: dict[Token, Any]) -> Any:
+        """A storage with a value: one that is there, or computed from values that are."""
+        there = {c.there: s for c, s in self._reader.all() if c.there is not None}
+        todo = [token]
+        while todo:
+            token = todo[-1]
+            if token in computed:
+                todo.pop()
+            elif token in there:
+                computed[token] = there[token]
+            elif token in self._tape.kept:
+                computed[token] = self._tape.kept[token].get(self._name)
+            elif not self._can_be_computed(token):
+                raise CheckpointError(
+                    f"remat: the rerun of {self._name} reads a value that its forward run did not read, and that can't "
+                    "be computed any more. A function under remat must do the same each time."
+                )
+            else:
+                call = self._recipes[token]
+                missing = [t for t in call.reads if t not in computed]
+                todo += missing
+                if not missing:
+                    self._call(call, computed)
+        return computed[token]
+
+    def _call(self, call: OpCall, computed: dict[Token, Any]) -> None:
+        """Run an op on values: the storages of the rerun stay as they are."""
+        changed = {ref.slot for ref in written(call.func, call.args, call.kwargs)}
+        copies: dict[int, Any] = {}
+
+        def build(x: Any) -> Any:
+            if isinstance(x, Ref):
+                storage = computed[x.token]
+                if x.slot in changed:
+                    storage = copies[x.slot] = copies.get(x.slot) or storage.clone()
+                return x.over(storage)
+            return tuple(map(build, x)) if isinstance(x, tuple) else x
+
+        args, kwargs = build(call.args), {k: build(v) for k, v in call.kwargs.items()}
+        out = call.func(*args, **kwargs)
+        values, targets = self._reader.values, written(call.func, args, kwargs)
+        for t, output in zip(flat(out), _outputs(values, call, out, targets), strict=True):
+            if isinstance(output, _Output):
+                computed[output.token] = t.untyped_storage()
+        for i, t in enumerate(targets):
+            computed[_write_token(values, call, i)] = t.untyped_storage()
 
     def settle(self) -> None:
         """Compute what the rerun's graph holds on to. Called when its results are gone and only the graph is left."""
-        if self._pending:
+        waiting = [c.storage for c, _ in self._reader.all() if c.there != c.token]
+        if waiting:
             with internals.below_all_transforms():
-                for thunk in list(self._pending.values()):
-                    for ref in thunk.outputs:
-                        storage = ref() if ref is not None else None
-                        if storage is not None:
-                            self._compute(storage)
-        self._pending.clear()
+                for ref in waiting:
+                    if (storage := ref()) is not None:
+                        self._fill([storage])

@@ -41,6 +41,9 @@ from torch.utils import _pytree as pytree
 # The mode behind `with torch.device(...)`.
 from torch.utils._device import DeviceContext
 
+# Whether `make_fx` is at work.
+from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
+
 # A mode that sees every aten op below all transforms: documented, but its import path is private.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -376,6 +379,11 @@ def below_all_transforms() -> Iterator[None]:
         yield
 
 
+def tracing() -> bool:
+    """Whether ops are written down by `make_fx` (as `torch.func.linearize` does): what it does not see is not there."""
+    return get_proxy_mode() is not None
+
+
 def dispatch_modes_active() -> bool:
     """Whether a mode sees the aten ops that run now."""
     return torch._C._len_torch_dispatch_stack() > 0
@@ -402,3 +410,66 @@ def saves_output(tensor: Tensor) -> bool:
                     if isinstance(s, Tensor) and innermost(s).untyped_storage() is storage:
                         return True
     return False
+
+
+# For remat.random.
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile mirrors the stack while it traces
+def vmap_levels() -> tuple[tuple[int, int, str], ...]:
+    """(level, batch size, randomness: error, different or same) of each active vmap, outermost first."""
+    if _C.peek_interpreter_stack() is None:
+        return ()
+    vmaps = [i for i in _C.get_interpreter_stack() if i.key() == TransformType.Vmap]
+    pointers = [(i.level(), _C.CVmapInterpreterPtr(i)) for i in vmaps]
+    return tuple((level, v.batchSize(), v.randomness().name.lower()) for level, v in pointers)
+
+
+# For remat.compat.
+
+push_saved_tensors_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None] = (
+    torch._C._autograd._push_saved_tensors_default_hooks  # the context manager around it takes a third of a microsecond
+)
+pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+_HOOKS_REFUSED = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
+
+
+def refuses_hooks(error: BaseException) -> bool:
+    """Whether `torch.func.grad` or `vjp` raised this: they can't be called under saved-tensor hooks."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and frame.tb_frame.f_code is _HOOKS_REFUSED
+
+
+def save(tensor: Tensor) -> Any:
+    """What a node of the graph would save: under hooks, what they make of it; else it knows of changes in place."""
+    return torch._C._autograd._make_saved_tensor(tensor, is_output=False)
+
+
+function_modes_active: Callable[[], int] = torch._C._len_torch_function_stack
+
+# The backward pass that is running in this thread, by number; -1 outside of all.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+# The `GraphExecGroup` of this thread, torch's or ours; the engine hands it on to its own threads.
+graph_exec_group: Callable[[], Any] = torch._C._get_graph_exec_group
+set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
+
+
+def at_end_of_graph_task(callback: Callable[[], None]) -> None:
+    """Call back when the running backward pass is over; if it fails, the callback is dropped."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+@contextlib.contextmanager
+def base_level() -> Iterator[None]:
+    """Within it, ops run as if no transform were active, and saved-tensor hooks work."""
+    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    torch._C._autograd._saved_tensors_hooks_enable()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        if message is not None:
+            torch._C._autograd._saved_tensors_hooks_disable(message)

@@ -471,6 +471,8 @@ def _change(draw: Any, scope: _Scope, name: str) -> None:
         done = scope.execute(template.format(v=name, u=view, b=draw(_read(others))))
         if done and "{u}" in template:
             scope.define(view, scope.values[view])
+        if "relu" in template:
+            break  # its derivative reads the result
 
 
 @st.composite

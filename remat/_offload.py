@@ -1,0 +1,71 @@
+"""Values that wait in CPU memory until the backward pass reads them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _backend(device: torch.device) -> Any:
+    """The module with the streams of a device (`torch.cuda`), None where there are none."""
+    return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+
+
+@functools.cache
+def _side_stream(backend: Any, device: torch.device) -> Any:
+    return backend.Stream(device=device)
+
+
+def _pinned(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+class Offloaded:
+    """The bytes of a storage, in pinned CPU memory; on a machine with a CPU alone, a plain copy.
+
+    They go there and come back on a side stream, while the device goes on computing: `fetch` starts the way back, and
+    `get` has the stream that needs them wait for its end.
+    """
+
+    def __init__(self, source: Tensor) -> None:
+        """Start the copy of `source`, the bytes of a storage."""
+        self._device = source.device
+        self._fetched: tuple[Tensor, Any] | None = None
+        backend = _backend(source.device)
+        if backend is None:
+            self.host = source.clone()
+            return
+        self.host = _pinned(source.numel())
+        side = _side_stream(backend, source.device)
+        side.wait_stream(backend.current_stream(source.device))  # until the value is there
+        with backend.stream(side):
+            self.host.copy_(source, non_blocking=True)
+        source.record_stream(side)  # its memory is not used again before the copy is done
+
+    def fetch(self) -> None:
+        """Start the way back."""
+        backend = _backend(self._device)
+        if backend is None or self._fetched is not None:
+            return
+        side = _side_stream(backend, self._device)
+        with backend.stream(side):  # after the copy to the host, which is on the same stream
+            back = torch.empty_like(self.host, device=self._device)
+            back.copy_(self.host, non_blocking=True)
+            self._fetched = back, side.record_event()
+
+    def get(self) -> Tensor:
+        """The bytes, flat, on the device they came from."""
+        backend = _backend(self._device)
+        if backend is None:
+            return self.host
+        self.fetch()
+        assert self._fetched is not None
+        back, there = self._fetched
+        self._fetched = None
+        current = backend.current_stream(self._device)
+        current.wait_event(there)
+        back.record_stream(current)
+        return back

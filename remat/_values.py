@@ -1,0 +1,221 @@
+"""Values: the contents of storages, known by what computed them.
+
+A value gets the number of the op that computed it, of the values that the op read and of its other arguments. So the
+same value is found again wherever a rerun asks for it, in whatever order the ops come; and where the rerun computes
+something else, nothing is found. An op that writes in place makes a new value in the same storage.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Token = int
+
+
+class Ref(NamedTuple):
+    """A tensor that an op reads: the value of its storage, and how it lies there."""
+
+    token: Token
+    slot: int
+    """Which of the storages that the op reads."""
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conjugated: bool
+
+    def over(self, storage: Any) -> Tensor:
+        """The tensor, over a storage with this value."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor = empty.set_(storage, self.offset, self.size, self.stride)
+        return tensor.conj() if self.conjugated else tensor
+
+
+class OpCall(NamedTuple):
+    """A call of an op, with a `Ref` in the place of each tensor."""
+
+    func: Any
+    token: Token
+    args: Any
+    kwargs: dict[str, Any]
+    reads: list[Token]
+
+
+class Values:
+    """Gives the same number to the same value, in the forward and in every rerun."""
+
+    def __init__(self, before: Values | None = None) -> None:
+        """`before`: the numbers that were given already, and stay."""
+        self._before = before
+        self._first: int = 0 if before is None else before._first + len(before._numbers)
+        self._numbers: dict[Any, Token] = {}
+        self._outside: dict[int, tuple[weakref.ref[Any], Token]] = {}
+
+    def number(self, *what: Any) -> Token:
+        """The number of what was computed like this."""
+        try:
+            known = None if self._before is None else self._before._numbers.get(what)
+            return known if known is not None else self._numbers.setdefault(what, self._first + len(self._numbers))
+        except TypeError:  # an argument that can't be hashed: like nothing else
+            return self.new()
+
+    def new(self) -> Token:
+        """A number that no other value has."""
+        return self.number(object())
+
+    def outside(self, storage: Any) -> Token:
+        """The number of a storage that no op of the run made."""
+        for values in (self._before, self):
+            known = None if values is None else values._outside.get(id(storage))
+            if known is not None and known[0]() is storage:
+                return known[1]
+        token = self.new()
+        self.set_outside(storage, token)
+        return token
+
+    def set_outside(self, storage: Any, token: Token) -> None:
+        """Say what a storage from outside contains."""
+        self._outside[id(storage)] = weakref.ref(storage), token
+
+
+class Content:
+    """What a storage contains."""
+
+    def __init__(self, storage: Any, token: Token, made: bool, there: Token | None) -> None:
+        self.storage = weakref.ref(storage)
+        self.token = token
+        """What the program has put there."""
+        self.made = made
+        """Whether an op of the run made the storage."""
+        self.there = there
+        """The value that is in the memory: another one, or none, as long as the ops that compute `token` are spared."""
+
+
+class Reader:
+    """The values of the storages of one run."""
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+        self._contents: dict[int, Content] = {}
+        self._draws = 0
+
+    def of(self, storage: Any) -> Content:
+        """What a storage contains."""
+        known = self._contents.get(id(storage))
+        if known is None or known.storage() is not storage:
+            token = self.values.outside(storage)
+            self._contents[id(storage)] = known = Content(storage, token, False, token)
+        return known
+
+    def read(self, tensor: Tensor) -> Content:
+        """What a tensor's storage contains."""
+        return self.of(tensor.untyped_storage())
+
+    def make(self, storage: Any, token: Token, *, there: bool = True) -> None:
+        """An op has made a storage. `there`: whether it has computed the value, too."""
+        self._contents[id(storage)] = Content(storage, token, True, token if there else None)
+
+    def write(self, tensor: Tensor, token: Token, *, there: bool = True) -> None:
+        """An op has written to a tensor's storage."""
+        content = self.read(tensor)
+        content.token = token
+        if there:
+            content.there = token
+
+    def all(self) -> Iterator[tuple[Content, Any]]:
+        """The contents of the storages that are still there, with those."""
+        for content in list(self._contents.values()):
+            storage = content.storage()
+            if storage is not None:
+                yield content, storage
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> OpCall:
+        """A call of an op by what it reads."""
+        slots: dict[int, int] = {}
+        reads: list[Token] = []
+        kinds: list[Any] = []
+
+        def spec(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                slot = slots.setdefault(id(x.untyped_storage()), len(slots))
+                reads.append(self.read(x).token)
+                size, stride, offset = x.size(), x.stride(), int(x.storage_offset())
+                return Ref(reads[-1], slot, size, stride, offset, x.dtype, x.is_conj())
+            if isinstance(x, (list, tuple)):
+                return tuple(spec(i) for i in x)
+            kinds.append(repr(x) if isinstance(x, (float, complex)) else type(x))  # -0.0 == 0.0 == 0 == False
+            return x
+
+        given, named = spec(args), {k: spec(v) for k, v in kwargs.items()}
+        what: list[Any] = [func, given, *named.items(), *kinds]
+        if is_draw(func):
+            self._draws += 1
+            what.append(self._draws)
+        return OpCall(func, self.values.number(*what), given, named, reads)
+
+    def constant(self, tensor: Tensor) -> None:
+        """A tensor that was made of Python numbers: known by what they are."""
+        storage = tensor.untyped_storage()
+        known = self._contents.get(id(storage))
+        if type(tensor) is Tensor and tensor.device.type == "cpu" and (known is None or known.storage() is not storage):
+            content = ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
+            self.values.set_outside(storage, self.values.number("constant", hashlib.blake2b(content).digest()))
+
+
+# Ops.
+
+
+def is_draw(func: Any) -> bool:
+    """Whether an op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def flat(out: Any) -> Sequence[Any]:
+    """What an op takes or returns, as a sequence."""
+    return out if isinstance(out, (list, tuple)) and not isinstance(out, Ref) else (out,)
+
+
+def tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors among the arguments of an op."""
+    for x in (*args, *kwargs.values()):
+        yield from (t for t in flat(x) if isinstance(t, Tensor))
+
+
+def plain(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor says what it is (not of a sparse, lazily zero or lazily negated one)."""
+    return tensor.layout == torch.strided and not tensor._is_zerotensor() and not tensor.is_neg()
+
+
+def is_view(func: Any) -> bool:
+    """Whether an op reads nothing: its result is another look at the same memory."""
+    return (
+        torch.Tag.inplace_view in func.tags  # `squeeze_` and the like write nothing
+        or any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+    )
+
+
+def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors that an op writes to (or what stands for them in a call)."""
+    found: list[Any] = []
+    if func in _WRITE_STATISTICS and args[5]:  # in training
+        found += args[3:5]
+    if func._schema.is_mutable:
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                found += flat(args[i] if i < len(args) else kwargs.get(argument.name))
+    return [x for x in found if isinstance(x, (Tensor, Ref))]
+
+
+# They write to running_mean and running_var, which their schemas do not say.
+_WRITE_STATISTICS = {
+    getattr(torch.ops.aten, name).default
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+    if hasattr(torch.ops.aten, name)
+}
