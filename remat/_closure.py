@@ -31,6 +31,7 @@ def _globals_of(code: types.CodeType) -> frozenset[str]:
 
 
 _OPAQUE = (Tensor, type, types.ModuleType, str, bytes, int, float, complex, types.CodeType)
+_VALUES = (Tensor, str, bytes, int, float, complex)
 _GONE: Any = object()
 
 
@@ -85,7 +86,7 @@ class _CellSpace(_Space):
 
 
 def _spaces(roots: Iterable[Any]) -> list[_Space]:
-    """The namespaces of the modules and objects that a function uses, and the globals and cells that it assigns to."""
+    """The namespaces of the modules and objects that a function uses, its globals and the cells that it assigns to."""
     found: dict[int, _Space] = {}
     seen: set[int] = set()
     todo = [(root, 4) for root in roots]
@@ -103,11 +104,15 @@ def _spaces(roots: Iterable[Any]) -> list[_Space]:
             continue
         if isinstance(obj, types.FunctionType):
             globals_ = obj.__globals__
-            assigned = written_names(obj.__code__, "STORE_GLOBAL")
-            if assigned:
-                found[id(obj)] = _Space(globals_, assigned)
+            values = {n for n in _globals_of(obj.__code__) if isinstance(globals_.get(n), _VALUES)}
+            if restored := values | written_names(obj.__code__, "STORE_GLOBAL"):
+                found[id(obj)] = _Space(globals_, frozenset(restored))
             used = (globals_[n] for n in _globals_of(obj.__code__) if n in globals_)
-            todo += [(o, depth) for o in used if isinstance(o, torch.nn.Module)]
+            for value in used:
+                if isinstance(value, torch.nn.Module):
+                    todo.append((value, depth))
+                elif type(value).__module__ == obj.__module__:
+                    todo.append((value, 1))
             if obj.__closure__:
                 cells = written_names(obj.__code__, "STORE_DEREF")
                 for name, cell in zip(obj.__code__.co_freevars, obj.__closure__, strict=True):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,10 +37,9 @@ class Ambient(NamedTuple):
     def restored(self) -> Iterator[None]:
         """Within it, the settings are these again."""
         now = Ambient.current()
-        if now == self:
-            yield
-            return
         with contextlib.ExitStack() as stack:
+            if self.autocast:  # it would keep casts of the rerun's leaves for as long as it lasts
+                stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             if now.dtype != self.dtype:
                 stack.callback(torch.set_default_dtype, now.dtype)
                 torch.set_default_dtype(self.dtype)
@@ -47,6 +47,8 @@ class Ambient(NamedTuple):
                 stack.enter_context(self.device or torch.device("cpu"))
             if now.autocast != self.autocast:
                 stack.enter_context(internals.autocast(self.autocast or _off(now.autocast)))
+            if self.autocast:
+                torch.set_autocast_cache_enabled(False)
             yield
 
 
@@ -64,6 +66,10 @@ def _accelerators(tensors: Iterable[Tensor]) -> set[torch.device]:
     return {d for d in devices if hasattr(torch.get_device_module(d), "get_rng_state")}
 
 
+def _differs(states: dict[torch.device, Tensor]) -> bool:
+    return any(not torch.equal(state, global_state(device)) for device, state in states.items())
+
+
 class RandomState:
     """The state of the global generators, and of each explicit generator that a run drew from."""
 
@@ -72,6 +78,14 @@ class RandomState:
         devices = () if keyed else (torch.device("cpu"), *_accelerators(tensors))
         self._globals = {device: global_state(device) for device in devices}
         self.generators: dict[torch.Generator, Tensor] = {}
+        self._drawn = False
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within it, a draw is noticed even if the function puts the state back afterwards."""
+        before = {device: global_state(device) for device in self._globals}
+        yield
+        self._drawn = self._drawn or _differs(before)
 
     def notice(self, generator: torch.Generator) -> None:
         """The run is about to draw from an explicit generator."""
@@ -80,8 +94,7 @@ class RandomState:
 
     def drawn_since(self) -> RandomState | None:
         """This state if the run that followed it drew from any generator, else None: nothing to bring back."""
-        drawn = any(not torch.equal(state, global_state(device)) for device, state in self._globals.items())
-        return self if drawn or self.generators else None
+        return self if self._drawn or self.generators or _differs(self._globals) else None
 
     def _set(self) -> None:
         for device, state in self._globals.items():
@@ -102,6 +115,22 @@ class RandomState:
             ambient._set()
 
 
-def replayed(state: RandomState | None) -> Any:
-    """`state.replayed()`, or nothing where the run drew nothing."""
-    return contextlib.nullcontext() if state is None else state.replayed()
+_replaying = threading.RLock()
+
+
+@contextlib.contextmanager
+def replayed(state: RandomState | None) -> Iterator[None]:
+    """`state.replayed()`. Where the run drew nothing, see that it leaves no trace: it may seed.
+
+    The global generators belong to all threads: one at a time.
+    """
+    if state is None:
+        seed = torch.default_generator.get_state()
+        try:
+            yield
+        finally:
+            if not torch.equal(seed, torch.default_generator.get_state()):
+                torch.default_generator.set_state(seed)
+        return
+    with _replaying, state.replayed():
+        yield

@@ -19,8 +19,9 @@ from remat._closure import Closure
 from remat._context import Ambient, RandomState, replayed
 from remat._errors import CheckpointError, RematError
 from remat._frozen import Thawer
-from remat._run import CHANGES, PURITY, Run, Signature, stranger, version
-from remat._tape import Recorder, Replay, Tape
+from remat._run import CHANGES, PURITY, Run, Signature, _call_site, stranger, version
+from remat._spare import Replay
+from remat._tape import Recorder, Tape
 from remat.random._keyed import Position, resumed, running, suspended
 
 
@@ -47,15 +48,20 @@ class Call:
         self._log: list[Signature] = []
         self._argument_of: list[int] = []
         self._live: list[bool] = []
+        self._reads: list[Any] = []
         self._unread: set[int] = set()
         self.handed_on: set[int] = set()
         """Operands that no torch call may have read: arguments, and tensors in cells."""
         self._written: set[int] = set()
         self._strangers: list[weakref.ref[Tensor]] = []
         self._thawed: list[Thawer] = []
-        self._policy = policy
+        self.policy = policy
+        self.since = internals.next_sequence_number()
+        """All autograd nodes with higher numbers were made in the call, or later."""
+        self.watched = False
+        """Whether somebody asks where in the user's code the kept values come from."""
         self._recorder: Recorder | None = None
-        self._tape: Tape | None = None
+        self.tape: Tape | None = None
         self._replays: list[Replay] = []
         self.last_rerun = False
         self._under_transforms = internals.transforms_active()
@@ -70,8 +76,9 @@ class Call:
             keys = running()
             position = None if keys is None else keys.position()
             run.random = RandomState(tensors, keyed=keys is not None) if preserve_rng_state else None
-        if self._policy is not None and not internals.tracing():
-            self._recorder = Recorder(self._policy.start(), lambda: run.current)
+        if self.policy is not None and not internals.tracing():
+            where = _call_site if self.watched else lambda: "unknown"
+            self._recorder = Recorder(self.policy.start(), lambda: run.current, where)
         with internals.without_saved_tensors_hooks(), run, self._recorder or contextlib.nullcontext():
             out = self.closure.call(*args, **kwargs)
         self._log = run.log
@@ -88,7 +95,7 @@ class Call:
         results = list(results)
         if self._recorder is not None:
             with internals.DisableTorchFunction():
-                self._tape = self._recorder.tape(results)
+                self.tape = self._recorder.tape(results)
             self._recorder = None
         found = {id(t): t for i in self.positions if (t := leaves[i]) is not None}
         captured = len(found)
@@ -108,22 +115,23 @@ class Call:
         self.closure.freeze(originals, captured, run.in_rerun)
         self.originals = [weakref.ref(t) for t in originals]
         self._live = [id(t) in run.given for t in originals]
+        self._reads = [run.reads.get(id(t)) for t in originals]
         operands = []
         for i, t in enumerate(originals):
             if version(t) != run.versions.get(id(t), version(t)) or id(t) in run.snapshots:
                 if id(t) not in run.snapshots:
                     raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
                 self._written.add(i)
-                if self._tape is not None:
-                    self._tape.remember(i, t)
+                if self.tape is not None:
+                    self.tape.remember(i, t)
                 t = run.snapshots[id(t)]
-            operands.append(t)
+            operands.append(t.clone() if t.is_inference() else t)  # an inference tensor can't be saved
         return operands
 
     @property
     def needs_level(self) -> bool:
         """Whether the ops of a rerun have to be those of the forward one by one, and that ran under a transform."""
-        return self._under_transforms and (self.random is not None or self._tape is not None)
+        return self._under_transforms and (self.random is not None or self.tape is not None)
 
     def replace(self, positions: set[int]) -> None:
         """In reruns from now on, put the operands at `positions` where the function holds the tensors itself."""
@@ -139,11 +147,14 @@ class Call:
         run = Run(self.name, [t for t, live in zip(operands, self._live, strict=True) if live], self._log)
         for i, (ref, operand) in enumerate(zip(self.originals, operands, strict=True)):
             original = ref()
-            run.swap(operand if original is None else original, operand, live=self._live[i], read=i not in self._unread)
+            original = operand if original is None else original
+            run.swap(original, operand, live=self._live[i], read=self._reads[i], unread=i in self._unread)
         replay: Any = contextlib.nullcontext()
-        if self._tape is not None and not internals.tracing():
-            replay = self._tape.replay(self.name, self.last_rerun)
-            for i in self._tape.operands:
+        if self.tape is not None and not internals.tracing():
+            # A rerun that is recorded is followed by another, in the derivative of this derivative.
+            again = any(t.grad_fn is not None or internals.requires_grad_below(t) for t in operands)
+            replay = Replay(self.tape, self.name, self.last_rerun and not again)
+            for i in self.tape.operands:
                 replay.given(i, operands[i])
             self._replays.append(replay)
         thaw = self.closure.thawer(operands)

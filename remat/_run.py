@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,23 +19,45 @@ from remat import _torch_internals as internals
 from remat._context import RandomState
 from remat._errors import CheckpointError, RematError
 
-Signature = tuple[Any, ...]
+
+class Signature(NamedTuple):
+    """What is compared of a call."""
+
+    func: Any
+    results: tuple[tuple[torch.Size, torch.dtype], ...]
+    """Shape and dtype of each tensor that it returned."""
+    reads: tuple[Any, ...]
+    """Its arguments: a `_Read` for each tensor from outside, None for one made inside, other values as they are."""
+
+    def __str__(self) -> str:
+        name = torch.overrides.resolve_name(self.func) or getattr(self.func, "__qualname__", repr(self.func))
+        return f"{name} -> " + ", ".join(f"{dtype}{list(shape)}" for shape, dtype in self.results)
 
 
-def _signature(func: Any, out: Any) -> Signature | None:
-    """What is compared of a call: the function, and shape and dtype of each tensor that it returned."""
+class _Read(NamedTuple):
+    """A tensor from outside, as an argument: the how-manieth that the run was given or read first."""
+
+    number: int
+
+
+def _results(out: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:
     if isinstance(out, Tensor):
-        return func, (out.shape, out.dtype)
-    if isinstance(out, (tuple, list)) and any(isinstance(o, Tensor) for o in out):
-        return func, *((o.shape, o.dtype) for o in out if isinstance(o, Tensor))
-    return None
+        return ((out.shape, out.dtype),)
+    if isinstance(out, (tuple, list)):
+        return tuple((o.shape, o.dtype) for o in out if isinstance(o, Tensor))
+    return ()
 
 
-def describe(signature: Signature) -> str:
-    """A call in words: its name, and what it returned."""
-    func, *results = signature
-    name = torch.overrides.resolve_name(func) or getattr(func, "__qualname__", repr(func))
-    return f"{name} -> " + ", ".join(f"{dtype}{list(shape)}" for shape, dtype in results)
+_PLAIN = frozenset({bool, int, str, type(None), torch.Size, torch.dtype, torch.device})
+
+
+def _same(expected: Any, actual: Any) -> bool:
+    """Whether two arguments are the same. A number that was computed from tensors may be rounded in another way."""
+    if isinstance(expected, tuple) and isinstance(actual, tuple):
+        return len(expected) == len(actual) and all(map(_same, expected, actual))
+    if isinstance(expected, float) and isinstance(actual, float):
+        return math.isclose(expected, actual, rel_tol=1e-4, abs_tol=1e-8) or (expected != expected and actual != actual)
+    return type(expected) is type(actual) and expected == actual
 
 
 def _call_site() -> str:
@@ -51,6 +74,13 @@ def _call_site() -> str:
 _STATISTICS = ("batch_norm", "instance_norm")
 _ARITHMETIC = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
 _LOGIC = ["and", "or", "xor", "lshift", "rshift"]
+_RANDOM_NAMES = """
+    alpha_dropout alpha_dropout_ bernoulli bernoulli_ cauchy_ dropout dropout_ dropout1d dropout2d dropout3d
+    exponential_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_ geometric_
+    gumbel_softmax log_normal_ multinomial native_dropout normal normal_ poisson rand rand_like randint
+    randint_like randn randn_like random_ randperm rrelu rrelu_ trunc_normal_ uniform_
+"""
+_RANDOM = frozenset(_RANDOM_NAMES.split())
 _ASSIGNMENTS = {"__setitem__", *(f"__i{op}__" for op in _ARITHMETIC + _LOGIC)}
 
 
@@ -58,7 +88,21 @@ _ASSIGNMENTS = {"__setitem__", *(f"__i{op}__" for op in _ARITHMETIC + _LOGIC)}
 def _may_write(func: Any) -> bool:
     """Whether a torch function writes to an argument, by its name."""
     name = getattr(func, "__name__", "")
+    if name in ("requires_grad_", "detach_", "rename_", "share_memory_"):
+        return False
     return name in _STATISTICS or name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__"))
+
+
+@functools.cache
+def _gives_data(func: Any) -> bool:
+    """Whether it is `x.data`: the same memory, out of autograd's sight."""
+    return func == Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _may_draw(func: Any) -> bool:
+    """Whether a torch function draws from a random generator, by its name."""
+    return getattr(func, "__name__", "") in _RANDOM
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -100,6 +144,8 @@ class Run(TorchFunctionMode):
         self.name = name
         self.given = {id(t): weakref.ref(t) for t in given}
         """Tensors from outside that count: arguments, and what it was seen to read that is differentiated."""
+        self.reads = {key: _Read(i) for i, key in enumerate(self.given)} if expected is None else {}
+        """What is compared of the tensors from outside: which one it is."""
         self.made = set(self.given)
         """Identities of what depends on them. That of a dead tensor may stay: nothing from outside can have it now."""
         self.constants: dict[int, weakref.ref[Tensor]] = {}
@@ -123,25 +169,34 @@ class Run(TorchFunctionMode):
         self._depth = internals.stack_depth()
         self._since = internals.next_sequence_number()
         self._live_reads = 0
+        self._owners: dict[int, weakref.ref[Tensor]] = {}  # of what `.data` gave
+        self._numbers = len(self.given)
+        self._operands: set[_Read] = set()
 
     @property
     def in_rerun(self) -> bool:
         """Whether it is part of the rerun of an outer function."""
         return any(run._expected is not None for run in self._outer)
 
-    def swap(self, original: Tensor, operand: Tensor, *, live: bool, read: bool) -> None:
+    def swap(self, original: Tensor, operand: Tensor, *, live: bool, read: _Read | None, unread: bool) -> None:
         """In this rerun, `operand` stands for `original`.
 
         **Arguments:**
 
         - `live`: whether it is differentiated, or an argument.
-        - `read`: whether the forward was seen to read it.
+        - `read`: what the forward called it.
+        - `unread`: whether the forward was not seen to read it.
         """
+        if read is None or self.reads.get(id(operand), read) != read:
+            self.reads.pop(id(operand), None)
+        else:
+            self.reads[id(operand)] = read
+            self._operands.add(read)
         self._swaps[id(original)] = operand
         self._swapped.append(original)
         if not live:
             self.constants[id(operand)] = weakref.ref(operand)
-        if not read:
+        if unread:
             self.made.discard(id(operand))
             self._unread |= {id(original), id(operand)}
 
@@ -162,18 +217,21 @@ class Run(TorchFunctionMode):
                     live = True
                 else:
                     known = False
-            elif isinstance(arg, (list, tuple, dict)):
+            elif isinstance(arg, (list, tuple, dict, torch.Generator)):
                 known = False
         if not known:
             live, args, kwargs = self._look_closer(args, kwargs or {})
         if kwargs or _may_write(func):
             self._before_write(_written(func, args, kwargs or {}))
         self.current = func, args, kwargs or {}
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        with self.random.watched() if self.random is not None and _may_draw(func) else contextlib.nullcontext():
+            out = func(*args, **kwargs) if kwargs else func(*args)
         self.current = None
-        signature = _signature(func, out)
-        if signature is not None:
-            self._note(func, signature, out, live)
+        if _gives_data(func):
+            self._owners[id(out)] = weakref.ref(args[0])
+        results = _results(out)
+        if results and func is not Tensor.requires_grad_:  # where the rerun may find that it is so already
+            self._note(func, args, kwargs, results, out, live)
         return out
 
     # Reading.
@@ -230,6 +288,9 @@ class Run(TorchFunctionMode):
         if key not in self.outside or self.outside[key]() is not tensor:
             self.outside[key] = weakref.ref(tensor)
             self.versions[key] = version(tensor)
+            if self._expected is None:
+                self._numbers += 1
+                self.reads[key] = _Read(self._numbers)
         if tensor.requires_grad or internals.is_wrapper(tensor):
             self.made.add(key)
             self.given[key] = weakref.ref(tensor)
@@ -276,14 +337,16 @@ class Run(TorchFunctionMode):
         """Keep the value that a tensor from outside had before this run changed it: the rerun starts from it."""
         with internals.DisableTorchFunction():
             for written in tensors:
-                for t in (written, written._base) if written._is_view() else (written,):
+                base = written._base if written._is_view() else written
+                owner = self._owners.get(id(base), lambda: None)()
+                for t in (written, base, owner):
                     if t is None or id(t) in self.snapshots or not (id(t) in self.given or id(t) in self.outside):
                         continue
                     if internals.requires_grad_at_any_level(t):
                         raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, _call_site()))
                     self.snapshots[id(t)] = t.clone()
 
-    def _note(self, func: Any, signature: Signature, out: Any, live: bool) -> None:
+    def _note(self, func: Any, args: Any, kwargs: Any, results: Any, out: Any, live: bool) -> None:
         for tensor in (out,) if isinstance(out, Tensor) else out:
             if isinstance(tensor, Tensor):
                 self.adopt(tensor, live)
@@ -292,17 +355,49 @@ class Run(TorchFunctionMode):
             return
         if internals.forward_ad_active() and internals.inside_autograd_function():
             return  # its `jvp`
+        signature = Signature(func, results, self._reads((*args, *kwargs.values()) if kwargs else args))
         self.log.append(signature)
         if self._expected is not None:
-            position = len(self.log) - 1
-            expected = self._expected[position] if position < len(self._expected) else None
-            if expected != signature:
-                raise CheckpointError(
-                    f"remat: the rerun of {self.name} differs from its forward run at call {position + 1}: "
-                    f"{describe(signature)} at {_call_site()}, where the forward "
-                    + (f"ran {describe(expected)}" if expected else "had ended")
-                    + f". {PURITY}"
-                )
+            self._compare(len(self.log) - 1, self._expected, signature)
+
+    def _reads(self, args: Iterable[Any]) -> tuple[Any, ...]:
+        found: list[Any] = []
+        for arg in args:
+            if isinstance(arg, Tensor):
+                found.append(self.reads.get(id(arg)))
+            elif type(arg) in _PLAIN or isinstance(arg, float):
+                found.append(arg)
+            elif isinstance(arg, (tuple, list)):
+                found.append(self._reads(arg))
+            elif isinstance(arg, dict):
+                found.append(self._reads(arg.values()))
+            elif isinstance(arg, slice):
+                found.append(self._reads((arg.start, arg.stop, arg.step)))
+            else:
+                found.append(type(arg))
+        return tuple(found)
+
+    def _compare(self, position: int, forward: list[Signature], actual: Signature) -> None:
+        expected = forward[position] if position < len(forward) else None
+        if actual == expected:
+            return
+        where = f"remat: the rerun of {self.name} differs from its forward run at call {position + 1}: {actual}"
+        if expected is None or actual[:2] != expected[:2]:
+            ended = "had ended" if expected is None else f"ran {expected}"
+            raise CheckpointError(f"{where} at {_call_site()}, where the forward {ended}. {PURITY}")
+        now, then = self._known(actual.reads), self._known(expected.reads)
+        if not _same(then, now):
+            raise CheckpointError(
+                f"{where} at {_call_site()} got the arguments {_arguments(now)}, where the forward got "
+                f"{_arguments(then)}. {PURITY}"
+            )
+
+    def _known(self, reads: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments without the tensors that look as if they came from outside, but are made anew by each run."""
+        return tuple(
+            (r if r in self._operands else None) if type(r) is _Read else self._known(r) if type(r) is tuple else r
+            for r in reads
+        )
 
     def adopt(self, tensor: Tensor, live: bool = True) -> None:
         """Note a tensor that was made inside."""
@@ -314,6 +409,7 @@ class Run(TorchFunctionMode):
                     self.made.add(key)
                 return
             del self.outside[key]
+            self.reads.pop(key, None)
         if live:
             self.made.add(key)
             self.constants.pop(key, None)
@@ -350,8 +446,19 @@ class Run(TorchFunctionMode):
         if self._expected is not None and len(self.log) < len(self._expected):
             raise CheckpointError(
                 f"remat: the rerun of {self.name} ended after {len(self.log)} of {len(self._expected)} torch calls; "
-                f"the forward went on with {describe(self._expected[len(self.log)])}. {PURITY}"
+                f"the forward went on with {self._expected[len(self.log)]}. {PURITY}"
             )
+
+
+def _arguments(reads: tuple[Any, ...]) -> str:
+    """The arguments of a call in words."""
+
+    def word(read: Any) -> str:
+        if isinstance(read, _Read):
+            return f"tensor {read.number} from outside"
+        return "a tensor made inside" if read is None else _arguments(read) if isinstance(read, tuple) else repr(read)
+
+    return f"({', '.join(map(word, reads))})"
 
 
 def stranger(name: str, tensor: Tensor) -> CheckpointError:
