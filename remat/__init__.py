@@ -1,9 +1,18 @@
 """Activation checkpointing as a functional transform: recompute on backward, under every `torch.func` transform."""
 
+from remat import compat as compat
 from remat import debug as debug
 from remat import policies as policies
 from remat import random as random
 from remat._errors import CheckpointError as CheckpointError
 from remat._errors import RematError as RematError
+from remat._inspect import OpCost as OpCost
+from remat._inspect import OpCosts as OpCosts
+from remat._inspect import Residual as Residual
+from remat._inspect import list_ops as list_ops
+from remat._inspect import print_saved_residuals as print_saved_residuals
+from remat._inspect import saved_residuals as saved_residuals
 from remat._names import checkpoint_name as checkpoint_name
 from remat._remat import remat as remat
+from remat.compat import checkpoint as checkpoint
+from remat.compat import checkpoint_sequential as checkpoint_sequential

@@ -32,6 +32,7 @@ def _globals_of(code: types.CodeType) -> frozenset[str]:
 
 _OPAQUE = (Tensor, type, types.ModuleType, str, bytes, int, float, complex, types.CodeType)
 _VALUES = (Tensor, str, bytes, int, float, complex)
+_MODULE = vars(torch.nn.Module()).keys()
 _GONE: Any = object()
 
 
@@ -46,6 +47,7 @@ class _Space:
         self.names = names
         self.only = only
         self.before = self.now()
+        self._others: dict[Any, Any] = {}
 
     def now(self) -> dict[str, Any]:
         return dict(self.names) if self.only is None else {n: self.names.get(n, _GONE) for n in self.only}
@@ -53,7 +55,8 @@ class _Space:
     def freeze(self, position: dict[int, int]) -> None:
         """Hold tensors by their position, now that the forward is over."""
         for name in self.now().keys() - self.before.keys():
-            self.before[name] = _GONE
+            self.before[name] = self._others.pop(name, _GONE)
+        self._others.clear()
         for name, value in self.before.items():
             if isinstance(value, Tensor):
                 self.before[name] = Held(value, position.get(id(value)))
@@ -85,6 +88,34 @@ class _CellSpace(_Space):
             self.cell.cell_contents = wanted[""]
 
 
+class _Tensors(_Space):
+    """The same for a dict or a list: for the tensors in it. It may count or log besides, as often as it runs."""
+
+    def __init__(self, held: dict[Any, Any] | list[Any]) -> None:
+        self.held = held
+        super().__init__({})
+        self._others = {k: v for k, v in self._items() if k not in self.before}
+
+    def _items(self) -> Iterable[tuple[Any, Any]]:
+        return self.held.items() if isinstance(self.held, dict) else enumerate(self.held)
+
+    def now(self) -> dict[Any, Any]:
+        return {k: v for k, v in self._items() if isinstance(v, Tensor)}
+
+    def assign(self, wanted: dict[Any, Any]) -> None:
+        now = self.now()
+        changed = {k: v for k, v in wanted.items() if now.get(k, _GONE) is not v}
+        if not changed:
+            return
+        items = {**dict(self._items()), **changed}
+        left = {k: v for k, v in items.items() if v is not _GONE}
+        if isinstance(self.held, list):
+            self.held[:] = left.values()
+        else:
+            self.held.clear()
+            self.held.update(left)
+
+
 def _spaces(roots: Iterable[Any]) -> list[_Space]:
     """The namespaces of the modules and objects that a function uses, its globals and the cells that it assigns to."""
     found: dict[int, _Space] = {}
@@ -101,6 +132,8 @@ def _spaces(roots: Iterable[Any]) -> list[_Space]:
                 for names in (vars(module), module._parameters, module._buffers):
                     if names and id(names) not in found:
                         found[id(names)] = _Space(names)
+                own = vars(module).keys() - _MODULE
+                todo += [(vars(module)[n], depth - 1) for n in own if type(vars(module)[n]) in (list, dict)]
             continue
         if isinstance(obj, types.FunctionType):
             globals_ = obj.__globals__
@@ -126,7 +159,9 @@ def _spaces(roots: Iterable[Any]) -> list[_Space]:
         elif depth <= 0:
             continue
         elif isinstance(obj, (list, tuple, dict)):
-            if len(obj) <= 1000:
+            if len(obj) <= 100:
+                if type(obj) in (list, dict) and id(obj) not in found:
+                    found[id(obj)] = _Tensors(obj)
                 todo += [(o, depth - 1) for o in (obj.values() if isinstance(obj, dict) else obj)]
         else:
             attributes = getattr(obj, "__dict__", None)
@@ -183,6 +218,12 @@ def _slots(roots: Iterable[Any], position: dict[int, int], freeze: Freezer) -> I
             nearby.append(getattr(obj, "__dict__", None))
         if depth:
             todo += [(o, depth - 1) for o in nearby]
+
+
+def _at(container: Any, key: Any) -> Any:
+    if isinstance(container, dict):
+        return container.get(key, _GONE)
+    return container[key] if key < len(container) else _GONE
 
 
 class Closure:
@@ -261,13 +302,14 @@ class Closure:
             for space, now in spaces:
                 space.assign({n: self._value(v, now.get(n, _GONE), operands) for n, v in space.before.items()})
             for container, key, held in self._slots:
-                value = thaw(held)
-                slots.append((container, key, container[key], value))
-                container[key] = value
+                before = _at(container, key)
+                if before is not _GONE:  # it is, where the function put it there itself
+                    container[key] = value = thaw(held)
+                    slots.append((container, key, before, value))
             yield [thaw(x) for x in self._frozen]
         finally:
             for container, key, before, value in slots:
-                if (container.get(key) if isinstance(container, dict) else container[key]) is value:
+                if _at(container, key) is value:
                     container[key] = before
             for space, now in spaces:
                 space.assign({n: now.get(n, _GONE) for n in space.before})

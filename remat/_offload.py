@@ -23,6 +23,11 @@ def _pinned(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
+def _in_use_by(tensor: Tensor, stream: Any) -> None:
+    """Do not use the memory of a tensor again before what is queued on `stream` is done."""
+    tensor.record_stream(stream)
+
+
 class Offloaded:
     """The bytes of a storage, in pinned CPU memory; on a machine with a CPU alone, a plain copy.
 
@@ -43,7 +48,7 @@ class Offloaded:
         side.wait_stream(backend.current_stream(source.device))  # until the value is there
         with backend.stream(side):
             self.host.copy_(source, non_blocking=True)
-        source.record_stream(side)  # its memory is not used again before the copy is done
+        _in_use_by(source, side)
 
     def fetch(self) -> None:
         """Start the way back."""
@@ -67,5 +72,5 @@ class Offloaded:
         self._fetched = None
         current = backend.current_stream(self._device)
         current.wait_event(there)
-        back.record_stream(current)
+        _in_use_by(back, current)
         return back

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from remat import _torch_internals as internals
-from remat._errors import RematError
+from remat._errors import CheckpointError, RematError
 from remat._leaks import graph_alone, rerun_without_leaks
 from remat._replay import Call
 from remat._run import paused_runs
@@ -207,6 +207,18 @@ class _Link:
         self.shared = internals.sharing_memory(values, operands)
         self.depth = max(internals.stack_depth() - 1, 0)  # the levels below the one of the node
         self.thread = threading.get_ident()
+        # The wrappers that a level saves have version counters of their own.
+        self.versions = [internals.innermost(t)._version for t in operands] if internals.transforms_active() else []
+
+    def check_versions(self, saved: Sequence[Tensor]) -> None:
+        """See that nobody has written to the operands since."""
+        for tensor, version in zip(saved if self.versions else (), self.versions, strict=True):
+            if internals.innermost(tensor)._version != version:
+                raise CheckpointError(
+                    f"remat: a tensor of shape {list(tensor.shape)}, {tensor.dtype} that {self.fn.call.name} was given "
+                    "or captured was changed in place between its forward run and the backward, where it runs again. "
+                    "Change a copy instead: x = x.clone()."
+                )
 
 
 class _Node(internals.SingleLevelFunction):  # type: ignore[misc]
@@ -226,6 +238,8 @@ class _Node(internals.SingleLevelFunction):  # type: ignore[misc]
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         link: _Link = ctx.link
         operands: tuple[Tensor, ...] = ctx.saved_tensors
+        with internals.DisableTorchFunction():
+            link.check_versions(operands)
         wrt = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         given = [i for i, c in enumerate(cotangents) if c is not None]
         grads: list[Any] = [None] * len(operands)

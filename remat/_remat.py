@@ -6,6 +6,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
 
@@ -23,6 +24,13 @@ from remat.policies import as_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+plainly: ContextVar[bool] = ContextVar("remat_plainly", default=False)
+"""Whether remat'd functions run as they are: to see what they save without remat."""
+
+Watch = Callable[[Any, Call, Run, Any, Any, Any], Callable[[Any], None]]
+watchers: list[Callable[[], Watch | None]] = []
+"""Who may want to see calls. A watch sees function, call, run, result and arguments, and then the final result."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +59,18 @@ class Remat(Generic[P, R]):
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         fun = self.__wrapped__
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or plainly.get():
             return fun(*args, **kwargs)
         leaves, spec = _tree.flatten(self._static.boxed(args, kwargs))
         call = Call(fun, self._name, leaves, spec, self._policy)
+        watches = [watch for find in watchers if (watch := find()) is not None]
+        call.watched = bool(watches)
         out, run = call.record(args, kwargs, leaves, self._options.preserve_rng_state)
-        return _with_derivative(out, call, leaves, run)
+        see_result = [watch(fun, call, run, out, args, kwargs) for watch in watches]
+        out = _with_derivative(out, call, leaves, run)
+        for see in see_result:
+            see(out)
+        return out
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

@@ -19,9 +19,9 @@ from remat._closure import Closure
 from remat._context import Ambient, RandomState, replayed
 from remat._errors import CheckpointError, RematError
 from remat._frozen import Thawer
-from remat._run import CHANGES, PURITY, Run, Signature, _call_site, stranger, version
+from remat._run import CHANGES, PURITY, Log, Run, _call_site, stranger, version
 from remat._spare import Replay
-from remat._tape import Recorder, Tape
+from remat._tape import Recorder, Tape, note_nested_call
 from remat.random._keyed import Position, resumed, running, suspended
 
 
@@ -45,9 +45,10 @@ class Call:
         self.random: RandomState | None = None
         self._drew_from: Position | None = None
         self._key = 0  # its identity in the forward, then its position among the operands
-        self._log: list[Signature] = []
+        self._log = Log()
         self._argument_of: list[int] = []
         self._live: list[bool] = []
+        self._keys: list[int] = []
         self._reads: list[Any] = []
         self._unread: set[int] = set()
         self.handed_on: set[int] = set()
@@ -76,11 +77,17 @@ class Call:
             keys = running()
             position = None if keys is None else keys.position()
             run.random = RandomState(tensors, keyed=keys is not None) if preserve_rng_state else None
+        note_nested_call()
         if self.policy is not None and not internals.tracing():
             where = _call_site if self.watched else lambda: "unknown"
             self._recorder = Recorder(self.policy.start(), lambda: run.current, where)
         with internals.without_saved_tensors_hooks(), run, self._recorder or contextlib.nullcontext():
-            out = self.closure.call(*args, **kwargs)
+            try:
+                out = self.closure.call(*args, **kwargs)
+            except TypeError as error:  # torch takes one inside of `x @ y` for "not implemented"
+                if self._recorder is not None and self._recorder.complaint not in (None, str(error)):
+                    raise TypeError(self._recorder.complaint) from None
+                raise
         self._log = run.log
         with internals.DisableTorchFunction():
             if run.random is not None:
@@ -115,6 +122,7 @@ class Call:
         self.closure.freeze(originals, captured, run.in_rerun)
         self.originals = [weakref.ref(t) for t in originals]
         self._live = [id(t) in run.given for t in originals]
+        self._keys = list(found)
         self._reads = [run.reads.get(id(t)) for t in originals]
         operands = []
         for i, t in enumerate(originals):
@@ -148,7 +156,7 @@ class Call:
         for i, (ref, operand) in enumerate(zip(self.originals, operands, strict=True)):
             original = ref()
             original = operand if original is None else original
-            run.swap(original, operand, live=self._live[i], read=self._reads[i], unread=i in self._unread)
+            run.swap(original, operand, self._keys[i], live=self._live[i], read=self._reads[i], unread=i in self._unread)
         replay: Any = contextlib.nullcontext()
         if self.tape is not None and not internals.tracing():
             # A rerun that is recorded is followed by another, in the derivative of this derivative.

@@ -40,6 +40,19 @@ class _Read(NamedTuple):
     number: int
 
 
+class Log:
+    """What is remembered of a run, to be compared with a rerun."""
+
+    def __init__(self) -> None:
+        self.calls: list[Signature] = []
+        self.constant_reads: set[tuple[Any, int]] = set()
+        """Of the calls that touch constants alone: the function, and the identity of a tensor that it read."""
+
+    def has_read(self, func: Any, key: int) -> bool:
+        """Whether such a call read that tensor."""
+        return (func, key) in self.constant_reads
+
+
 def _results(out: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:
     if isinstance(out, Tensor):
         return ((out.shape, out.dtype),)
@@ -138,13 +151,13 @@ class Run(TorchFunctionMode):
     first use and kept (rotary embeddings) is there already when the rerun comes.
     """
 
-    def __init__(self, name: str, given: Iterable[Tensor], expected: list[Signature] | None = None) -> None:
-        """A run that is given tensors. `expected`: what the forward did, for a rerun."""
+    def __init__(self, name: str, given: Iterable[Tensor], forward: Log | None = None) -> None:
+        """A run that is given tensors. `forward`: what the forward did, for a rerun."""
         super().__init__()
         self.name = name
         self.given = {id(t): weakref.ref(t) for t in given}
         """Tensors from outside that count: arguments, and what it was seen to read that is differentiated."""
-        self.reads = {key: _Read(i) for i, key in enumerate(self.given)} if expected is None else {}
+        self.reads = {key: _Read(i) for i, key in enumerate(self.given)} if forward is None else {}
         """What is compared of the tensors from outside: which one it is."""
         self.made = set(self.given)
         """Identities of what depends on them. That of a dead tensor may stay: nothing from outside can have it now."""
@@ -157,12 +170,13 @@ class Run(TorchFunctionMode):
         self.snapshots: dict[int, Tensor] = {}
         """Tensors from outside that it wrote to, as they were before."""
         self.random: RandomState | None = None
-        self.log: list[Signature] = []
+        self.log = Log()
         self.current: Any = None
         """The call that is running: function, args, kwargs."""
         self.paused = False
-        self._expected = expected
+        self._expected = forward
         self._swaps: dict[int, Tensor] = {}
+        self._originals: dict[int, int] = {}
         self._swapped: list[Tensor] = []  # keeps the identities in `_swaps`
         self._unread: set[int] = set()
         self._outer = active_runs()
@@ -178,11 +192,14 @@ class Run(TorchFunctionMode):
         """Whether it is part of the rerun of an outer function."""
         return any(run._expected is not None for run in self._outer)
 
-    def swap(self, original: Tensor, operand: Tensor, *, live: bool, read: _Read | None, unread: bool) -> None:
+    def swap(
+        self, original: Tensor, operand: Tensor, key: int, *, live: bool, read: _Read | None, unread: bool
+    ) -> None:
         """In this rerun, `operand` stands for `original`.
 
         **Arguments:**
 
+        - `key`: the identity of the original in the forward; it may be gone.
         - `live`: whether it is differentiated, or an argument.
         - `read`: what the forward called it.
         - `unread`: whether the forward was not seen to read it.
@@ -193,6 +210,7 @@ class Run(TorchFunctionMode):
             self.reads[id(operand)] = read
             self._operands.add(read)
         self._swaps[id(original)] = operand
+        self._originals[id(operand)] = key
         self._swapped.append(original)
         if not live:
             self.constants[id(operand)] = weakref.ref(operand)
@@ -223,6 +241,8 @@ class Run(TorchFunctionMode):
             live, args, kwargs = self._look_closer(args, kwargs or {})
         if kwargs or _may_write(func):
             self._before_write(_written(func, args, kwargs or {}))
+        if func is Tensor.register_hook and id(args[0]) in self._originals:
+            args = (torch.empty(0, requires_grad=True), *args[1:])  # the forward has put the hook on the tensor itself
         self.current = func, args, kwargs or {}
         with self.random.watched() if self.random is not None and _may_draw(func) else contextlib.nullcontext():
             out = func(*args, **kwargs) if kwargs else func(*args)
@@ -350,15 +370,27 @@ class Run(TorchFunctionMode):
         for tensor in (out,) if isinstance(out, Tensor) else out:
             if isinstance(tensor, Tensor):
                 self.adopt(tensor, live)
+        if not live:
+            self._note_constant(func, args)
         # Inside of an autograd.Function grad mode is off. Under a transform, unlike at the base, all of it is one call.
         if not live or not torch.is_grad_enabled() or internals.is_custom_function_call(func):
             return
         if internals.forward_ad_active() and internals.inside_autograd_function():
             return  # its `jvp`
         signature = Signature(func, results, self._reads((*args, *kwargs.values()) if kwargs else args))
-        self.log.append(signature)
+        self.log.calls.append(signature)
         if self._expected is not None:
-            self._compare(len(self.log) - 1, self._expected, signature)
+            self._compare(len(self.log.calls) - 1, self._expected.calls, signature)
+
+    def _note_constant(self, func: Any, args: Iterable[Any]) -> None:
+        """What a rerun finds computed may be read in the place where the forward read it, not where it came from."""
+        for arg in args:
+            if not isinstance(arg, Tensor):
+                continue
+            if self._expected is None:
+                self.log.constant_reads.add((func, id(arg)))
+            elif id(arg) in self._originals and not self._expected.has_read(func, self._originals[id(arg)]):
+                raise stranger(self.name, arg)
 
     def _reads(self, args: Iterable[Any]) -> tuple[Any, ...]:
         found: list[Any] = []
@@ -443,10 +475,13 @@ class Run(TorchFunctionMode):
 
     def finish(self) -> None:
         """Check that a rerun ran to the end of what the forward ran."""
-        if self._expected is not None and len(self.log) < len(self._expected):
+        if self._expected is None:
+            return
+        done, expected = len(self.log.calls), self._expected.calls
+        if done < len(expected):
             raise CheckpointError(
-                f"remat: the rerun of {self.name} ended after {len(self.log)} of {len(self._expected)} torch calls; "
-                f"the forward went on with {self._expected[len(self.log)]}. {PURITY}"
+                f"remat: the rerun of {self.name} ended after {done} of {len(expected)} torch calls; "
+                f"the forward went on with {expected[done]}. {PURITY}"
             )
 
 

@@ -1,11 +1,9 @@
-"""Which results of ops a run keeps under a policy, and the rerun that is given them back.
+"""Which results of ops a run keeps under a policy.
 
 Forward, `Recorder` notes each aten op below all transforms, by the values that it reads and computes. When the run is
 over, the graph that it built shows what a backward reads: the storages that are still alive. From there `Recorder.tape`
 walks back: a needed value is kept if the policy lets it, else its op must run again and needs what it read. All other
-ops are spared: in the rerun they return memory in which nothing was computed. Should the rerun's graph hold on to such
-memory after all, its value is computed then, from the values that it depends on, so a wrong guess costs time and never
-a wrong number.
+ops are spared.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ from remat._names import current_name
 from remat._offload import Offloaded
 from remat._values import (
     OpCall,
+    OpMode,
     Reader,
-    Ref,
     Token,
     Values,
     flat,
@@ -44,8 +42,8 @@ _KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, *_OFFLOAD)
 
 Policy = Callable[..., CheckpointPolicy]
 
-_DETACH = torch.ops.aten.detach.default  # how often it runs is up to autograd
-_CONSTANT = torch.ops.aten.lift_fresh.default
+DETACH = torch.ops.aten.detach.default  # how often it runs is up to autograd
+CONSTANT = torch.ops.aten.lift_fresh.default
 
 
 class PolicyContext:
@@ -66,7 +64,7 @@ class PolicyContext:
         self.call = call
 
 
-class _Output(NamedTuple):
+class Output(NamedTuple):
     """A tensor that an op returned: its value, and how it lies in the storage."""
 
     token: Token
@@ -82,30 +80,30 @@ class _Output(NamedTuple):
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
-class _Changed(NamedTuple):
+class Changed(NamedTuple):
     """The tensor that an op was given to write to, returned."""
 
     position: int
 
 
-_KNOWN = (_Output, _Changed, bool, int, float, complex)
+_KNOWN = (Output, Changed, bool, int, float, complex)
 
 
 @dataclass
-class _Op:
+class Op:
     func: Any
     token: Token
     reads: list[Token]
     kind: Any
     """`Tensor`, or the sequence that was returned."""
     outputs: list[Any] = field(default_factory=list)
-    """What was returned, flat: an `_Output` or `_Changed` for each tensor, else the value itself."""
+    """What was returned, flat: an `Output` or `Changed` for each tensor, else the value itself."""
     writes: list[Token] = field(default_factory=list)
     """The new values of storages that it wrote to."""
 
     @property
     def values(self) -> list[Token]:
-        return [o.token for o in self.outputs if isinstance(o, _Output)] + self.writes
+        return [o.token for o in self.outputs if isinstance(o, Output)] + self.writes
 
     @property
     def can_be_spared(self) -> bool:
@@ -114,11 +112,11 @@ class _Op:
         return bool(does) and all(o is None or isinstance(o, _KNOWN) for o in self.outputs)
 
 
-def _outputs(values: Values, call: OpCall, out: Any, changed: list[Tensor]) -> list[Any]:
+def outputs_of(values: Values, call: OpCall, out: Any, changed: list[Tensor]) -> list[Any]:
     """What an op returned, with the value of each tensor. Tensors that share a storage share its value."""
     found: list[Any] = []
     first: dict[int, Token] = {}
-    positions = {id(t.untyped_storage()): _Changed(i) for i, t in enumerate(changed)}
+    positions = {id(t.untyped_storage()): Changed(i) for i, t in enumerate(changed)}
     for i, t in enumerate(flat(out)):
         if not isinstance(t, Tensor):
             found.append(t)
@@ -129,26 +127,39 @@ def _outputs(values: Values, call: OpCall, out: Any, changed: list[Tensor]) -> l
             continue
         token = first.setdefault(id(storage), values.number(call.token, i))
         offset = int(t.storage_offset())
-        found.append(_Output(token, storage.nbytes(), t.size(), t.stride(), offset, t.dtype, t.device))
+        found.append(Output(token, storage.nbytes(), t.size(), t.stride(), offset, t.dtype, t.device))
     return found
 
 
-def _write_token(values: Values, call: OpCall, i: int) -> Token:
+def write_token(values: Values, call: OpCall, i: int) -> Token:
+    """The value of the i-th storage that an op wrote to."""
     return values.number(call.token, "write", i)
 
 
-def _aliases(out: Any, args: Any, kwargs: Any, changed: list[Tensor]) -> list[bool]:
+def aliases_of(out: Any, args: Any, kwargs: Any, changed: list[Tensor]) -> list[bool]:
     """For each tensor that an op returned, whether it lies in a storage that the op was given and did not change."""
     given = {id(t.untyped_storage()) for t in tensors(args, kwargs)} - {id(t.untyped_storage()) for t in changed}
     return [id(t.untyped_storage()) in given for t in flat(out) if isinstance(t, Tensor)]
 
 
-class Recorder(internals.TorchDispatchMode):
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.recorders: list[Recorder] = []
+
+
+_active = _Active()
+
+
+def note_nested_call() -> None:
+    """Tell the active recorders of a call under remat."""
+    for recorder in _active.recorders:
+        recorder.nested = True
+
+
+class Recorder(OpMode):
     """Notes the ops of a forward run, and asks the policy about each."""
 
-    def __init__(
-        self, policy: Policy, call: Callable[[], Any], where: Callable[[], str] = lambda: "unknown"
-    ) -> None:
+    def __init__(self, policy: Policy, call: Callable[[], Any], where: Callable[[], str] = lambda: "unknown") -> None:
         """A recorder of one run.
 
         **Arguments:**
@@ -160,15 +171,23 @@ class Recorder(internals.TorchDispatchMode):
         super().__init__()
         self._policy = policy
         self._call = call
+        self.nested = False
+        """Whether there was a call in the run that notes the state of the random stream, where its rerun has to start.
+
+        In the rerun the stream has to move as in the forward then.
+        """
+        self.complaint: str | None = None
+        """The TypeError that the policy has raised."""
+        self._since = internals.next_sequence_number()
         self._where = where
         self._reader = Reader(Values())
-        self._ops: list[_Op] = []
+        self._ops: list[Op] = []
         self._views: set[Token] = set()
         """Ops that return views, though their schemas do not say so."""
         self._again: list[Token] = []
         """What ops read that always run again."""
-        self._producer: dict[Token, _Op] = {}
-        self._draws: list[_Op] = []
+        self._producer: dict[Token, Op] = {}
+        self._draws: list[Op] = []
         self._decisions: dict[Token, CheckpointPolicy] = {}
         self._names: dict[Token, str] = {}
         self._places: dict[Token, str] = {}
@@ -180,9 +199,9 @@ class Recorder(internals.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         reader = self._reader
-        if func is _DETACH:
+        if func is DETACH:
             return func(*args, **kwargs)
-        if func is _CONSTANT:
+        if func is CONSTANT:
             reader.constant(args[0])
         if not all(map(plain, tensors(args, kwargs))):
             return self._run_again(func, args, kwargs)
@@ -190,12 +209,12 @@ class Recorder(internals.TorchDispatchMode):
         out = func(*args, **kwargs)
         if not all(plain(t) for t in flat(out) if isinstance(t, Tensor)):
             return out
-        decision = self._policy(PolicyContext(out, self._call()), func, *args, **kwargs)
+        decision = self._decision(out, func, args, kwargs)
         if is_view(func):
             self._decide_of_views(out, decision)
             return out
         changed = written(func, args, kwargs)
-        aliases = _aliases(out, args, kwargs, changed)
+        aliases = aliases_of(out, args, kwargs, changed)
         if any(aliases):
             if all(aliases):
                 self._views.add(call.token)
@@ -205,6 +224,31 @@ class Recorder(internals.TorchDispatchMode):
         if not (_keeps(decision) and op.can_be_spared):
             self._pin(args, kwargs)
         return out
+
+    def __enter__(self) -> Any:
+        _active.recorders.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _active.recorders.pop()
+
+    def _decision(self, out: Any, func: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
+        try:
+            return self._policy(PolicyContext(out, self._call()), func, *args, **kwargs)
+        except TypeError as error:
+            self.complaint = str(error)
+            raise
+
+    def accessed(self, tensor: Tensor) -> None:
+        """The memory of a tensor is given away: the rerun has to have it there."""
+        raw = internals.innermost(tensor)
+        if plain(raw):
+            token = self._reader.read(raw).token
+            self._again.append(token)
+            self._pin((raw,), {})
+            self._overwritten.add(token)
+            self._reader.give_away(raw)
 
     def _run_again(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op that can't be known by what it reads."""
@@ -218,17 +262,17 @@ class Recorder(internals.TorchDispatchMode):
                 self._reader.write(t, self._reader.values.new())
         return out
 
-    def _note(self, call: OpCall, out: Any, changed: list[Tensor], decision: CheckpointPolicy) -> _Op:
+    def _note(self, call: OpCall, out: Any, changed: list[Tensor], decision: CheckpointPolicy) -> Op:
         reader, values = self._reader, self._reader.values
-        op = _Op(call.func, call.token, call.reads, type(out), _outputs(values, call, out, changed))
+        op = Op(call.func, call.token, call.reads, type(out), outputs_of(values, call, out, changed))
         for t, output in zip(flat(out), op.outputs, strict=True):
-            if isinstance(output, _Output):
+            if isinstance(output, Output):
                 reader.make(t.untyped_storage(), output.token)
                 self._decide(output.token, t, decision)
         for i, t in enumerate(changed):
             before = reader.read(t).token
             self._overwritten.add(before)
-            op.writes.append(_write_token(values, call, i))
+            op.writes.append(write_token(values, call, i))
             reader.write(t, op.writes[-1])
             # To keep a storage is to keep what is put there later, if nothing is said of that.
             earlier = self._decisions.get(before, decision)
@@ -286,12 +330,7 @@ class Recorder(internals.TorchDispatchMode):
 
         - `results`: what the run returned. They are alive whether a backward reads them or not.
         """
-        returned = set()
-        for r in results:
-            raw = internals.innermost(r)
-            token = self._reader.read(raw).token if plain(raw) else None
-            if token is not None and token not in self._read and not internals.saves_output(r):
-                returned.add(token)
+        returned = self._only_returned(list(results))
         pins, self._pins = self._pins, {}
         pinned = {id(s) for s in pins.values()}
         alive = {c.token: s for c, s in self._reader.all() if c.made and id(s) not in pinned}
@@ -308,7 +347,10 @@ class Recorder(internals.TorchDispatchMode):
                 if token not in returned:
                     alive[token] = storage
                     plan.need([token], alive)
-        plan.draw_in_order(self._draws, alive)
+        if self.nested:
+            plan.draw(self._draws, alive)
+        else:
+            plan.draw_in_order(self._draws, alive)
         kept = {}
         with internals.below_all_transforms():
             for token, storage in plan.kept.items():
@@ -321,18 +363,33 @@ class Recorder(internals.TorchDispatchMode):
                 )
         return Tape(self._reader.values, self._ops, self._views, plan.runs, kept, self.matched)
 
+    def _only_returned(self, results: list[Tensor]) -> set[Token]:
+        """The results that no backward reads."""
+        tokens = {self._reader.read(raw).token: r for r in results if plain(raw := internals.innermost(r))}
+        saved: set[int] = set()
+        if self._read & tokens.keys():
+            nodes = internals.nodes_behind((n for r in results for n in internals.nodes_of(r)), self._since)
+            saved = {id(t.untyped_storage()) for t in internals.saved_tensors(nodes) if plain(t)}
+        return {
+            token
+            for token, r in tokens.items()
+            if id(internals.innermost(r).untyped_storage()) not in saved
+            and (token in self._read or not internals.saves_output(r))
+        }
+
     def _tensor(self, token: Token, storage: Any) -> Tensor:
         """A tensor over a storage, sharing the version counter of the one that the op returned, if it lives."""
         tensor = self._tensors[token]()
         if tensor is not None and tensor.untyped_storage() is storage:
             return tensor.detach()
         for output in self._producer[token].outputs:
-            if isinstance(output, _Output) and output.token == token:
+            if isinstance(output, Output) and output.token == token:
                 return output.over(storage)
         return _bytes_of(storage)
 
 
-def _layout(tensor: Tensor) -> Any:
+def layout(tensor: Tensor) -> Any:
+    """How a tensor lies in its storage."""
     return (
         tensor.size(),
         tensor.stride(),
@@ -347,7 +404,7 @@ def _bytes_of(storage: Any) -> Tensor:
 
 
 class _Plan:
-    def __init__(self, producer: dict[Token, _Op], may_keep: Callable[[Token], bool]) -> None:
+    def __init__(self, producer: dict[Token, Op], may_keep: Callable[[Token], bool]) -> None:
         self.producer = producer
         self.may_keep = may_keep
         self.kept: dict[Token, Any] = {}
@@ -365,17 +422,21 @@ class _Plan:
             else:
                 self.run(op, todo)
 
-    def run(self, op: _Op, todo: list[Token]) -> None:
+    def run(self, op: Op, todo: list[Token]) -> None:
         self.runs.add(op.token)
         for v in op.values:
             self.kept.pop(v, None)
         todo += op.reads
 
-    def draw_in_order(self, draws: list[_Op], storages: dict[Token, Any]) -> None:
+    def draw_in_order(self, draws: list[Op], storages: dict[Token, Any]) -> None:
         """Draws come from one stream: if one runs again, so must all before it."""
         last = max((i for i, op in enumerate(draws) if op.token in self.runs), default=-1)
+        self.draw(draws[: max(last, 0)], storages)
+
+    def draw(self, draws: list[Op], storages: dict[Token, Any]) -> None:
+        """Run draws again."""
         todo: list[Token] = []
-        for op in draws[: max(last, 0)]:
+        for op in draws:
             if op.token not in self.runs:
                 self.run(op, todo)
         self.need(todo, storages)
@@ -404,9 +465,16 @@ class Kept:
             self._offloaded.fetch()
 
     @property
+    def offloaded(self) -> bool:
+        """Whether it waits in CPU memory."""
+        return self._offloaded is not None
+
+    @property
     def memory(self) -> Tensor:
         """A tensor over the storage that is held."""
-        return self._offloaded.host if self._offloaded is not None else self._tensor  # type: ignore[return-value]
+        tensor = self._tensor if self._offloaded is None else self._offloaded.host
+        assert tensor is not None
+        return tensor
 
     def get(self, name: str) -> Any:
         """The storage. `name`: of the function."""
@@ -434,7 +502,7 @@ class Tape:
     def __init__(
         self,
         values: Values,
-        ops: list[_Op],
+        ops: list[Op],
         views: set[Token],
         runs: set[Token],
         kept: dict[Token, Kept],
@@ -451,25 +519,26 @@ class Tape:
                 for v in set(op.values):
                     self._uses[v] = self._uses.get(v, 0) + 1
         self._before: weakref.ref[Tape] | None = None
-        if any(k._offloaded is not None for k in kept.values()):
+        if any(k.offloaded for k in kept.values()):
             self._before, _latest.offloading = _latest.offloading, weakref.ref(self)
 
         self.operands: dict[int, tuple[Token, Any]] = {}
+        """The values that operands had before the run changed them, and how they lay in memory."""
 
     def remember(self, i: int, operand: Tensor) -> None:
         """Note an operand that the run has changed in place, for a rerun will be given a copy of it."""
         raw = internals.innermost(operand)
-        self.operands[i] = self.values.outside(raw.untyped_storage()), _layout(raw)
+        self.operands[i] = self.values.outside(raw.untyped_storage()), layout(raw)
 
-    def replay(self, name: str, consume: bool) -> Replay:
-        """The mode for one rerun. With `consume`, what is given back is kept no longer: the last rerun."""
+    def fetch(self) -> None:
+        """Start the way back of what is offloaded, here and for the next rerun."""
         # The backward goes from the latest tape to the earliest: the one before this is the next.
-        for tape in (self, self._before and self._before()):
+        before = None if self._before is None else self._before()
+        for tape in (self, before):
             for kept in () if tape is None else tape.kept.values():
                 kept.fetch()
-        return Replay(self, name, consume)
 
-    def spared(self, token: Token) -> _Op | None:
+    def spared(self, token: Token) -> Op | None:
         """The op with this number, if it need not run."""
         return self._spared.get(token)
 
@@ -484,202 +553,3 @@ class Tape:
             if left[token] == 0:
                 del self.kept[token]
         return storage
-
-
-class Replay(internals.TorchDispatchMode):
-    """Gives the ops of a rerun their kept results, and spares those that nobody reads."""
-
-    def __init__(self, tape: Tape, name: str, consume: bool) -> None:
-        super().__init__()
-        self._tape = tape
-        self._name = name
-        self._left: dict[Token, int] | None = {} if consume else None
-        self._reader = Reader(Values(tape.values))
-        self._recipes: dict[Token, OpCall] = {}
-
-    def given(self, i: int, operand: Tensor) -> None:
-        """Say which operand a tensor is a copy of."""
-        raw = internals.innermost(operand)
-        token, layout = self._tape.operands[i]
-        if _layout(raw) == layout:
-            self._reader.values.set_outside(raw.untyped_storage(), token)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        reader = self._reader
-        if func is _DETACH:
-            return func(*args, **kwargs)
-        if func is _CONSTANT:
-            reader.constant(args[0])
-        if not all(map(plain, tensors(args, kwargs))):
-            out = self._run(func, args, kwargs)
-            for t in written(func, args, kwargs):
-                if plain(t):
-                    reader.write(t, reader.values.new())
-            return out
-        call = reader.call(func, args, kwargs)
-        if is_view(func) or call.token in self._tape.views:
-            return func(*args, **kwargs)
-        op = self._tape.spared(call.token)
-        changed = written(func, args, kwargs)
-        if op is not None:
-            return self._spare(op, call, changed)
-        out = self._run(func, args, kwargs)
-        if all(plain(t) for t in flat(out) if isinstance(t, Tensor)) and not any(_aliases(out, args, kwargs, changed)):
-            self._note(call, out, changed)
-        return out
-
-    def _note(self, call: OpCall, out: Any, changed: list[Tensor]) -> None:
-        values = self._reader.values
-        for t, output in zip(flat(out), _outputs(values, call, out, changed), strict=True):
-            if isinstance(output, _Output):
-                self._reader.make(t.untyped_storage(), output.token)
-                self._recipes[output.token] = call
-        for i, t in enumerate(changed):
-            token = _write_token(values, call, i)
-            self._reader.write(t, token)
-            self._recipes[token] = call
-
-    def _spare(self, op: _Op, call: OpCall, changed: list[Tensor]) -> Any:
-        results: list[Any] = []
-        storages: dict[Token, Any] = {}
-        for output in op.outputs:
-            if isinstance(output, _Changed):
-                results.append(changed[output.position])
-            elif not isinstance(output, _Output):
-                results.append(output)
-            else:
-                if output.token not in storages:
-                    storages[output.token] = self._memory_of(output)
-                    self._recipes[output.token] = call
-                results.append(output.over(storages[output.token]))
-        for i, t in enumerate(changed):
-            token = _write_token(self._reader.values, call, i)
-            storage = t.untyped_storage()
-            kept = self._tape.take(token, self._name, self._left)
-            if kept is not None:
-                self._fill(self._losing(storage))
-                storage.copy_(kept)
-            self._reader.write(t, token, there=kept is not None)
-            self._recipes[token] = call
-        return op.kind(results) if issubclass(op.kind, (list, tuple)) else results[0]
-
-    def _memory_of(self, output: _Output) -> Any:
-        """The storage of a result of a spared op."""
-        storage = self._tape.take(output.token, self._name, self._left)
-        kept = storage is not None
-        if not kept:
-            storage = torch.empty(output.nbytes, dtype=torch.uint8, device=output.device).untyped_storage()
-        self._reader.make(storage, output.token, there=kept)
-        return storage
-
-    # Computing what was spared.
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self._fill([t.untyped_storage() for t in tensors(args, kwargs) if t.layout == torch.strided])
-        for t in written(func, args, kwargs):
-            if plain(t):
-                self._fill(self._losing(t.untyped_storage()))
-        return func(*args, **kwargs)
-
-    def _fill(self, storages: Iterable[Any]) -> None:
-        """Make sure that storages contain what they should."""
-        todo = [s for s in storages if self._is_hollow(s)]
-        found: dict[int, Any] = {}
-        while todo:
-            storage = todo.pop()
-            if id(storage) not in found:
-                found[id(storage)] = storage
-                todo += self._losing(storage)
-        if not found:
-            return
-        computed: dict[Token, Any] = {}
-        values = [self._value(self._reader.of(s).token, computed) for s in found.values()]
-        values = [v.clone() if id(v) in found else v for v in values]
-        for storage, value in zip(found.values(), values, strict=True):
-            content = self._reader.of(storage)
-            storage.copy_(value)
-            content.there = content.token
-
-    def _is_hollow(self, storage: Any) -> bool:
-        content = self._reader.of(storage)
-        return content.there != content.token
-
-    def _losing(self, storage: Any) -> list[Any]:
-        """The other storages to be filled before this one is overwritten: what depends on it can't be computed then."""
-        lost = self._reader.of(storage).there
-        if lost is None or self._can_be_computed(lost):
-            return []
-        hollow = [(c, s) for c, s in self._reader.all() if s is not storage and c.there != c.token]
-        return [s for c, s in hollow if self._depends(c.token, lost)]
-
-    def _can_be_computed(self, token: Token) -> bool:
-        recipe = self._recipes.get(token)
-        return recipe is not None and not is_draw(recipe.func)
-
-    def _depends(self, token: Token, on: Token) -> bool:
-        todo, seen = [token], set()
-        while todo:
-            token = todo.pop()
-            if token == on:
-                return True
-            if token in self._recipes and token not in seen:
-                seen.add(token)
-                todo += self._recipes[token].reads
-        return False
-
-    def _value(self, token: Token, computed: dict[Token, Any]) -> Any:
-        """A storage with a value: one that is there, or computed from values that are."""
-        there = {c.there: s for c, s in self._reader.all() if c.there is not None}
-        todo = [token]
-        while todo:
-            token = todo[-1]
-            if token in computed:
-                todo.pop()
-            elif token in there:
-                computed[token] = there[token]
-            elif token in self._tape.kept:
-                computed[token] = self._tape.kept[token].get(self._name)
-            elif not self._can_be_computed(token):
-                raise CheckpointError(
-                    f"remat: the rerun of {self._name} reads a value that its forward run did not read, and that can't "
-                    "be computed any more. A function under remat must do the same each time."
-                )
-            else:
-                call = self._recipes[token]
-                missing = [t for t in call.reads if t not in computed]
-                todo += missing
-                if not missing:
-                    self._call(call, computed)
-        return computed[token]
-
-    def _call(self, call: OpCall, computed: dict[Token, Any]) -> None:
-        """Run an op on values: the storages of the rerun stay as they are."""
-        changed = {ref.slot for ref in written(call.func, call.args, call.kwargs)}
-        copies: dict[int, Any] = {}
-
-        def build(x: Any) -> Any:
-            if isinstance(x, Ref):
-                storage = computed[x.token]
-                if x.slot in changed:
-                    storage = copies[x.slot] = copies.get(x.slot) or storage.clone()
-                return x.over(storage)
-            return tuple(map(build, x)) if isinstance(x, tuple) else x
-
-        args, kwargs = build(call.args), {k: build(v) for k, v in call.kwargs.items()}
-        out = call.func(*args, **kwargs)
-        values, targets = self._reader.values, written(call.func, args, kwargs)
-        for t, output in zip(flat(out), _outputs(values, call, out, targets), strict=True):
-            if isinstance(output, _Output):
-                computed[output.token] = t.untyped_storage()
-        for i, t in enumerate(targets):
-            computed[_write_token(values, call, i)] = t.untyped_storage()
-
-    def settle(self) -> None:
-        """Compute what the rerun's graph holds on to. Called when its results are gone and only the graph is left."""
-        waiting = [c.storage for c, _ in self._reader.all() if c.there != c.token]
-        if waiting:
-            with internals.below_all_transforms():
-                for ref in waiting:
-                    if (storage := ref()) is not None:
-                        self._fill([storage])

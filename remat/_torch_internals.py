@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,9 @@ from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_clear_
 from torch.autograd import forward_ad as fwad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
+
+# Whether `make_fx` is at work.
+from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
 from torch.utils import (
     # Importing it makes every pytree node registered with torch known to optree, in the namespace "torch".
     _cxx_pytree as _cxx_pytree,
@@ -40,9 +44,6 @@ from torch.utils import _pytree as pytree
 
 # The mode behind `with torch.device(...)`.
 from torch.utils._device import DeviceContext
-
-# Whether `make_fx` is at work.
-from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
 
 # A mode that sees every aten op below all transforms: documented, but its import path is private.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -111,7 +112,8 @@ def sharing_memory(values: list[Tensor], others: list[Tensor]) -> set[int]:
     """The positions of the values that share their storage with another value, or with one of the others."""
     if not any(layer._is_view() for v in values for layer in _layers(v)):
         return set()  # autograd tracks views, so nothing is shared
-    storages = [[*_layers(t)][-1].untyped_storage()._cdata for t in (*values, *others)]
+    plain = [innermost(t) for t in (*values, *others)]
+    storages = [t.untyped_storage()._cdata if t.layout == torch.strided else id(t) for t in plain]
     return {i for i in range(len(values)) if storages.count(storages[i]) > 1}
 
 
@@ -264,13 +266,7 @@ _LAST_BACKWARD = _eager._autograd_grad.__code__
 _TRANSFORM = inspect.unwrap(_eager.grad_and_value_impl).__code__
 
 
-def called_by_grad_transform(thread: int) -> bool:
-    """Whether the running backward pass is the one of `torch.func.grad` itself, whose level ends with it.
-
-    **Arguments:**
-
-    - `thread`: the thread that ran the forward: on accelerators the engine calls nodes from threads of its own.
-    """
+def _engine_frame(thread: int) -> Any:
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not _ENGINE:
         frame = frame.f_back  # type: ignore[assignment]
@@ -278,6 +274,17 @@ def called_by_grad_transform(thread: int) -> bool:
         frame = sys._current_frames().get(thread)  # type: ignore[assignment]
         while frame is not None and frame.f_code is not _ENGINE:
             frame = frame.f_back  # type: ignore[assignment]
+    return frame
+
+
+def called_by_grad_transform(thread: int) -> bool:
+    """Whether the running backward pass is the one of `torch.func.grad` itself, whose level ends with it.
+
+    **Arguments:**
+
+    - `thread`: the thread that ran the forward: on accelerators the engine calls nodes from threads of its own.
+    """
+    frame = _engine_frame(thread)
     if frame is None:
         return False
     caller = frame.f_back
@@ -394,6 +401,52 @@ def _saved_names(kind: type) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_saved_")]
 
 
+def _saved_by(node: Any) -> Iterator[Tensor]:
+    kind: Any = type(node)
+    names = ["saved_tensors", *vars(node)] if hasattr(kind, "saved_tensors") else _saved_names(kind)
+    for name in names:
+        try:
+            saved = getattr(node, name)
+        except RuntimeError:  # used up, or changed in place since: then the backward will raise
+            continue
+        yield from (s for s in (saved if isinstance(saved, (list, tuple)) else (saved,)) if isinstance(s, Tensor))
+
+
+def nodes_of(tensor: Tensor) -> list[Any]:
+    """The autograd nodes that made a tensor, at all levels."""
+    return [layer.grad_fn for layer in _layers(tensor) if layer.grad_fn is not None]
+
+
+def nodes_behind(roots: Iterable[Any], since: int = -1) -> list[Any]:
+    """All nodes of the graphs behind some nodes, with those. `since`: only those made since then."""
+    found: dict[Any, None] = {}
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found and sequence_number(node) >= since:
+            found[node] = None
+            todo += (following for following, _ in node.next_functions)
+    return list(found)
+
+
+def saved_tensors(nodes: Iterable[Any]) -> Iterator[Tensor]:
+    """The plain tensors that nodes have saved."""
+    for node in nodes:
+        yield from map(innermost, _saved_by(node))
+
+
+def running_backward(thread: int) -> list[Any]:
+    """The nodes at which the backward pass starts that is running now, empty where it can't be found."""
+    frame = _engine_frame(thread)
+    outputs = () if frame is None else frame.f_locals["t_outputs"]
+    return [n for t in outputs for n in (nodes_of(t) if isinstance(t, Tensor) else [t.node])]
+
+
+def bytes_made_by(node: Any) -> int:
+    """The size of what the op returned that made an autograd node."""
+    return sum(math.prod(m.shape) * m.dtype.itemsize for m in node._input_metadata)
+
+
 def saves_output(tensor: Tensor) -> bool:
     """Whether the autograd node that made `tensor`, at any level, holds on to the tensor's storage."""
     storage = innermost(tensor).untyped_storage()
@@ -447,6 +500,18 @@ def save(tensor: Tensor) -> Any:
     return torch._C._autograd._make_saved_tensor(tensor, is_output=False)
 
 
+HigherOrderOperator: Any = torch._ops.HigherOrderOperator
+
+# Turns dispatch modes off: a selective context must not see our own bookkeeping.
+DisableTorchDispatch = torch._C._DisableTorchDispatch
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Below autograd, another tensor over the same memory that shares its version counter."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 function_modes_active: Callable[[], int] = torch._C._len_torch_function_stack
 
 # The backward pass that is running in this thread, by number; -1 outside of all.
@@ -457,9 +522,10 @@ graph_exec_group: Callable[[], Any] = torch._C._get_graph_exec_group
 set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
 
 
-def at_end_of_graph_task(callback: Callable[[], None]) -> None:
-    """Call back when the running backward pass is over; if it fails, the callback is dropped."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+# Calls back when the running backward pass is over; if it fails, the callback is dropped.
+at_end_of_graph_task: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # `torch.enable_grad` takes a microsecond
 
 
 @contextlib.contextmanager

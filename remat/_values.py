@@ -10,11 +10,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from remat import _torch_internals as internals
 
 Token = int
 
@@ -103,13 +106,18 @@ class Reader:
 
     def __init__(self, values: Values) -> None:
         self.values = values
+        self.outside: list[Any] | None = None
+        """Where to hold the storages that no op of the run made."""
         self._contents: dict[int, Content] = {}
         self._draws = 0
+        self._accesses = 0
 
     def of(self, storage: Any) -> Content:
         """What a storage contains."""
         known = self._contents.get(id(storage))
         if known is None or known.storage() is not storage:
+            if self.outside is not None:
+                self.outside.append(storage)
             token = self.values.outside(storage)
             self._contents[id(storage)] = known = Content(storage, token, False, token)
         return known
@@ -129,6 +137,11 @@ class Reader:
         if there:
             content.there = token
 
+    def give_away(self, tensor: Tensor) -> None:
+        """Whoever has the memory may change it: the function does that in every run alike."""
+        self._accesses += 1
+        self.write(tensor, self.values.number("memory", self.read(tensor).token, self._accesses))
+
     def all(self) -> Iterator[tuple[Content, Any]]:
         """The contents of the storages that are still there, with those."""
         for content in list(self._contents.values()):
@@ -141,24 +154,24 @@ class Reader:
         slots: dict[int, int] = {}
         reads: list[Token] = []
         kinds: list[Any] = []
-
-        def spec(x: Any) -> Any:
-            if isinstance(x, Tensor):
-                slot = slots.setdefault(id(x.untyped_storage()), len(slots))
-                reads.append(self.read(x).token)
-                size, stride, offset = x.size(), x.stride(), int(x.storage_offset())
-                return Ref(reads[-1], slot, size, stride, offset, x.dtype, x.is_conj())
-            if isinstance(x, (list, tuple)):
-                return tuple(spec(i) for i in x)
-            kinds.append(repr(x) if isinstance(x, (float, complex)) else type(x))  # -0.0 == 0.0 == 0 == False
-            return x
-
-        given, named = spec(args), {k: spec(v) for k, v in kwargs.items()}
+        given = self._spec(args, slots, reads, kinds)
+        named = {k: self._spec(v, slots, reads, kinds) for k, v in kwargs.items()}
         what: list[Any] = [func, given, *named.items(), *kinds]
         if is_draw(func):
             self._draws += 1
             what.append(self._draws)
         return OpCall(func, self.values.number(*what), given, named, reads)
+
+    def _spec(self, x: Any, slots: dict[int, int], reads: list[Token], kinds: list[Any]) -> Any:
+        if isinstance(x, Tensor):
+            slot = slots.setdefault(id(x.untyped_storage()), len(slots))
+            reads.append(self.read(x).token)
+            size, stride, offset = x.size(), x.stride(), int(x.storage_offset())
+            return Ref(reads[-1], slot, size, stride, offset, x.dtype, x.is_conj())
+        if isinstance(x, (list, tuple)):
+            return tuple([self._spec(i, slots, reads, kinds) for i in x])
+        kinds.append(repr(x) if isinstance(x, (float, complex)) else type(x))  # -0.0 == 0.0 == 0 == False
+        return x
 
     def constant(self, tensor: Tensor) -> None:
         """A tensor that was made of Python numbers: known by what they are."""
@@ -167,6 +180,39 @@ class Reader:
         if type(tensor) is Tensor and tensor.device.type == "cpu" and (known is None or known.storage() is not storage):
             content = ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
             self.values.set_outside(storage, self.values.number("constant", hashlib.blake2b(content).digest()))
+
+
+# Memory that is read and written without ops.
+
+_ACCESS = {Tensor.data_ptr, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.tolist}
+
+
+class _Access(TorchFunctionMode):
+    def __init__(self, see: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ACCESS:
+            self._see(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class OpMode(internals.TorchDispatchMode):
+    """A mode that sees the ops, and also the calls that give away the memory of a tensor, to numpy or to a kernel."""
+
+    def accessed(self, tensor: Tensor) -> None:
+        """The memory of a tensor is given away: whoever has it may read it, and write to it."""
+
+    def __enter__(self) -> Any:
+        self._access = _Access(self.accessed)
+        self._access.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._access.__exit__(*error)
+        del self._access
 
 
 # Ops.
@@ -186,6 +232,12 @@ def tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
     """The tensors among the arguments of an op."""
     for x in (*args, *kwargs.values()):
         yield from (t for t in flat(x) if isinstance(t, Tensor))
+
+
+def refs(args: Any) -> Iterator[Ref]:
+    """The tensors among the arguments of a call."""
+    for x in args:
+        yield from (r for r in flat(x) if isinstance(r, Ref))
 
 
 def plain(tensor: Tensor) -> bool:

@@ -24,10 +24,11 @@ from torch.func import (
     vmap,
 )
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from remat._errors import RematError
 from remat.random import bernoulli, dropout, fold_in, key, keyed, next_key, normal, split, uniform
-from remat.random._keyed import resumed, threading_state
+from remat.random._keyed import resumed, running
 
 X = torch.linspace(-1, 1, 24).view(2, 3, 4)
 IMAGE = torch.linspace(0, 1, 2 * 3 * 64).view(2, 3, 8, 8)
@@ -309,6 +310,17 @@ def test_explicit_generators_are_left_alone() -> None:
 
     assert same(keyed(draw)(key(0)), draw())
 
+    def fill() -> Tensor:
+        return nn.init.normal_(torch.empty(3), 0.0, 1.0, torch.Generator().manual_seed(0))
+
+    assert torch.equal(keyed(fill)(key(0)), fill())
+
+
+def test_the_global_generator_is_no_explicit_one() -> None:
+    check_pure(lambda: torch.rand(3, generator=torch.default_generator))
+    check_pure(lambda: torch.empty(3).normal_(generator=torch.default_generator))
+    check_pure(lambda: torch.randperm(99, generator=torch.default_generator))  # the default of random_split
+
 
 def test_module_constructors() -> None:
     def make() -> list[Tensor]:
@@ -430,6 +442,62 @@ def test_what_has_no_rule_is_an_error() -> None:
     assert keyed(lambda: torch.ops.aten.dropout.default(X, 0.5, False))(key(0)).shape == X.shape  # draws nothing
 
 
+@torch.library.custom_op("tests::noisy", mutates_args=())
+def _noisy(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+def test_what_draws_inside_of_an_op_is_an_error() -> None:
+    """No mode sees what a custom op or a higher-order op runs."""
+    with pytest.raises(RematError, match=r"keyed: tests\.noisy\.default drew from the global generator"):
+        keyed(_noisy)(key(0), X)
+    with pytest.raises(RematError, match="drew from the global generator"):
+        keyed(lambda x: torch.cond(x.sum() < 9, torch.rand_like, torch.sin, (x,)))(key(0), X)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_higher_order_ops_run() -> None:
+    assert torch.equal(keyed(lambda x: torch.cond(x.sum() < 9, torch.cos, torch.sin, (x,)))(key(0), X), X.cos())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_rerun_that_knows_nothing_of_keys_is_an_error(reentrant: bool) -> None:
+    def drop(x: Tensor) -> Any:
+        return checkpoint(F.dropout, x, use_reentrant=reentrant)
+
+    x = X.clone().requires_grad_()
+    with pytest.raises(RematError, match=r"dropout draws in a function under torch.utils.checkpoint.*Use remat\.remat"):
+        keyed(drop)(key(0), x)
+    out = checkpoint(keyed(F.dropout), key(0), x, use_reentrant=reentrant)  # this rerun begins from the key
+    out.sum().backward()
+    assert torch.equal(x.grad * x, out)
+
+
+REFUSED: dict[str, Callable[[], object]] = {
+    "uniform_": lambda: torch.empty(3).uniform_(3, 1),
+    "normal_": lambda: torch.empty(3).normal_(0, -1),
+    "exponential_": lambda: torch.empty(3).exponential_(0.0),
+    "cauchy_": lambda: torch.empty(3).cauchy_(0, -1.0),
+    "log_normal_": lambda: torch.empty(3).log_normal_(0, 0.0),
+    "geometric_": lambda: torch.empty(3).geometric_(1.0),
+    "bernoulli_": lambda: torch.empty(3).bernoulli_(1.5),
+    "bernoulli": lambda: torch.bernoulli(torch.full((3,), 1.5)),
+    "normal": lambda: torch.normal(X, -X.abs()),
+    "poisson": lambda: torch.poisson(-torch.ones(3)),
+    "multinomial": lambda: torch.multinomial(torch.tensor([1.0, float("nan")]), 1),
+    "randint": lambda: torch.randint(5, 5, (3,)),
+    "dropout": lambda: F.dropout(torch.ones(3, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_refuses_is_refused(name: str) -> None:
+    with torch.random.fork_rng(), pytest.raises(Exception):  # noqa: B017, PT011  # torch's own errors are of many kinds
+        REFUSED[name]()
+    with pytest.raises((ValueError, TypeError), match=rf"^remat\.random\.[a-z.: ]*{name}"):
+        keyed(REFUSED[name])(key(0))
+
+
 class _DropsInForward(torch.autograd.Function):
     """Where torch's functions are not offered to modes: under a transform."""
 
@@ -484,7 +552,7 @@ def test_errors_and_threads_leave_nothing_behind() -> None:
 
     with contextlib.suppress(KeyboardInterrupt):
         keyed(fail)(key(0))
-    assert threading_state() is None
+    assert running() is None
     with torch.random.fork_rng():
         assert not torch.equal(torch.rand(3), torch.rand(3))
 
@@ -493,7 +561,7 @@ def test_errors_and_threads_leave_nothing_behind() -> None:
     seen: list[Any] = []
 
     def other() -> None:
-        seen.append(threading_state())
+        seen.append(running())
 
     def run() -> None:
         thread = threading.Thread(target=other)
@@ -504,26 +572,26 @@ def test_errors_and_threads_leave_nothing_behind() -> None:
     assert seen == [None]
 
 
-def test_state_can_be_taken_down_and_resumed() -> None:
+def test_a_position_can_be_taken_down_and_resumed() -> None:
     def f() -> tuple[Any, Tensor]:
         torch.rand(3)
-        return threading_state(), torch.rand(3)
+        return running().position(), torch.rand(3)
 
-    state, drawn = keyed(f)(key(0))
-    with resumed(state):
+    position, drawn = keyed(f)(key(0))
+    with resumed(key(0), position):
         assert torch.equal(torch.rand(3), drawn)
-    assert threading_state() is None
+    assert running() is None
 
-    states = []
+    positions = []
 
     def inner(x: Tensor) -> Tensor:
-        states.append(threading_state())
+        positions.append(running().position())
         return F.dropout(x)
 
     drawn = keyed(lambda: vmap(inner, randomness="different")(torch.ones(3, 9)))(key(0))
 
     def again(x: Tensor) -> Tensor:
-        with resumed(states[0]):
+        with resumed(key(0), positions[0]):
             return F.dropout(x)
 
     assert torch.equal(vmap(again, randomness="different")(torch.ones(3, 9)), drawn)

@@ -1,5 +1,7 @@
 """Keys and remat together, in either order: the rerun draws what the forward drew."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn import functional as F
 
-from remat import remat
-from remat.random import bernoulli, dropout, key, keyed, next_key, normal, split, uniform
+from remat import policies, remat
+from remat.debug import LiveBytes
+from remat.random import bernoulli, dropout, fold_in, key, keyed, next_key, normal, split, uniform
 
 W = torch.linspace(-1, 1, 16).view(4, 4)
 X = torch.linspace(0, 1, 12).view(3, 4)
@@ -114,3 +117,111 @@ def test_a_draw_is_rerun_as_one_op() -> None:
     with CountOps() as ops:
         grad(lambda w: remat(f)(w).sum())(W)
     assert ops["threefry_bernoulli"] == 2
+
+
+def test_a_rerun_draws_as_its_forward_did_wherever_it_runs() -> None:
+    def f(w: Tensor) -> Tensor:
+        return F.dropout(w.sin()) * torch.rand(4)
+
+    def gradient(out: Tensor) -> Tensor:
+        return torch.autograd.grad(out.sum(), w)[0]
+
+    def gradient_and_key(out: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient(out), next_key()
+
+    w = W.clone().requires_grad_()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        expected = gradient(f(w))
+        torch.manual_seed(0)
+        from_global = remat(f)(w)
+    ours, following = keyed(gradient_and_key)(key(5), from_global)
+    assert torch.equal(ours, expected)
+    assert torch.equal(following, fold_in(key(5), 0))  # the rerun takes no subkey
+    ours, following = keyed(gradient_and_key)(key(5), keyed(remat(f))(key(3), w))
+    assert torch.equal(ours, gradient(keyed(f)(key(3), w)))
+    assert torch.equal(following, fold_in(key(5), 0))
+
+
+def test_an_explicit_generator_is_wound_back_under_keyed() -> None:
+    generator = torch.Generator()
+
+    def f(w: Tensor) -> Tensor:
+        return F.dropout(w.sin()) * torch.rand(4, generator=generator)
+
+    def gradient(f: Draws) -> Tensor:
+        generator.manual_seed(0)
+        w = W.clone().requires_grad_()
+        return torch.autograd.grad(f(key(0), w).sum(), w)[0]  # type: ignore[call-arg]
+
+    assert torch.equal(gradient(keyed(remat(f))), gradient(keyed(f)))
+
+
+def test_no_stash_of_the_generators_under_keyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stashed(device: torch.device) -> Tensor:
+        raise AssertionError(device)
+
+    def loss(w: Tensor) -> Tensor:
+        return keyed(remat(lambda w: normal(next_key(), (4,)) * w.sin()))(key(0), w).sum()
+
+    expected = grad(loss)(W)
+    monkeypatch.setattr("remat._context.global_state", stashed)
+    assert torch.equal(grad(loss)(W), expected)
+    with pytest.raises(AssertionError):
+        remat(torch.sin)(W)
+
+
+def test_no_stash_is_kept_where_nothing_was_drawn() -> None:
+    w = W.clone().requires_grad_()
+    for fun in (lambda w: w.sin(), lambda w: keyed(F.dropout)(key(0), w)):
+        node = remat(fun)(w).grad_fn
+        assert node.link.fn.call.random is None  # type: ignore[union-attr]
+
+
+def test_memory() -> None:
+    """Neither masks nor activations are kept."""
+    w = torch.ones(256, 256)
+
+    def block(w: Tensor) -> Tensor:
+        return F.dropout(F.dropout(w.sin()).cos(), 0.1)
+
+    def deep(block: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def loss(w: Tensor) -> Tensor:
+            for _ in range(10):
+                w = block(w)
+            return w.sum()
+
+        return loss
+
+    peaks = []
+    for fun in (keyed(deep(block)), keyed(deep(remat(block)))):
+        with LiveBytes() as meter:
+            grad(fun, argnums=1)(key(0), w)
+        peaks.append(meter.peak / w.nbytes)
+    plain, rerun = peaks
+    assert plain > 40
+    assert rerun < 17
+
+
+@pytest.mark.parametrize("fun", [keyed(remat(stateful)), remat(keyed(stateful)), keyed(stateful)])
+@pytest.mark.parametrize("backward", [True, False])
+def test_nothing_leaks(fun: Callable[..., Tensor], backward: bool) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        k, w = key(0), W.clone().requires_grad_()
+        alive = [weakref.ref(k), weakref.ref(w)]
+        out = fun(k, w, X)
+        if backward:
+            out.sum().backward()
+        del out, k, w
+        assert [ref() for ref in alive] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("policy", [policies.dots_saveable, policies.everything_saveable], ids=["dots", "all"])
+def test_under_a_policy(policy: Any) -> None:
+    for fun in (keyed(remat(stateful, policy=policy)), remat(keyed(stateful), policy=policy)):
+        for transform in ("grad", "vmap(grad) over keys", "backward"):
+            torch.testing.assert_close(TRANSFORMS[transform](fun), TRANSFORMS[transform](keyed(stateful)))

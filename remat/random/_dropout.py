@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from remat.random._check import sampler
+from remat.random._check import sampler, what
 from remat.random._uniform import bernoulli
 
 
@@ -25,8 +25,8 @@ def dropout(key: Tensor, x: Tensor, rate: float = 0.5, *, broadcast_dims: Sequen
 
     **Returns:** a tensor like `x`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a `rate` outside [0, 1] or a dimension that `x` has
-    not.
+    **Raises:** `TypeError` if `key` is no key or `x` is not floating, `ValueError` for a `rate` outside [0, 1]
+    or a dimension that `x` has not.
 
     Source: Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 2014.
 
@@ -39,6 +39,8 @@ def dropout(key: Tensor, x: Tensor, rate: float = 0.5, *, broadcast_dims: Sequen
     """
     if not 0 <= rate <= 1:
         raise ValueError(f"remat.random.dropout: rate must be a probability, in [0, 1]; got {rate!r}.")
+    if not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"remat.random.dropout: x must be a floating tensor; got {what(x)}.")
     shape = list(x.shape)
     for dim in broadcast_dims:
         if not -x.ndim <= dim < x.ndim:

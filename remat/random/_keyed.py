@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -21,80 +22,50 @@ from remat import _torch_internals as internals
 from remat._errors import RematError
 from remat.random import _stateful, _stateful_layers  # noqa: F401  # they fill the table
 from remat.random._check import check_key
+from remat.random._generators import global_state, is_global, set_global_state
 from remat.random._key import fold_in
 from remat.random._rules import COMPOSITES, DRAWS, FRESH
-from remat.random._to_internals import vmap_levels
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class State(NamedTuple):
-    """Where the threading of keys stands: all that the draws from here on depend on.
+class Position(NamedTuple):
+    """How far the threading of a key has come: with the key, all that the draws from here on depend on.
 
     `remat` takes it down when a forward run begins, and begins the rerun `resumed` from it. The key is a tensor like
-    others that the run reads: it may belong to a transform, and is to be replaced by the operand that stands for it.
+    others that the run reads: it may belong to a transform, and is replaced by the operand that stands for it.
     """
 
-    key: Tensor
     drawn: int
     vmaps: int
     """How many of the active vmaps were begun inside of `keyed`: the draws differ along them."""
 
 
-class _Guard(internals.TorchDispatchMode):
-    """Stops an op that has drawn from a global generator, and undoes the draw."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        explicit = any(isinstance(arg, torch.Generator) for arg in (*args, *kwargs.values()))
-        if torch.Tag.nondeterministic_seeded not in func.tags or explicit:
-            return func(*args, **kwargs)
-        # Whether it draws depends on its arguments, such as dropout_p=0: look if it did.
-        devices = {arg.device for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)}
-        devices |= {torch.device(kwargs["device"])} if kwargs.get("device") is not None else {torch.device("cpu")}
-        before = {device: _random_state(device) for device in devices if device.type != "meta"}
-        out = func(*args, **kwargs)
-        for device, state in before.items():
-            if not torch.equal(state, _random_state(device)):
-                _restore_random_state(device, state)
-                raise RematError(
-                    f"remat.random.keyed: {func} drew from the global generator of {device}, and there is no rule that "
-                    "makes it draw from a key. Draw with next_key() and a function of remat.random, or give the op a "
-                    "generator=."
-                )
-        return out
-
-
-def _random_state(device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    return torch.get_device_module(device).get_rng_state(device)
-
-
-def _restore_random_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
-
-
 class Threading(TorchFunctionMode):
-    """Within it, each draw from a global generator is one from a subkey of the state's key."""
+    """Within it, each draw from a global generator is one from a subkey of a key."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, key: Tensor, position: Position) -> None:
         super().__init__()
-        self.key, self.drawn, inner_vmaps = state
-        self._outer_vmaps = len(vmap_levels()) - inner_vmaps
+        self.key = key
+        self.suspended = False
+        self._drawn = position.drawn
+        self._outer_vmaps = len(internals.vmap_levels()) - position.vmaps
+        self._outer_checkpoints = _torch_checkpoints()
 
-    def state(self) -> State:
-        return State(self.key, self.drawn, len(vmap_levels()) - self._outer_vmaps)
+    def position(self) -> Position:
+        return Position(self._drawn, len(internals.vmap_levels()) - self._outer_vmaps)
 
     def next_key(self, who: str) -> Tensor:
         """The next subkey, with one for each element along the vmaps begun inside that ask for different draws."""
-        key = fold_in(self.key, self.drawn)
-        self.drawn += 1
-        for level, size, randomness in vmap_levels()[self._outer_vmaps :]:
+        if _torch_checkpoints() > self._outer_checkpoints:
+            raise RematError(
+                f"remat.random.keyed: {who} draws in a function under torch.utils.checkpoint, whose rerun knows no "
+                "keys and would draw something else. Use remat.remat in its place."
+            )
+        key = fold_in(self.key, self._drawn)
+        self._drawn += 1
+        for level, size, randomness in internals.vmap_levels()[self._outer_vmaps :]:
             if randomness == "error":
                 raise RematError(
                     f"remat.random.keyed: {who} draws under a vmap that does not say how: write "
@@ -107,10 +78,12 @@ class Threading(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.suspended:
+            return func(*args, **kwargs)
         if func is next_key:
             return self.next_key("next_key")
         draw = DRAWS.get(func)
-        if draw is not None and kwargs.get("generator") is None:
+        if draw is not None and not _from_explicit_generator(args, kwargs):
             return draw(functools.partial(self.next_key, func.__name__), func, *args, **kwargs)
         if func in COMPOSITES:
             with self:
@@ -122,20 +95,88 @@ class Threading(TorchFunctionMode):
         return out
 
 
-def threading_state() -> State | None:
-    """Where the innermost threading stands now, None outside of `keyed`."""
-    for mode in reversed(internals.function_modes()):
-        if isinstance(mode, Threading):
-            return mode.state()
-    return None
+def _torch_checkpoints() -> int:
+    """How many frames of torch.utils.checkpoint the running code is called by."""
+    if torch.compiler.is_compiling():
+        return 0
+    count, frame = 0, sys._getframe()
+    while frame is not None:
+        count += frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
+
+
+def _from_explicit_generator(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(arg, torch.Generator) and not is_global(arg) for arg in (*args, *kwargs.values()))
+
+
+class _Guard(internals.TorchDispatchMode):
+    """Stops an op that has drawn from a global generator, and undoes the draw."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, threading: Threading) -> None:
+        super().__init__()
+        self._threading = threading
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._threading.suspended or not _may_draw(func) or _from_explicit_generator(args, kwargs):
+            return func(*args, **kwargs)
+        # Whether it draws depends on its arguments, such as dropout_p=0: look if it did.
+        devices = {arg.device for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)}
+        devices |= {torch.device(kwargs["device"])} if kwargs.get("device") is not None else {torch.device("cpu")}
+        before = {device: global_state(device) for device in devices if device.type != "meta"}
+        out = func(*args, **kwargs)
+        with internals.DisableTorchFunction():
+            moved = [device for device, state in before.items() if not torch.equal(state, global_state(device))]
+        for device in moved:
+            set_global_state(device, before[device])
+            raise RematError(
+                f"remat.random.keyed: {func} drew from the global generator of {device}, and there is no rule that "
+                "makes it draw from a key. Draw with next_key() and a function of remat.random, or give the op a "
+                "generator=."
+            )
+        return out
+
+
+def _may_draw(func: Any) -> bool:
+    """Whether an op is one of torch's random ones, or one with ops inside that no mode sees."""
+    if getattr(func, "namespace", None) in ("aten", "prims", "remat"):
+        return torch.Tag.nondeterministic_seeded in func.tags
+    return True
+
+
+def _active() -> list[Threading]:
+    """The active threadings of keys, innermost last."""
+    return [mode for mode in internals.function_modes() if isinstance(mode, Threading) and not mode.suspended]
+
+
+def running() -> Threading | None:
+    """The innermost active threading, None outside of `keyed`."""
+    return next(reversed(_active()), None)
 
 
 @contextlib.contextmanager
-def resumed(state: State) -> Iterator[None]:
-    """Within it, the draws are those that came after `state` was taken down."""
-    guard = contextlib.nullcontext() if torch.compiler.is_compiling() else _Guard()
-    with guard, Threading(state):
+def resumed(key: Tensor, position: Position) -> Iterator[None]:
+    """Within it, draws are from the subkeys of `key` that come after a position."""
+    threading = Threading(key, position)
+    guard = contextlib.nullcontext() if torch.compiler.is_compiling() else _Guard(threading)
+    with guard, threading:
         yield
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """Within it, draws are as they are outside of `keyed`."""
+    active = _active()
+    for threading in active:
+        threading.suspended = True
+    try:
+        yield
+    finally:
+        for threading in active:
+            threading.suspended = False
 
 
 def keyed(fun: Callable[P, R]) -> Callable[Concatenate[Tensor, P], R]:
@@ -175,7 +216,7 @@ def keyed(fun: Callable[P, R]) -> Callable[Concatenate[Tensor, P], R]:
                 "remat.random.keyed: the function takes a single key, of shape (2,): map over a batch of keys with "
                 f"torch.vmap(keyed(fun)); got keys of shape {tuple(key.shape)}."
             )
-        with resumed(State(key, 0, 0)):
+        with resumed(key, Position(0, 0)):
             return fun(*args, **kwargs)
 
     if not torch.compiler.is_compiling():

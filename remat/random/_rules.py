@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat import _torch_internals as internals
 from remat._errors import RematError
 
 NextKey = Callable[[], Tensor]
@@ -84,6 +85,14 @@ def key_on(device: torch.device | str | int | None, next_key: NextKey) -> Tensor
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _default_device() -> torch.device:
     return torch.get_default_device()
+
+
+def require(function: str, rule: str, holds: bool | Tensor) -> None:
+    """Refuse parameters that torch's function refuses; those of a tensor, where its values can be read."""
+    if isinstance(holds, Tensor):
+        holds = torch.compiler.is_compiling() or holds.is_meta or bool(internals.vmap_levels()) or bool(holds.all())
+    if not holds:
+        raise ValueError(f"remat.random.keyed: {function} needs {rule}.")
 
 
 def write(self: Tensor, value: Tensor) -> Tensor:

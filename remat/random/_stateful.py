@@ -14,7 +14,7 @@ from remat.random._counts import binomial, poisson
 from remat.random._discrete import categorical, geometric, permutation
 from remat.random._gamma import dirichlet, gamma
 from remat.random._normal import normal
-from remat.random._rules import NextKey, key_on, rule_for, write
+from remat.random._rules import NextKey, key_on, require, rule_for, write
 from remat.random._uniform import bernoulli, randint, uniform
 
 
@@ -140,8 +140,7 @@ def _randint_like(
 
 
 def _integers(key: Tensor, shape: Sequence[int], low: int, high: int) -> Tensor:
-    if low >= high:
-        raise ValueError(f"remat.random.keyed: randint needs low < high; got low={low}, high={high}.")
+    require("randint", f"low < high; got {low} and {high}", low < high)
     return randint(key, shape, low, high, torch.int64)
 
 
@@ -167,6 +166,7 @@ def _normal(
     device: Any = None,
     **rest: Any,
 ) -> Tensor:
+    require("normal", "std >= 0", std >= 0)
     tensors = [p for p in (mean, std) if isinstance(p, Tensor)]
     shape = torch.broadcast_shapes(*(t.shape for t in tensors)) if size is None else size
     device = tensors[0].device if tensors else device
@@ -176,7 +176,9 @@ def _normal(
 
 @rule_for("torch.bernoulli", "torch.Tensor.bernoulli")
 def _bernoulli(next_key: NextKey, func: Any, input: Tensor, p: float | None = None, **rest: Any) -> Tensor:
-    sample = bernoulli(key_on(input.device, next_key), input.detach() if p is None else p, input.shape)
+    chance = input.detach() if p is None else p
+    require("bernoulli", "probabilities in [0, 1]", (chance >= 0) & (chance <= 1))
+    sample = bernoulli(key_on(input.device, next_key), chance, input.shape)
     return _finish(sample.to(input.dtype), **rest)
 
 
@@ -184,6 +186,8 @@ def _bernoulli(next_key: NextKey, func: Any, input: Tensor, p: float | None = No
 def _multinomial(
     next_key: NextKey, func: Any, input: Tensor, num_samples: int, replacement: bool = False, **rest: Any
 ) -> Tensor:
+    weights = (input >= 0).all(-1) & input.isfinite().all(-1) & (input > 0).any(-1)
+    require("multinomial", "weights that are finite, >= 0 and not all zero", weights)
     logits, shape = input.detach().log(), (num_samples, *input.shape[:-1])
     sample = categorical(key_on(input.device, next_key), logits, shape=shape, replace=replacement, mode="high")
     return _finish(sample.movedim(0, -1), **rest)
@@ -191,6 +195,7 @@ def _multinomial(
 
 @rule_for("torch.poisson")
 def _poisson(next_key: NextKey, func: Any, input: Tensor, **rest: Any) -> Tensor:
+    require("poisson", "rates >= 0", input >= 0)
     return _finish(poisson(key_on(input.device, next_key), input, dtype=torch.int64).to(input.dtype), **rest)
 
 
@@ -224,18 +229,22 @@ def _in_place(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
 @rule_for("torch.Tensor.uniform_")
 @_in_place
 def _uniform_(key: Tensor, like: Tensor, from_: float = 0.0, to: float = 1.0, **from_by_name: float) -> Tensor:
-    return uniform(key, like.shape, like.dtype, from_by_name.get("from", from_), to)
+    from_ = from_by_name.get("from", from_)
+    require("uniform_", f"from <= to; got {from_} and {to}", from_ <= to)
+    return uniform(key, like.shape, like.dtype, from_, to)
 
 
 @rule_for("torch.Tensor.normal_")
 @_in_place
 def _normal_(key: Tensor, like: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    require("normal_", f"std >= 0; got {std}", std >= 0)
     return _floats(normal, lambda: key, like.shape, like.dtype, like.device) * std + mean
 
 
 @rule_for("torch.Tensor.exponential_")
 @_in_place
 def _exponential_(key: Tensor, like: Tensor, lambd: float = 1.0) -> Tensor:
+    require("exponential_", f"lambd > 0; got {lambd}", lambd > 0)
     # never 0, as torch's never is: code takes the logarithm
     return exponential(key, like.shape, like.dtype).clamp(min=torch.finfo(like.dtype).eps / 2) / lambd
 
@@ -243,25 +252,30 @@ def _exponential_(key: Tensor, like: Tensor, lambd: float = 1.0) -> Tensor:
 @rule_for("torch.Tensor.cauchy_")
 @_in_place
 def _cauchy_(key: Tensor, like: Tensor, median: float = 0.0, sigma: float = 1.0) -> Tensor:
+    require("cauchy_", f"sigma > 0; got {sigma}", sigma > 0)
     return cauchy(key, like.shape, like.dtype) * sigma + median
 
 
 @rule_for("torch.Tensor.log_normal_")
 @_in_place
 def _log_normal_(key: Tensor, like: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
+    require("log_normal_", f"std > 0; got {std}", std > 0)
     return (normal(key, like.shape, like.dtype) * std + mean).exp()
 
 
 @rule_for("torch.Tensor.geometric_")
 @_in_place
 def _geometric_(key: Tensor, like: Tensor, p: float) -> Tensor:
+    require("geometric_", f"p in (0, 1); got {p}", 0 < p < 1)
     return geometric(key, p, like.shape, torch.int64)
 
 
 @rule_for("torch.Tensor.bernoulli_")
 @_in_place
 def _bernoulli_(key: Tensor, like: Tensor, p: float | Tensor = 0.5) -> Tensor:
-    return bernoulli(key, p.detach() if isinstance(p, Tensor) else p, like.shape)
+    p = p.detach() if isinstance(p, Tensor) else p
+    require("bernoulli_", "probabilities in [0, 1]", (p >= 0) & (p <= 1))
+    return bernoulli(key, p, like.shape)
 
 
 @rule_for("torch.Tensor.random_")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
+_MASK = 0xFFFFFFFF
 
 # The right shift and the mask of each rotation, as 0-dim tensors: eager torch wraps a Python number anew for
 # each op, which takes as long as a small op itself.
@@ -52,20 +53,24 @@ def threefry2x32(k0: Tensor, k1: Tensor, c0: Tensor | int, c1: Tensor, buffers: 
 
 def _threefry2x32_wide(k0: Tensor, k1: Tensor, c0: Tensor | int, c1: Tensor) -> tuple[Tensor, Tensor]:
     """The same for torch.compile, which fuses it, and in whose C++ an int32 must not overflow: in int64."""
-    mask = 0xFFFFFFFF
-    k0, k1, x1 = (x.to(torch.int64) & mask for x in (k0, k1, c1))
+    k0, k1, c1 = (x.to(torch.int64) & _MASK for x in (k0, k1, c1))
+    # Makes the compiler store the values (in registers, once it has fused all). It would rather put in the place of
+    # each use the expression that it stands for, and double that with each round.
+    x0, x1 = _rounds(k0, k1, c0, c1, lambda x: x.as_strided(x.shape, x.stride()))
+    return x0.to(torch.int32), x1.to(torch.int32)
+
+
+def _rounds(k0: Any, k1: Any, c0: Any, c1: Any, store: Callable[[Any], Any] = lambda x: x) -> tuple[Any, Any]:
+    """The hash of Python's ints, or of int64 tensors, that are in [0, 2**32)."""
     keys = (k0, k1, k0 ^ k1 ^ _PARITY)
-    x0, x1 = (c0 + k0) & mask, (x1 + k1) & mask
+    x0, x1 = (c0 + k0) & _MASK, (c1 + k1) & _MASK
     for group in range(5):
         for distance in _ROTATIONS[group % 2]:
-            x0 = (x0 + x1) & mask
-            x1 = ((x1 << distance | x1 >> 32 - distance) & mask) ^ x0
-            # Makes the compiler store the values (in registers, once it has fused all). It would rather put
-            # in the place of each use the expression that it stands for, and double that with each round.
-            x0, x1 = (x.as_strided(x.shape, x.stride()) for x in (x0, x1))
-        x0 = (x0 + keys[(group + 1) % 3]) & mask
-        x1 = (x1 + keys[(group + 2) % 3] + (group + 1)) & mask
-    return x0.to(torch.int32), x1.to(torch.int32)
+            x0 = store((x0 + x1) & _MASK)
+            x1 = store(((x1 << distance | x1 >> 32 - distance) & _MASK) ^ x0)
+        x0 = (x0 + keys[(group + 1) % 3]) & _MASK
+        x1 = (x1 + keys[(group + 2) % 3] + (group + 1)) & _MASK
+    return x0, x1
 
 
 def _fill(key: Tensor, shape: list[int], dtype: torch.dtype, write: Callable[[Tensor, Tensor, Tensor], Any]) -> Tensor:
@@ -92,13 +97,18 @@ def _fill(key: Tensor, shape: list[int], dtype: torch.dtype, write: Callable[[Te
 
 def _block_size(nbytes: int, device: torch.device) -> int:
     # An element of a block takes up to 32 bytes while it is made: together, at most three times the result. The caps
-    # are what a CPU's caches hold, and what keeps a GPU's launches few. A power of two, so that no block crosses a
-    # multiple of 2**32, where the high word of the counter changes.
-    cap = 19 if device.type == "cpu" else 24
+    # are what the cores of a CPU have in their own caches, and what keeps a GPU's launches few. A power of two, so that
+    # no block crosses a multiple of 2**32, where the high word of the counter changes.
+    cap = 15 + torch.get_num_threads().bit_length() if device.type == "cpu" else 24
     return 1 << min(max(16, (3 * nbytes // 32).bit_length() - 1), cap)
 
 
 def _fold_in(key: Tensor, data: Tensor) -> Tensor:
+    if data.numel() <= 16 and data.device.type == "cpu" and not torch.compiler.is_compiling():
+        # Python hashes one number in the time of ten ops of torch, of which the hash of any number of them takes 100.
+        pairs = zip(key.reshape(-1, 2).tolist(), data.flatten().tolist(), strict=True)
+        hashes = [_rounds(k0, k1, 0, number & _MASK) for (k0, k1), number in pairs]
+        return torch.tensor(hashes, dtype=torch.uint32, device="cpu").reshape(key.shape)
     k0, k1 = key.view(torch.int32).unbind(-1)
     words = threefry2x32(k0, k1, 0, data, (k0 + data).new_empty((3, *data.shape)))
     return torch.stack(words, -1).view(torch.uint32)

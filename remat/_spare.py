@@ -1,0 +1,246 @@
+"""The rerun that is given the values that were kept.
+
+Ops that need not run again are spared: they return what was kept, or memory in which nothing was computed. Should the
+rerun's graph hold on to such memory after all, its value is computed then, from the values that it depends on, so a
+wrong guess of the tape costs time and never a wrong number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat._errors import CheckpointError
+from remat._tape import CONSTANT, DETACH, Changed, Op, Output, Tape, aliases_of, layout, outputs_of, write_token
+from remat._values import (
+    OpCall,
+    OpMode,
+    Reader,
+    Ref,
+    Token,
+    Values,
+    flat,
+    is_draw,
+    is_view,
+    plain,
+    refs,
+    tensors,
+    written,
+)
+
+
+class Replay(OpMode):
+    """Gives the ops of a rerun their kept results, and spares those that nobody reads."""
+
+    def __init__(self, tape: Tape, name: str, consume: bool) -> None:
+        """A rerun of the function `name`. With `consume`, what is given back is kept no longer: it is the last."""
+        super().__init__()
+        tape.fetch()
+        self._tape = tape
+        self._name = name
+        self._left: dict[Token, int] | None = {} if consume else None
+        self._reader = Reader(Values(tape.values))
+        self._reader.outside = []  # until all is computed that may have to be
+        self._recipes: dict[Token, OpCall] = {}
+
+    def given(self, i: int, operand: Tensor) -> None:
+        """Say which operand a tensor is a copy of."""
+        raw = internals.innermost(operand)
+        token, before = self._tape.operands[i]
+        if layout(raw) == before:
+            self._reader.values.set_outside(raw.untyped_storage(), token)
+
+    def accessed(self, tensor: Tensor) -> None:
+        """The memory of a tensor is given away: its value has to be there."""
+        raw = internals.innermost(tensor)
+        if plain(raw):
+            with internals.below_all_transforms():
+                self._fill([raw.untyped_storage(), *self._losing(raw.untyped_storage())])
+            self._reader.give_away(raw)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        reader = self._reader
+        if func is DETACH:
+            return func(*args, **kwargs)
+        if func is CONSTANT:
+            reader.constant(args[0])
+        if not all(map(plain, tensors(args, kwargs))):
+            out = self._run(func, args, kwargs)
+            for t in written(func, args, kwargs):
+                if plain(t):
+                    reader.write(t, reader.values.new())
+            return out
+        call = reader.call(func, args, kwargs)
+        if is_view(func) or call.token in self._tape.views:
+            return func(*args, **kwargs)
+        op = self._tape.spared(call.token)
+        changed = written(func, args, kwargs)
+        if op is not None:
+            return self._spare(op, call, changed)
+        out = self._run(func, args, kwargs)
+        if all(plain(t) for t in flat(out) if isinstance(t, Tensor)) and not any(
+            aliases_of(out, args, kwargs, changed)
+        ):
+            self._note(call, out, changed)
+        return out
+
+    def _note(self, call: OpCall, out: Any, changed: list[Tensor]) -> None:
+        values = self._reader.values
+        for t, output in zip(flat(out), outputs_of(values, call, out, changed), strict=True):
+            if isinstance(output, Output):
+                self._reader.make(t.untyped_storage(), output.token)
+                self._recipes[output.token] = call
+        for i, t in enumerate(changed):
+            token = write_token(values, call, i)
+            self._reader.write(t, token)
+            self._recipes[token] = call
+
+    def _spare(self, op: Op, call: OpCall, changed: list[Tensor]) -> Any:
+        results: list[Any] = []
+        storages: dict[Token, Any] = {}
+        for output in op.outputs:
+            if isinstance(output, Changed):
+                results.append(changed[output.position])
+            elif not isinstance(output, Output):
+                results.append(output)
+            else:
+                if output.token not in storages:
+                    storages[output.token] = self._memory_of(output)
+                    self._recipes[output.token] = call
+                results.append(output.over(storages[output.token]))
+        for i, t in enumerate(changed):
+            token = write_token(self._reader.values, call, i)
+            storage = t.untyped_storage()
+            kept = self._tape.take(token, self._name, self._left)
+            if kept is not None:
+                self._fill(self._losing(storage))
+                storage.copy_(kept)
+            self._reader.write(t, token, there=kept is not None)
+            self._recipes[token] = call
+        return op.kind(results) if issubclass(op.kind, (list, tuple)) else results[0]
+
+    def _memory_of(self, output: Output) -> Any:
+        """The storage of a result of a spared op."""
+        storage = self._tape.take(output.token, self._name, self._left)
+        kept = storage is not None
+        if not kept:
+            storage = torch.empty(output.nbytes, dtype=torch.uint8, device=output.device).untyped_storage()
+        self._reader.make(storage, output.token, there=kept)
+        return storage
+
+    # Computing what was spared.
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._fill([t.untyped_storage() for t in tensors(args, kwargs) if t.layout == torch.strided])
+        for t in written(func, args, kwargs):
+            if plain(t):
+                self._fill(self._losing(t.untyped_storage()))
+        return func(*args, **kwargs)
+
+    def _fill(self, storages: Iterable[Any]) -> None:
+        """Make sure that storages contain what they should."""
+        todo = [s for s in storages if self._is_hollow(s)]
+        found: dict[int, Any] = {}
+        while todo:
+            storage = todo.pop()
+            if id(storage) not in found:
+                found[id(storage)] = storage
+                todo += self._losing(storage)
+        if not found:
+            return
+        computed: dict[Token, Any] = {}
+        values = [self._value(self._reader.of(s).token, computed) for s in found.values()]
+        values = [v.clone() if id(v) in found else v for v in values]
+        for storage, value in zip(found.values(), values, strict=True):
+            content = self._reader.of(storage)
+            storage.copy_(value)
+            content.there = content.token
+
+    def _is_hollow(self, storage: Any) -> bool:
+        content = self._reader.of(storage)
+        return content.there != content.token
+
+    def _losing(self, storage: Any) -> list[Any]:
+        """The other storages to be filled before this one is overwritten: what depends on it can't be computed then."""
+        lost = self._reader.of(storage).there
+        if lost is None or self._can_be_computed(lost):
+            return []
+        hollow = [(c, s) for c, s in self._reader.all() if s is not storage and c.there != c.token]
+        return [s for c, s in hollow if self._depends(c.token, lost)]
+
+    def _can_be_computed(self, token: Token) -> bool:
+        recipe = self._recipes.get(token)
+        return recipe is not None and not is_draw(recipe.func)
+
+    def _depends(self, token: Token, on: Token) -> bool:
+        todo, seen = [token], set()
+        while todo:
+            token = todo.pop()
+            if token == on:
+                return True
+            if token in self._recipes and token not in seen:
+                seen.add(token)
+                todo += self._recipes[token].reads
+        return False
+
+    def _value(self, token: Token, computed: dict[Token, Any]) -> Any:
+        """A storage with a value: one that is there, or computed from values that are."""
+        there = {c.there: s for c, s in self._reader.all() if c.there is not None}
+        todo = [token]
+        while todo:
+            token = todo[-1]
+            if token in computed:
+                todo.pop()
+            elif token in there:
+                computed[token] = there[token]
+            elif token in self._tape.kept:
+                computed[token] = self._tape.kept[token].get(self._name)
+            elif not self._can_be_computed(token):
+                raise CheckpointError(
+                    f"remat: the rerun of {self._name} reads a value that its forward run did not read, and that can't "
+                    "be computed any more. A function under remat must do the same each time."
+                )
+            else:
+                call = self._recipes[token]
+                missing = [t for t in call.reads if t not in computed]
+                todo += missing
+                if not missing:
+                    self._call(call, computed)
+        return computed[token]
+
+    def _call(self, call: OpCall, computed: dict[Token, Any]) -> None:
+        """Run an op on values: the storages of the rerun stay as they are."""
+        memory = {ref.slot: computed[ref.token] for ref in refs((*call.args, *call.kwargs.values()))}
+        for ref in written(call.func, call.args, call.kwargs):
+            memory[ref.slot] = computed[ref.token].clone()
+        args = [_over(x, memory) for x in call.args]
+        kwargs = {k: _over(v, memory) for k, v in call.kwargs.items()}
+        out = call.func(*args, **kwargs)
+        values, targets = self._reader.values, written(call.func, args, kwargs)
+        for t, output in zip(flat(out), outputs_of(values, call, out, targets), strict=True):
+            if isinstance(output, Output):
+                computed[output.token] = t.untyped_storage()
+        for i, t in enumerate(targets):
+            computed[write_token(values, call, i)] = t.untyped_storage()
+
+    def settle(self) -> None:
+        """Compute what the rerun's graph holds on to. Called when its results are gone and only the graph is left."""
+        waiting = [c.storage for c, _ in self._reader.all() if c.there != c.token]
+        if waiting:
+            with internals.below_all_transforms():
+                for ref in waiting:
+                    if (storage := ref()) is not None:
+                        self._fill([storage])
+        self._reader.outside = None
+
+
+def _over(x: Any, memory: dict[int, Any]) -> Any:
+    """An argument of a call, over these storages."""
+    if isinstance(x, Ref):
+        return x.over(memory[x.slot])
+    return [_over(i, memory) for i in x] if isinstance(x, tuple) else x

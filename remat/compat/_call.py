@@ -1,0 +1,133 @@
+"""A call of a user's function, and what it found: enough to repeat it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat import _tree
+from remat._context import Ambient
+from remat.compat._captured import Captured
+from remat.compat._draws import Draws
+from remat.compat._watch import Forward, Record, Rerun, copy_of
+
+Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+
+NO_CONTEXTS: Contexts = (contextlib.nullcontext(), contextlib.nullcontext())
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+_PLAIN = {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Tensor, torch.nn.Parameter}
+
+
+class UsesTransforms(Exception):  # noqa: N818
+    """The function uses `torch.func`: the functional engine has to run it. What it did so far is taken back."""
+
+
+class Call:
+    """One call of a function. The tensors that it was given are not held, but handed to the rerun.
+
+    **Attributes:**
+
+    - `tensors`: until the forward is over, the tensors among the arguments and in the function's cells.
+    - `record`: what the forward noted.
+    """
+
+    def __init__(
+        self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool
+    ) -> None:
+        self.record = Record()
+        self._spec: _tree.PyTreeSpec | None = None
+        if kwargs or not _PLAIN.issuperset(map(type, args)):
+            self._leaves, self._spec = _tree.flatten((args, kwargs))
+        else:
+            self._leaves = list(args)
+        leaves = self._leaves
+        self._captured = Captured(fun, leaves)
+        self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.tensors: list[Tensor] = [leaves[i] for i in self._positions] + self._captured.tensors
+        for i in self._positions:
+            leaves[i] = None
+        self._captured.freeze(leaves, self.tensors)
+        self._identities = [*map(id, self.tensors)]
+        self._ambient = Ambient.current()
+        self._draws = Draws(self.tensors) if preserve_rng_state else None
+
+    def watch(self, owner: Any = None, under_context: bool = False) -> Forward:
+        """The mode for the forward."""
+        return Forward(self.record, self.tensors, self._draws, owner, under_context)
+
+    def finish(self, forward: Forward) -> None:
+        """The user's own call is over, and its hooks are gone."""
+        forward.finish()
+        self.tensors = []
+        if self._draws is not None:
+            self._draws.finish(device for _, _, device in self.record.metas)
+
+    def undo(self, forward: Forward) -> None:
+        """Take back what the forward changed and drew, so that it can be run by another engine."""
+        forward.undo()
+        if self._draws is not None:
+            self._draws.undo()
+
+    def is_written(self, position: int) -> bool:
+        """Whether the forward changed the given tensor at this position in place."""
+        return self._identities[position] in self.record.written
+
+    def written(self, position: int) -> Tensor:
+        """A copy of what such a tensor was before."""
+        before = self.record.written[self._identities[position]][1]
+        return copy_of(before, before.requires_grad)
+
+    def rerun(
+        self,
+        rerun: Rerun,
+        tensors: Sequence[Tensor],
+        context: contextlib.AbstractContextManager[Any] = _NOTHING,
+        *,
+        keep: bool = False,
+    ) -> Any:
+        """The call again, with `tensors` in the place of those that it was given.
+
+        **Returns:** the result if it is to be kept, else None.
+        """
+        for key, (ref, before) in self.record.written.items():
+            original = ref()
+            if original is not None and key not in self._identities:
+                rerun.swap(original, copy_of(before, original.requires_grad))
+        captured, draws = self._captured, self._draws
+        fun, leaves, thaw = captured.thawed(self._leaves, tensors)
+        for i, tensor in zip(self._positions, tensors, strict=False):
+            leaves[i] = tensor
+        args, kwargs = (leaves, {}) if self._spec is None else _tree.unflatten(self._spec, leaves)
+        del leaves
+        ambient = _NOTHING if Ambient.current() == self._ambient else self._ambient.restored()
+        restored = captured.restored() if captured.has_slots else _NOTHING
+        grad_mode = torch.is_grad_enabled()
+        internals.set_grad_enabled(True)
+        random_before = None if draws is None else draws.begin()
+        try:
+            with ambient, restored, context:
+                with rerun if rerun.is_needed else _NOTHING:
+                    out = fun(*args, **kwargs)
+                out = out if keep else None
+                rerun.finish()
+        finally:
+            if draws is not None and random_before is not None:
+                draws.end(random_before)
+            internals.set_grad_enabled(grad_mode)
+            rerun.restore_grads()
+            if thaw is not None:
+                thaw.empty()
+        if draws is not None and random_before is not None:
+            draws.check(random_before)
+        return out
+
+
+def at_the_base() -> contextlib.AbstractContextManager[None]:
+    """Within it, a rerun may run: a backward pass of the base may be called inside of a transform."""
+    return internals.base_level() if internals.transforms_active() else _NOTHING

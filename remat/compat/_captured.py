@@ -1,0 +1,194 @@
+"""What a function finds without being given it - cells and globals - as it was when the function was called."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat._frozen import Freezer, Table, Thawer, cell_contents, parts, written_names
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_Slot = tuple[Any, Any, Any]  # a cell and None, or a namespace and a name; and what it held
+
+
+@functools.cache
+def _globals_read(code: types.CodeType) -> tuple[str, ...]:
+    names = {str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names.update(_globals_read(const))
+    return tuple(names)
+
+
+def _slots(fun: types.FunctionType) -> Iterator[_Slot]:
+    """The cells that a function assigns to, and the globals that it reads."""
+    if fun.__closure__:
+        written = written_names(fun.__code__, "STORE_DEREF")
+        for name, cell in zip(fun.__code__.co_freevars, fun.__closure__, strict=True) if written else ():
+            if name in written:
+                with contextlib.suppress(ValueError):  # empty
+                    yield cell, None, cell.cell_contents
+    namespace = fun.__globals__
+    for name in _globals_read(fun.__code__):
+        value = namespace.get(name)
+        if value is not None and not isinstance(value, (Tensor, types.ModuleType, type)):
+            yield namespace, name, value
+
+
+def _buffers(module: torch.nn.Module) -> Iterator[_Slot]:
+    """The buffers of a module: it may put others in their place."""
+    todo: list[torch.nn.Module | None] = [module]
+    for m in todo:
+        if m is not None:
+            yield from ((m._buffers, name, buffer) for name, buffer in m._buffers.items())
+            todo += m._modules.values()
+
+
+class _Closure:
+    """A function whose cells hold neither functions nor what it assigns itself, taken apart."""
+
+    __slots__ = ("_contents", "_fun", "_tensors")
+
+    def __init__(self, fun: types.FunctionType, contents: list[Any], tensors: list[tuple[int, int]]) -> None:
+        """`tensors`: of each tensor in a cell, the number of the cell and the position among the operands."""
+        self._fun = fun.__code__, fun.__globals__, fun.__name__
+        self._contents = contents
+        self._tensors = tensors
+        for cell, _ in tensors:
+            contents[cell] = None
+
+    def __call__(self, operands: Sequence[Tensor]) -> types.FunctionType:
+        contents = list(self._contents)
+        for cell, position in self._tensors:
+            contents[cell] = operands[position]
+        return types.FunctionType(*self._fun, None, tuple(map(types.CellType, contents)))
+
+
+_CAPTURING = (*_FUNCTIONS, tuple)
+
+
+def _simple_contents(fun: types.FunctionType) -> list[Any] | None:
+    """What the cells hold of a function that `_Closure` is enough for."""
+    if fun.__defaults__ or fun.__kwdefaults__ or fun.__dict__ or written_names(fun.__code__, "STORE_DEREF"):
+        return None
+    try:
+        contents = [cell.cell_contents for cell in fun.__closure__ or ()]
+    except ValueError:  # an empty cell
+        return None
+    simple = not any(isinstance(c, _CAPTURING) or hasattr(type(c), "__remat_maker__") for c in contents)
+    return contents if simple else None
+
+
+class Captured:
+    """A function and others that it is given, with what they capture. Neither they nor tensors in cells are held.
+
+    **Attributes:**
+
+    - `tensors`: those in cells, until `freeze`.
+    """
+
+    __slots__ = ("_contents", "_fun", "_given", "_slots", "_table", "tensors")
+
+    def __init__(self, fun: Any, leaves: list[Any]) -> None:
+        self._fun = fun
+        self._table: Table | None = None
+        self._slots: list[_Slot] = []
+        self.tensors: list[Tensor] = []
+        self._given: list[Any] = []
+        self._contents: Any = None
+        functions = [x for x in leaves if isinstance(x, _FUNCTIONS)]
+        if type(fun) is types.FunctionType and not functions:
+            self._contents = _simple_contents(fun)
+        elif not isinstance(fun, _FUNCTIONS) and not functions:
+            self._contents = []
+        if self._contents is not None:
+            self._look_at((fun, *self._contents))
+        else:
+            self._given = [fun, *functions]
+            self._contents = cell_contents(self._given)
+            self._look_at((*self._given, *(content for _, content in self._contents.values())))
+
+    def _look_at(self, objects: Sequence[Any]) -> None:
+        seen = set()
+        todo = list(objects)
+        for obj in todo:
+            if isinstance(obj, types.FunctionType):
+                if id(obj) not in seen:
+                    seen.add(id(obj))
+                    self._slots += _slots(obj)
+            elif isinstance(obj, Tensor):
+                self.tensors.append(obj)
+            elif isinstance(obj, torch.nn.Module):
+                self._slots += _buffers(obj)
+            elif isinstance(obj, tuple):
+                todo += obj
+            else:
+                todo += parts(obj)
+
+    def freeze(self, leaves: list[Any], tensors: Sequence[Tensor]) -> None:
+        """Let go of functions: they are put together again.
+
+        **Arguments:**
+
+        - `leaves`: what was given. The functions among them are replaced.
+        - `tensors`: the tensors that a rerun will be given.
+        """
+        if self._given:
+            freezer = Freezer(self._contents, {id(t): i for i, t in enumerate(tensors)})
+            self._fun = freezer(self._fun)
+            for i, leaf in enumerate(leaves):
+                if isinstance(leaf, _FUNCTIONS):
+                    leaves[i] = freezer(leaf)
+            self._table = freezer.table
+        elif self._contents:
+            first = len(tensors) - len(self.tensors)
+            cells = [i for i, content in enumerate(self._contents) if isinstance(content, Tensor)]
+            self._fun = _Closure(self._fun, self._contents, [(cell, first + i) for i, cell in enumerate(cells)])
+        self._given, self._contents, self.tensors = [], None, []
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within it, what was captured is as it was; after it, as it was before.
+
+        So a loop variable has not moved on for the rerun, and what the function itself assigns comes about once.
+        """
+        now: list[_Slot] = []
+        try:
+            for container, name, value in self._slots:
+                now.append((container, name, _look(container, name)))
+                _put(container, name, value)
+            yield
+        finally:
+            for slot in now:
+                _put(*slot)
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether there is something to restore."""
+        return bool(self._slots)
+
+    def thawed(self, leaves: list[Any], tensors: Sequence[Tensor]) -> tuple[Any, list[Any], Thawer | None]:
+        """The function and the leaves, with `tensors` in the place of those in cells; and what put them together."""
+        if self._table is None:
+            fun = self._fun
+            return fun(tensors) if type(fun) is _Closure else fun, list(leaves), None
+        thaw = Thawer(self._table, tensors)
+        return thaw(self._fun), [*map(thaw, leaves)], thaw
+
+
+def _look(container: Any, name: Any) -> Any:
+    return container.cell_contents if name is None else container.get(name)
+
+
+def _put(container: Any, name: Any, value: Any) -> None:
+    if name is None:
+        container.cell_contents = value
+    elif container.get(name) is not value:
+        container[name] = value

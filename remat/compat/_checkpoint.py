@@ -1,0 +1,266 @@
+"""`checkpoint` and `checkpoint_sequential`."""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from remat import _torch_internals as internals
+from remat._remat import remat
+from remat.compat import _debug, _settings
+from remat.compat._call import NO_CONTEXTS, Contexts, UsesTransforms
+from remat.compat._devices import noop_context_fn, warn_without_grad
+from remat.compat._engine import Options, Region
+from remat.compat._reentrant import CheckpointFunction
+from remat.compat._selective import Selective, for_one_region
+
+_DETERMINISM_CHECKS = ("default", "none")
+
+# Functions that were seen to call `torch.func.grad`: they go to the functional engine straight away.
+_transforming: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def checkpoint(
+    function: Any = None,
+    *args: Any,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], Contexts] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Run a function, and run it again on backward instead of storing its activations.
+
+    It is `torch.utils.checkpoint.checkpoint`, with the same arguments and the same two variants:
+
+    - `use_reentrant=False`, the one to use: the graph is recorded, so it works with nested structures, closures and
+        keyword arguments, under `torch.autograd.grad` and with backward passes inside of the function.
+    - `use_reentrant=True`: the forward runs in `torch.no_grad`. There are gradients only if one of the positional
+        arguments requires grad; the function has no keyword arguments.
+
+    Under the transforms of `torch.func`, and for a function that uses them, it is `remat(function)(*args, **kwargs)`.
+
+    **Arguments:**
+
+    - `function`: what to run. Without it, the decorator with these options is returned:
+        `checkpoint(use_reentrant=False)(fn)`.
+    - `args`, `kwargs`: what to call it with.
+    - `use_reentrant`: which variant; say it, the default is True with a warning.
+    - `preserve_rng_state`: repeat the random draws of the forward in the rerun, those of torch's global and explicit
+        generators and of Python's `random`. A function that draws from NumPy's global generator can't be run again.
+    - `context_fn`: returns two context managers, for the forward and for the rerun, as
+        `create_selective_checkpoint_contexts` does. Not for the reentrant variant.
+    - `determinism_check`: `"default"` compares shape, dtype and device of what both runs save, `"none"` only how many
+        there are. Not for the reentrant variant.
+    - `debug`: on a mismatch, name the first op that differs, with both call sites. Not for the reentrant variant.
+    - `early_stop`: end the rerun as soon as all that the backward needs is there.
+
+    **Returns:** what the function returned, or the decorator.
+
+    **Raises:** `ValueError` for options that the variant does not have; on backward, `CheckpointError` where the rerun
+    differs from the forward, and `RuntimeError` where a tensor that the function was given, or read, was changed in
+    place in between.
+
+    **Source:** Chen et al., *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174.
+
+    **Example:**
+
+    >>> import torch
+    >>> from remat import checkpoint
+    >>> layer = torch.nn.Linear(3, 3)
+    >>> x = torch.ones(2, 3)
+    >>> y = checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=False)
+    >>> y.sum().backward()
+    >>> layer.weight.grad.shape
+    torch.Size([3, 3])
+    """
+    if use_reentrant is None:
+        _warn_use_reentrant("checkpoint", stacklevel=3)
+        use_reentrant = True
+    if function is None and not args:
+        if kwargs:
+            raise TypeError(f"checkpoint: a decorator has no arguments for the function; got {', '.join(kwargs)}.")
+        options = {
+            "use_reentrant": use_reentrant,
+            "preserve_rng_state": preserve_rng_state,
+            "context_fn": context_fn,
+            "determinism_check": determinism_check,
+            "debug": debug,
+            "early_stop": early_stop,
+        }
+        return _decorator(options)
+    if torch.compiler.is_dynamo_compiling():
+        if context_fn is not noop_context_fn:
+            kwargs["context_fn"] = context_fn
+        return torch.utils.checkpoint.checkpoint(  # which the compiler knows
+            function, *args, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state, **kwargs
+        )
+    if use_reentrant:
+        if kwargs:
+            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+        if context_fn is not noop_context_fn or debug is not False:
+            raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
+        if _needs_transforms(function):
+            return _reentrant_under_transforms(function, args, preserve_rng_state)
+        try:
+            return CheckpointFunction.run(function, preserve_rng_state, args, stacklevel=2)
+        except UsesTransforms:
+            _transforming.add(_key(function))
+            return _reentrant_under_transforms(function, args, preserve_rng_state)
+    if determinism_check not in _DETERMINISM_CHECKS:
+        raise ValueError(f"determinism_check should be one of {list(_DETERMINISM_CHECKS)}, but got {determinism_check}")
+    contexts = NO_CONTEXTS if context_fn is noop_context_fn else for_one_region(context_fn())
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if _needs_transforms(function):
+        return _functional(function, contexts, preserve_rng_state)(*args, **kwargs)
+    stop, traced = _settings.early_stop.get(), _settings.debug_enabled.get()
+    options_ = Options(preserve_rng_state, determinism_check != "none", early_stop if stop is None else stop)
+    region = Region(function, args, kwargs, options_, contexts)
+    if debug if traced is None else traced:
+        _debug.trace(region)
+    try:
+        return region.run(function, args, kwargs)
+    except UsesTransforms:
+        _transforming.add(_key(function))
+        return _functional(function, contexts, preserve_rng_state)(*args, **kwargs)
+
+
+def _decorator(options: dict[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if not callable(function):
+            raise TypeError(f"checkpoint: function must be callable; got {type(function).__name__} {function!r}.")
+
+        @functools.wraps(function)
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            return checkpoint(function, *args, **options, **kwargs)
+
+        return checkpointed
+
+    return decorate
+
+
+def _warn_use_reentrant(who: str, stacklevel: int) -> None:
+    warnings.warn(
+        f"remat.{who}: the use_reentrant parameter should be passed explicitly. use_reentrant=False is recommended; "
+        "use_reentrant=True keeps what happens now, without it. torch.utils.checkpoint raises an exception here in its "
+        "later versions.",
+        stacklevel=stacklevel,
+    )
+
+
+# Transforms.
+
+
+def _key(function: Any) -> Any:
+    """What to know a function by: lambdas and methods are made anew for each call."""
+    if isinstance(function, functools.partial):
+        return _key(function.func)
+    if isinstance(function, types.MethodType):
+        return _key(function.__func__)
+    return getattr(function, "__code__", function)
+
+
+def _needs_transforms(function: Any) -> bool:
+    return (
+        internals.transforms_active()
+        or internals.forward_ad_active()
+        or (len(_transforming) > 0 and _key(function) in _transforming)
+    )
+
+
+def _functional(function: Any, contexts: Contexts, preserve_rng_state: bool) -> Callable[..., Any]:
+    """`function` by the functional engine, under the same contexts."""
+    forward, rerun = contexts
+    if isinstance(forward, Selective):
+        return remat(function, policy=forward.policy, preserve_rng_state=preserve_rng_state)
+    if contexts is NO_CONTEXTS:
+        return remat(function, preserve_rng_state=preserve_rng_state)
+    left = [forward]
+
+    def under_context(*args: Any, **kwargs: Any) -> Any:
+        with left.pop() if left else rerun:
+            return function(*args, **kwargs)
+
+    return remat(under_context, preserve_rng_state=preserve_rng_state)
+
+
+def _reentrant_under_transforms(function: Any, args: tuple[Any, ...], preserve_rng_state: bool) -> Any:
+    """The reentrant variant where the functional engine has to do it."""
+    if not any(internals.requires_grad_at_any_level(x) for x in args if isinstance(x, torch.Tensor)) and not (
+        internals.transforms_active() or internals.forward_ad_active()
+    ):
+        warn_without_grad(args, stacklevel=3)
+        with torch.no_grad():
+            return function(*args)
+    return remat(function, preserve_rng_state=preserve_rng_state)(*args)
+
+
+# Sequences.
+
+
+def checkpoint_sequential(
+    functions: torch.nn.Sequential | Iterable[Callable[[Any], Any]],
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,
+    *,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Run functions one after the other, checkpointing all but the last of some segments of the sequence.
+
+    **Arguments:**
+
+    - `functions`: an `nn.Sequential`, or the functions; each is given what the one before returned.
+    - `segments`: into how many segments to divide them, from 1 to their number.
+    - `input`: what the first is given.
+    - `use_reentrant`, `preserve_rng_state`: as for `checkpoint`.
+
+    **Returns:** what the last function returned.
+
+    **Raises:** `ValueError` for a number of segments out of range, and for other keywords.
+
+    **Example:**
+
+    >>> import torch
+    >>> from remat import checkpoint_sequential
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(4)])
+    >>> checkpoint_sequential(model, 2, torch.ones(2, 3), use_reentrant=False).shape
+    torch.Size([2, 3])
+    """
+    if use_reentrant is None:
+        _warn_use_reentrant("checkpoint_sequential", stacklevel=3)
+        use_reentrant = True
+    if kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    steps = list(functions.children() if isinstance(functions, torch.nn.Sequential) else functions)
+    if not 1 <= segments <= len(steps):
+        raise ValueError(
+            f"checkpoint_sequential: segments must be in 1…{len(steps)}, the number of functions; got {segments}."
+        )
+    size = len(steps) // segments
+    last = size * (segments - 1)
+    for start in range(0, last, size):
+        input = checkpoint(
+            functools.partial(_run, tuple(steps[start : start + size])),
+            input,
+            use_reentrant=use_reentrant,
+            preserve_rng_state=preserve_rng_state,
+        )
+    return _run(steps[last:], input)
+
+
+def _run(steps: Iterable[Callable[[Any], Any]], input: Any) -> Any:
+    for step in steps:
+        input = step(input)
+    return input

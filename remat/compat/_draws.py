@@ -1,0 +1,147 @@
+"""The draws of a run, to be repeated: from torch's generators and from Python's; NumPy's are only noticed.
+
+The state of Python's or of NumPy's generator takes longer to put into a Python object than a small function takes to
+run. So they are looked at where they lie in memory: NumPy says where, and for Python's it is tried out when this module
+is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import random
+import struct
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from remat._context import RandomState
+from remat._errors import CheckpointError
+from remat.random._generators import global_state
+
+_PYTHON = random.seed.__self__  # type: ignore[attr-defined]  # the generator behind the module's functions
+_WORDS = struct.Struct("=i624I")
+_ADDRESS = id(_PYTHON) + object.__basicsize__
+
+
+def _python_bytes() -> Any:
+    return ctypes.string_at(_ADDRESS, _WORDS.size)
+
+
+def _python_state(raw: Any) -> tuple[int, ...]:
+    index, *key = _WORDS.unpack(raw)
+    return (*key, index)
+
+
+if (
+    sys.implementation.name != "cpython"
+    or type(_PYTHON).__basicsize__ < object.__basicsize__ + _WORDS.size
+    or _python_state(_python_bytes()) != random.getstate()[1]
+):
+
+    def _python_bytes() -> Any:
+        return random.getstate()[1]
+
+    def _python_state(raw: Any) -> tuple[int, ...]:
+        return raw
+
+
+def _numpy_state() -> Any:
+    """Something that changes when NumPy's global generator is drawn from."""
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return None
+    generator = numpy_random.get_bit_generator()
+    if type(generator).__name__ != "MT19937":
+        return repr(generator.state)
+    return ctypes.string_at(generator.ctypes.state_address, 2500)  # 624 words and the position
+
+
+class Draws:
+    """The states of all generators before a run, to have it draw the same again."""
+
+    __slots__ = ("_gauss", "_late", "_others", "_python", "_torch")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """`tensors`: what the run is given; the generators of their devices count."""
+        self._torch = torch.default_generator.get_state()
+        self._others = RandomState(tensors) if _has_accelerator() else None
+        self._python, self._gauss = _python_bytes(), _PYTHON.gauss_next
+        self._late: set[torch.device] = set()
+
+    def notice(self, generator: torch.Generator) -> None:
+        """The run is about to draw from an explicit generator."""
+        if self._others is None:
+            self._others = RandomState((), keyed=True)
+        self._others.notice(generator)
+
+    def finish(self, devices: Iterable[torch.device]) -> None:
+        """The run is over. `devices`: those that came into play."""
+        if self._python == _python_bytes() and self._gauss == _PYTHON.gauss_next:
+            self._python = None
+        if self._others is not None:
+            self._late = {d for d in devices if d.type not in ("cpu", "meta")} - self._others._globals.keys()
+
+    def undo(self) -> None:
+        """Put all generators back."""
+        self._set()
+        if self._others is not None:
+            self._others._set()
+
+    def _set(self) -> None:
+        torch.default_generator.set_state(self._torch)
+        if self._python is not None:
+            random.setstate((random.getstate()[0], _python_state(self._python), self._gauss))
+
+    def begin(self) -> _Before:
+        """From now on, the same draws come again."""
+        before = _Before(
+            torch.default_generator.get_state(),
+            None if self._python is None else random.getstate(),
+            _numpy_state(),
+            {device: global_state(device) for device in self._late},
+            None if self._others is None else contextlib.ExitStack(),
+        )
+        self._set()
+        if self._others is not None and before.others is not None:
+            before.others.enter_context(self._others.replayed())
+        return before
+
+    def end(self, before: _Before) -> None:
+        """The generators are as they were before."""
+        if before.others is not None:
+            before.others.close()
+        torch.default_generator.set_state(before.torch)
+        if before.python is not None:
+            random.setstate(before.python)
+
+    def check(self, before: _Before) -> None:
+        """Raise if there were draws that could not be repeated."""
+        if _numpy_state() != before.numpy:
+            raise CheckpointError(
+                "checkpoint: the function draws from NumPy's global generator, which can't be repeated. Draw outside "
+                "of the function, or from one of torch's generators; with preserve_rng_state=False nothing is repeated."
+            )
+        for device, state in before.late.items():
+            if not torch.equal(state, global_state(device)):
+                raise CheckpointError(
+                    f"checkpoint: the function draws from the generator of {device}, whose state was not kept: the "
+                    "device came into play inside of the function. Give the function a tensor on it, or draw outside."
+                )
+
+
+class _Before(NamedTuple):
+    """The states of the generators before a rerun."""
+
+    torch: Tensor
+    python: Any
+    numpy: Any
+    late: dict[torch.device, Tensor]
+    others: contextlib.ExitStack | None
+
+
+_has_accelerator = functools.cache(torch.accelerator.is_available)

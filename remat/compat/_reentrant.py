@@ -1,0 +1,165 @@
+"""The reentrant variant: one node for the whole function, whose backward runs it again and differentiates that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat._errors import RematError
+from remat._leaks import _foreign_edges as foreign_edges
+from remat.compat._call import Call, UsesTransforms, at_the_base
+from remat.compat._devices import warn_without_grad
+from remat.compat._watch import Rerun, version
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """The node of the reentrant variant; `checkpoint(fn, *args, use_reentrant=True)` applies it.
+
+    Its inputs are the tensors among the arguments and the differentiated ones that the function was seen to read from
+    outside. So it works under `torch.autograd.grad` and `.backward(inputs=...)` too.
+
+    **Source:** `torch.utils.checkpoint.CheckpointFunction`.
+
+    **Example:**
+
+    >>> import torch
+    >>> from remat.compat import CheckpointFunction
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> y = CheckpointFunction.apply(torch.sin, True, x)
+    """
+
+    @classmethod
+    def apply(cls, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """Run the function on the arguments, which are positional."""
+        return cls.run(run_function, preserve_rng_state, args, stacklevel=2)
+
+    @classmethod
+    def run(cls, function: Callable[..., Any], preserve_rng_state: bool, args: tuple[Any, ...], stacklevel: int) -> Any:
+        """The same. `stacklevel`: which caller a warning points at, 1 being the caller of this."""
+        if not warn_without_grad(args, stacklevel + 1) or not torch.is_grad_enabled():
+            with torch.no_grad():
+                return function(*args)
+        call = Call(function, args, {}, preserve_rng_state)
+        given = call.tensors
+        versions = [*map(version, given)]
+        forward = call.watch()
+        with torch.no_grad(), forward:
+            out = function(*args)
+        call.finish(forward)
+        if forward.saw_wrappers:
+            call.undo(forward)
+            raise UsesTransforms
+        identities = set(map(id, given))
+        captured = [
+            t
+            for outside in call.record.outside
+            if (t := outside.tensor) is not None and t.requires_grad and id(t) not in identities
+        ]
+        changed = [t for t, before in zip(given, versions, strict=True) if t.requires_grad and version(t) != before]
+        for t in changed or [t for t in captured if id(t) in call.record.written]:
+            raise RematError(
+                f"checkpoint: with use_reentrant=True, the function changes a tensor of shape {list(t.shape)}, "
+                f"{t.dtype} in place that it was given or has read from outside. Its rerun would start from the changed value. "
+                "Change a copy instead: x = x.clone()."
+            )
+        values = [
+            v.detach() if isinstance(v, Tensor) and id(v) not in forward.made else v  # it belongs to somebody else
+            for v in (out if type(out) is tuple else (out,))
+        ]
+        results = super().apply(call, len(given), values, *given, *captured)
+        return results if type(out) is tuple else results[0]
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, count: int, values: list[Any], *operands: Tensor) -> Any:
+        """Attach the node to the values of the forward run, which is over."""
+        ctx.call, ctx.count = call, count
+        ctx.save_for_backward(*operands)
+        results = tuple(values)
+        values.clear()
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        """Run the function again, and differentiate that."""
+        with at_the_base():
+            return (None, None, None, *_gradients(ctx.call, ctx.saved_tensors, ctx.count, cotangents))
+
+
+def _gradients(
+    call: Call, operands: Sequence[Tensor], count: int, cotangents: Sequence[Any]
+) -> Iterator[Tensor | None]:
+    """The gradients of the operands: the tensors that the function was given, `count` of them, and those it read."""
+    create_graph = torch.is_grad_enabled()
+    stand_ins = [_stand_in(t, create_graph) for t in operands]
+    given = [call.written(i) if call.is_written(i) else t for i, t in enumerate(stand_ins[:count])]
+    rerun = Rerun(call.record, given, early_stop=False)
+    for original, stand_in in zip(operands[count:], stand_ins[count:], strict=True):
+        rerun.swap(original, stand_in)
+    since = internals.next_sequence_number()
+    out = call.rerun(rerun, given, keep=True)
+    pairs = [
+        (o, c)
+        for o, c in zip(out if isinstance(out, (tuple, list)) else (out,), cotangents, strict=False)
+        if isinstance(o, Tensor) and o.requires_grad
+    ]
+    if not pairs:
+        raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
+    outputs = [o for o, _ in pairs]
+    targets = {i: t for i, t in enumerate(stand_ins) if t.requires_grad}
+    hidden = _reached(outputs, stand_ins, operands, since)
+    found = torch.autograd.grad(
+        outputs,
+        [*targets.values(), *hidden.values()],
+        [c for _, c in pairs],
+        allow_unused=True,
+        create_graph=create_graph,
+    )
+    gradients: dict[int, Tensor] = {}
+    for i, gradient in zip((*targets, *hidden), found, strict=True):
+        if gradient is not None:
+            gradients[i] = gradients[i] + gradient if i in gradients else gradient
+    return (gradients.get(i) for i in range(len(operands)))
+
+
+def _stand_in(operand: Tensor, create_graph: bool) -> Tensor:
+    """What the rerun reads in the place of an operand: the hooks of that are not for the rerun to call."""
+    if create_graph and operand.requires_grad:
+        return operand.view_as(operand)
+    return operand.detach().requires_grad_(operand.requires_grad)
+
+
+def _reached(
+    outputs: Sequence[Tensor], stand_ins: Sequence[Tensor], operands: Sequence[Tensor], since: int
+) -> dict[int, Tensor]:
+    """The operands that the rerun's graph reaches themselves: out of sight, by an `autograd.Function` or an extension.
+
+    **Arguments:**
+
+    - `since`: the sequence number of the first node of the rerun.
+    """
+    reached = {}
+    for node, number in foreign_edges(outputs, stand_ins, since):
+        variable = getattr(node, "variable", None)
+        position = next((i for i, t in enumerate(operands) if _leads_to(t, node, number)), None)
+        if position is not None and not operands[position]._backward_hooks:  # which would be called twice
+            reached[position] = operands[position]
+        else:
+            raise RematError(
+                f"checkpoint: with use_reentrant=True, the function takes {_what(variable, node)} from outside and "
+                "hands it straight to an autograd.Function or an extension, where no torch function is seen to read it. Pass "
+                "it as an argument, or use use_reentrant=False."
+            )
+    return reached
+
+
+def _leads_to(tensor: Tensor, node: Any, number: int) -> bool:
+    variable = getattr(node, "variable", None)
+    return tensor is variable if variable is not None else tensor.grad_fn is node and tensor.output_nr == number
+
+
+def _what(variable: Tensor | None, node: Any) -> str:
+    return f"a result of {node.name()}" if variable is None else f"a tensor of shape {list(variable.shape)}"

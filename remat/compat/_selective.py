@@ -1,0 +1,386 @@
+"""Selective checkpointing: two contexts, of which the first keeps what ops return and the second gives it back."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import types
+import warnings
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat import _tree
+from remat._errors import CheckpointError
+from remat.compat._call import Contexts
+from remat.policies import CheckpointPolicy, Policy, as_policy
+from remat.policies._ops import OpOverload, OpOverloadPacket, spell
+
+_SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+_OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
+
+SAC_IGNORED_OPS: set[Any] = {
+    torch.ops.aten.detach.default,  # autograd calls it as often as it likes
+    # Look-ups, which are ops for tensor subclasses.
+    torch.ops.aten.is_contiguous.default,
+    torch.ops.aten.is_contiguous.memory_format,
+    torch.ops.aten.is_strides_like_format.default,
+    torch.ops.aten.is_non_overlapping_and_dense.default,
+    torch.ops.aten.size.default,
+    torch.ops.aten.sym_size.default,
+    torch.ops.aten.stride.default,
+    torch.ops.aten.sym_stride.default,
+    torch.ops.aten.storage_offset.default,
+    torch.ops.aten.sym_storage_offset.default,
+    torch.ops.aten.numel.default,
+    torch.ops.aten.sym_numel.default,
+    torch.ops.aten.dim.default,
+    torch.ops.prim.device.default,
+}
+
+
+class SelectiveCheckpointContext:
+    """What a policy is told besides the op and its arguments.
+
+    **Attributes:**
+
+    - `is_recompute`: always False: a policy is asked in the forward alone.
+    - `op_output`: what the op returned.
+
+    **Source:** `torch.utils.checkpoint.SelectiveCheckpointContext`.
+
+    **Example:**
+
+    >>> import torch
+    >>> from remat.compat import CheckpointPolicy, SelectiveCheckpointContext
+    >>> def small(ctx: SelectiveCheckpointContext, op, *args, **kwargs):
+    ...     return CheckpointPolicy.MUST_SAVE if ctx.op_output.numel() < 100 else CheckpointPolicy.PREFER_RECOMPUTE
+    >>> small(SelectiveCheckpointContext(is_recompute=False, op_output=torch.ones(3)), torch.ops.aten.sin.default)
+    <CheckpointPolicy.MUST_SAVE: 0>
+    """
+
+    def __init__(self, *, is_recompute: bool, op_output: Any = None) -> None:
+        self.is_recompute = is_recompute
+        self.op_output = op_output
+
+
+class _Kept:
+    """A tensor that an op returned."""
+
+    def __init__(self, tensor: Tensor, offload: bool) -> None:
+        self.storage = tensor.untyped_storage()._cdata
+        self._device = tensor.device
+        self._tensor = tensor.cpu() if offload else internals.alias(tensor)
+        self._changes = False
+        self._version = self._tensor._version
+
+    def settle(self) -> None:
+        """The op that returned it is over, which counts as a change if it was in place."""
+        self._version = self._tensor._version
+
+    def before_change(self) -> None:
+        """The function is about to change the tensor in place: keep what it is now."""
+        if not self._changes:
+            self._tensor, self._changes = self._tensor.clone(), True
+            self._version = self._tensor._version
+
+    def get(self, func: Any) -> Tensor:
+        """The tensor, for the rerun to have as its own."""
+        if self._tensor._version != self._version:
+            raise CheckpointError(
+                "checkpoint: Tensor cached during selective activation checkpoint has been mutated: a result of "
+                f"{func}. Change a copy instead, x = x.clone(); in-place changes inside of the function are taken care of "
+                "with allow_cache_entry_mutation=True."
+            )
+        if self._tensor.device != self._device:
+            return self._tensor.to(self._device)
+        return self._tensor.clone() if self._changes else internals.alias(self._tensor)
+
+
+class _Cache:
+    """What was kept of one forward run, by the op and how many of it came before. None: it is to run again."""
+
+    def __init__(self) -> None:
+        self.entries: dict[tuple[Any, int], Any] = {}
+        self.kept: list[_Kept] = []
+
+
+class _Counter(internals.TorchDispatchMode):
+    """Numbers the calls of each op in one run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: dict[Any, int] = {}
+
+    def __enter__(self) -> Any:
+        self._counts = {}
+        return super().__enter__()
+
+    def key(self, func: Any) -> tuple[Any, int]:
+        number = self._counts.get(func, 0)
+        self._counts[func] = number + 1
+        return func, number
+
+
+class Selective(_Counter):
+    """The context of the forward: asks the policy about each op, and keeps what it returned."""
+
+    def __init__(self, policy: Policy, allow_cache_entry_mutation: bool, cache: _Cache) -> None:
+        super().__init__()
+        self.policy = policy
+        self.allow_cache_entry_mutation = allow_cache_entry_mutation
+        self.cache = cache
+        self._decide: Any = None
+        self._error: TypeError | None = None
+        self._unsettled: list[_Kept] = []
+
+    def __enter__(self) -> Any:
+        self._decide = self.policy.start()
+        self.cache.entries, self.cache.kept = {}, []
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> Any:
+        self._settle()
+        super().__exit__(*args)
+        if self._error is not None:  # Python takes it for an unknown operand of `@`, and hides it
+            error, self._error = self._error, None
+            raise error from None
+
+    def _settle(self) -> None:
+        for kept in self._unsettled:
+            kept.settle()
+        self._unsettled = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        if self._unsettled:
+            self._settle()
+        mutable = _is_mutable(func)
+        if mutable and self.allow_cache_entry_mutation and self.cache.kept:
+            self._before_change(args, kwargs)
+        out = func(*args, **kwargs)
+        key = self.key(func)
+        context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
+        try:
+            decision = self._decide(context, func, *args, **kwargs)
+        except TypeError as error:
+            self._error = error
+            raise
+        if (decision in _SAVE or decision in _OFFLOAD) and (not mutable or _is_in_place(func)):
+            self.cache.entries[key] = self._keep(out, decision in _OFFLOAD, mutable)
+        else:
+            self.cache.entries[key] = None
+        return out
+
+    def _keep(self, out: Any, offload: bool, mutable: bool) -> Any:
+        leaves, spec = _tree.flatten(out)
+        entry = [_Kept(x, offload) if isinstance(x, Tensor) else x for x in leaves]
+        kept = [x for x in entry if isinstance(x, _Kept)]
+        self.cache.kept += kept
+        if mutable:
+            self._unsettled += kept
+        return entry, spec
+
+    def _before_change(self, args: Any, kwargs: Any) -> None:
+        leaves, _ = _tree.flatten((args, kwargs))
+        storages = {x.untyped_storage()._cdata for x in leaves if isinstance(x, Tensor)}
+        for kept in self.cache.kept:
+            if kept.storage in storages:
+                kept.before_change()
+
+
+class _GivenBack(_Counter):
+    """The context of the rerun: gives ops their kept results."""
+
+    def __init__(self, cache: _Cache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        key = self.key(func)
+        if key not in self._cache.entries:
+            raise CheckpointError(
+                f"checkpoint: {func} encountered during backward but not found in storage, call {key[1] + 1} of it in "
+                "the rerun. The forward did not run it as often: the function is not deterministic, or depends on "
+                "something that changed in the meantime."
+            )
+        entry = self._cache.entries[key]
+        if entry is None:
+            return func(*args, **kwargs)
+        leaves = [x.get(func) if isinstance(x, _Kept) else x for x in entry[0]]
+        if _is_mutable(func):
+            return args[0].copy_(leaves[0])
+        return _tree.unflatten(entry[1], leaves)
+
+
+def _is_mutable(func: Any) -> bool:
+    return isinstance(func, OpOverload) and bool(func._schema.is_mutable)
+
+
+def _is_in_place(func: Any) -> bool:
+    """Whether all that an op does is to change its first argument, and to return it."""
+    writes = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    returns = func._schema.returns
+    return writes == [0] and len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+
+
+def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Contexts:
+    """Two contexts for the `context_fn` of `checkpoint`: what the policy keeps is not computed again.
+
+    **Arguments:**
+
+    - `policy_fn_or_list`: a function `(ctx, op, *args, **kwargs)` that returns a `CheckpointPolicy` (or a bool); a
+        collection of ops that are saved; or a policy of `remat.policies`. `MUST_` and `PREFER_` are the same here.
+    - `allow_cache_entry_mutation`: what is kept may be changed in place by the function later: a copy is kept then.
+        Without it, that is an error on backward.
+
+    **Returns:** the context of the forward and that of the rerun.
+
+    **Raises:** `TypeError` where it is none of these, and where the function returns something else; `ValueError` for
+    what is no op. Ops that are named and can never run are warned of.
+
+    **Source:** `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+
+    **Example:**
+
+    >>> import functools, torch
+    >>> from remat.compat import checkpoint, create_selective_checkpoint_contexts
+    >>> context_fn = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    >>> x = torch.ones(3, 3, requires_grad=True)
+    >>> y = checkpoint(lambda x: (x @ x).tanh(), x, use_reentrant=False, context_fn=context_fn)
+    >>> y.sum().backward()
+    """
+    if isinstance(policy_fn_or_list, Policy):
+        policy = policy_fn_or_list
+    elif isinstance(policy_fn_or_list, Collection) and not isinstance(policy_fn_or_list, (str, bytes)):
+        policy = _of_ops(tuple(policy_fn_or_list))
+    elif callable(policy_fn_or_list) and not isinstance(policy_fn_or_list, (OpOverload, OpOverloadPacket, type)):
+        policy = as_policy(policy_fn_or_list)
+        for named in dict.fromkeys(_named_in_vain(policy_fn_or_list)):
+            _warn_in_vain(named, stacklevel=2)
+    else:
+        raise TypeError(
+            "create_selective_checkpoint_contexts: policy_fn_or_list must be either a function or a collection of ops; "
+            f"got {type(policy_fn_or_list).__name__} {policy_fn_or_list!r}."
+        )
+    return _contexts(policy, allow_cache_entry_mutation)
+
+
+def _contexts(policy: Policy, allow_cache_entry_mutation: bool) -> Contexts:
+    cache = _Cache()
+    return Selective(policy, allow_cache_entry_mutation, cache), _GivenBack(cache)
+
+
+def for_one_region(contexts: Contexts) -> Contexts:
+    """The contexts, for one call of `checkpoint` alone: a pair may be given to several."""
+    forward = contexts[0]
+    if isinstance(forward, Selective):
+        return _contexts(forward.policy, forward.allow_cache_entry_mutation)
+    return contexts
+
+
+# Ops that are named.
+
+
+def _of_ops(ops: tuple[Any, ...]) -> Policy:
+    for op in ops:
+        if not isinstance(op, (OpOverload, internals.HigherOrderOperator)):
+            hint = f" Name one of its overloads, as in {op}.{op.overloads()[0]}." if _is_packet(op) else ""
+            raise ValueError(
+                f"create_selective_checkpoint_contexts: expected an OpOverload such as torch.ops.aten.mm.default; got "
+                f"{type(op).__name__} {op!r}.{hint}"
+            )
+        if _never_seen(op):
+            _warn_in_vain(op, stacklevel=3)
+    saved = frozenset(ops)
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        return op in saved
+
+    return as_policy(policy)
+
+
+def _is_packet(op: Any) -> bool:
+    return isinstance(op, OpOverloadPacket)
+
+
+@functools.cache
+def _why_never_seen(op: Any) -> str | None:
+    try:
+        spell("create_selective_checkpoint_contexts", op)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _never_seen(op: Any) -> bool:
+    return isinstance(op, OpOverload) and _why_never_seen(op) is not None
+
+
+def _warn_in_vain(op: Any, stacklevel: int) -> None:
+    reason = _why_never_seen(op) or (
+        f"create_selective_checkpoint_contexts: {op}, which the policy names, stands for several ops and equals none "
+        f"of them, so it never runs. Name the overload, as in {op}.{op.overloads()[0]}."
+    )
+    warnings.warn(reason, stacklevel=stacklevel + 1)
+
+
+def _named_in_vain(policy: Any) -> Iterator[Any]:
+    """The ops that a policy function compares with and that no op that runs can equal, as far as its code shows."""
+    while isinstance(policy, functools.partial):
+        yield from _vain(policy.args)
+        yield from _vain([*policy.keywords.values()])
+        policy = policy.func
+    policy = getattr(policy, "__func__", policy)
+    if not isinstance(policy, types.FunctionType):
+        return
+    names = {name for code in _codes(policy.__code__) for name in code.co_names}
+    if any("overloadpacket" in name for name in names):
+        return  # it compares packets
+    for cell in policy.__closure__ or ():
+        with contextlib.suppress(ValueError):  # empty
+            yield from _vain(cell.cell_contents)
+    for name in names & policy.__globals__.keys():
+        yield from _vain(policy.__globals__[name])
+    yield from _vain(policy.__defaults__)
+    for code in _codes(policy.__code__):
+        yield from _vain(_looked_up(code, policy.__globals__))
+
+
+def _vain(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        return [x for item in value for x in _vain(item)]
+    return [value] if _is_packet(value) or _never_seen(value) else []
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _codes(const)
+
+
+_NAMESPACES = (types.ModuleType, type(torch.ops.aten))
+
+
+def _looked_up(code: types.CodeType, namespace: dict[str, Any]) -> list[Any]:
+    """What chains of attributes in the code stand for that begin with a global module, as `torch.ops.aten.mm` does."""
+    found: list[Any] = []
+    chain: Any = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            chain = getattr(chain, instruction.argval, None)
+            continue
+        found.append(chain)
+        value = namespace.get(instruction.argval) if instruction.opname == "LOAD_GLOBAL" else None
+        chain = value if isinstance(value, _NAMESPACES) else None
+    return found

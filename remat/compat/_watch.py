@@ -1,0 +1,572 @@
+"""Two runs of a function seen call by call: what the forward noted, and the rerun that goes by it.
+
+The forward notes, for each torch call, which tensors from outside it read, and keeps a copy of those that it changes.
+The rerun reads the same ones, changes copies, and ends early without anybody noticing: once the last tensor that the
+backward needs is there, calls return memory that nobody has written, of the shape that they returned in the forward.
+If that memory is read for its values after all, or outlives the rerun, it is computed then.
+
+Nothing that is passed on says "stop": the exception that cuts the last needed call short is raised below a torch call
+and caught in the frame around that call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from remat import _torch_internals as internals
+from remat._run import _may_write, _written
+from remat.compat._draws import Draws
+
+Meta = tuple[torch.Size, torch.dtype, torch.device]
+
+_GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
+_PLAIN = (bool, int, float, complex, str, torch.Size, torch.dtype, torch.device, type(None))
+# Only look-ups of these attributes are noted.
+_TENSOR_ATTRIBUTES = {"T", "mT", "H", "mH", "data", "real", "imag", "grad", "_base"}
+_CONTAINERS = (list, tuple, dict)
+_BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_OPS = (torch.ops.aten.mm.__class__, torch.ops.aten.mm.default.__class__)
+_BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, *_OPS)
+
+
+@functools.cache
+def _mutable(func: Any) -> bool:
+    """Whether a torch function may write to its arguments, or to `.grad`."""
+    if isinstance(func, _OPS[0]):
+        return any(getattr(func, name)._schema.is_mutable for name in func.overloads())
+    if isinstance(func, _OPS[1]):
+        return bool(func._schema.is_mutable)
+    return _may_write(func) or func in _BACKWARDS
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "__name__", func))
+
+
+@functools.cache
+def _cuttable(func: Any) -> bool:
+    """Whether all that a call saves before its last kernel is there by then: so that the kernel need not run.
+
+    `rrelu` saves the noise that its kernel is about to draw (pytorch/pytorch#193671).
+    """
+    return isinstance(func, _BUILT_IN) and not _mutable(func) and "rrelu" not in _name(func)
+
+
+def _targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes to, with those that they are views of."""
+    found = _written(func, args, kwargs)
+    if args and isinstance(args[0], (list, tuple)) and _may_write(func):  # `_foreach_add_`
+        found += _tensors(args[:1])
+    if isinstance(func, _OPS) and _mutable(func):
+        found = [*_tensors((*args, *kwargs.values()))]
+    return [x for t in found for x in ((t, t._base) if t._is_view() else (t,)) if x is not None]
+
+
+class Result(NamedTuple):
+    """What a call returned, without its values."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_view: bool
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it takes longer to compute than to spare."""
+        return self.size.numel() > 1000
+
+    def allocate(self) -> Tensor:
+        """Memory for it."""
+        return torch.empty_strided(
+            self.size, self.stride, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad
+        )
+
+
+def _results(noted: Any) -> list[Result]:
+    """The tensors in what was noted of a call."""
+    return [r for r in (noted if type(noted) is list else [noted]) if type(r) is Result]
+
+
+def version(tensor: Tensor) -> int:
+    """How often the memory of a tensor was written to, where torch counts that."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class Outside:
+    """A tensor that the forward read and did not make."""
+
+    __slots__ = ("ref", "saved", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.ref = weakref.ref(tensor)
+        self.version = version(tensor)
+        self.tensor: Tensor | None = None
+        self.saved: Any = None
+
+    def keep(self, runs: list[Any]) -> None:
+        """The forward is over: hold the tensor. One that was made in an enclosing region is for that to hold."""
+        tensor = self.ref()
+        if tensor is not None and any(id(tensor) in run.made for run in runs):
+            self.saved = internals.save(tensor)
+        else:
+            self.tensor = tensor
+
+    def check(self) -> None:
+        """Raise if the values are not the ones any more that the forward read."""
+        tensor = self.tensor
+        if tensor is not None and version(tensor) != self.version:
+            raise RuntimeError(
+                "one of the variables needed for the rerun of a checkpointed function has been modified by an inplace "
+                f"operation: [{tensor.type()} {list(tensor.shape)}], which the function reads from outside, is at "
+                f"version {tensor._version}; expected version {self.version} instead."
+            )
+
+
+class Record:
+    """What the rerun has to know of the forward."""
+
+    __slots__ = ("calls", "holders", "is_simple", "metas", "outside", "reads", "tail", "written")
+
+    def __init__(self) -> None:
+        self.is_simple = False
+        """Whether the function reads and writes nothing but what it is given, and nothing is worth sparing."""
+        self.calls: list[Any] = []
+        """The function of each torch call."""
+        self.outside: list[Outside] = []
+        self.reads: dict[int, dict[int, Outside]] = {}
+        """By the number of the call, and that of the tensor among its arguments."""
+        self.tail: list[Any] = []
+        """What the last calls returned: from the one on that saved the last tensor."""
+        self.metas: list[Meta] = []
+        """What was saved."""
+        self.holders: list[weakref.ref[Any]] = []
+        self.written: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        """By identity, the tensors from outside that were changed in place, and what they were before."""
+
+
+def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif type(arg) in (list, tuple):
+            yield from _tensors(arg)
+        elif type(arg) is dict:
+            yield from _tensors(arg.values())
+
+
+class Holder:
+    """What the graph keeps in the place of a tensor."""
+
+    __slots__ = ("__weakref__", "index", "owner")
+
+    def __init__(self, owner: Any, index: int) -> None:
+        self.owner = owner
+        self.index = index
+
+
+class Forward(TorchFunctionMode):
+    """Notes what a forward run reads and writes."""
+
+    def __init__(
+        self,
+        record: Record,
+        given: Iterable[Tensor],
+        draws: Draws | None,
+        owner: Any,
+        under_context: bool,
+    ) -> None:
+        """A run that is given tensors.
+
+        **Arguments:**
+
+        - `owner`: whose `unpack` is asked for what the graph would save.
+        - `under_context`: whether a context of the user's is around it, which must see the function's own ops alone.
+        """
+        self.record = record
+        self.given = set(map(id, given))
+        self.made = set(self.given)
+        self.saw_wrappers = False
+        """Whether the function uses transforms: a tensor was read that one of them wraps."""
+        self._draws = draws
+        self._owner = owner
+        self._unseen: Any = internals.DisableTorchDispatch if under_context else contextlib.nullcontext
+        self._outside: dict[int, Outside] = {}
+        self._since = internals.next_sequence_number()
+        self._alone = not internals.function_modes_active()
+        self._goes_backward = False
+
+    def pack(self, tensor: Tensor) -> Any:
+        """The hook: what the graph keeps in the place of `tensor`."""
+        record = self.record
+        record.metas.append((tensor.shape, tensor.dtype, tensor.device))
+        holder = Holder(self._owner, len(record.holders))
+        record.holders.append(weakref.ref(holder))
+        record.tail.clear()
+        return holder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if type(func) is _GETTER and func.__self__.__name__ not in _TENSOR_ATTRIBUTES:
+            return func(*args)
+        made = self.made
+        record = self.record
+        for arg in args if not kwargs else (*args, *kwargs.values()):
+            if (id(arg) not in made) if isinstance(arg, Tensor) else type(arg) in _CONTAINERS:
+                self._note_reads(args, kwargs)
+                break
+        if kwargs or _mutable(func):
+            self._before_write(func, args, kwargs or {})
+        record.calls.append(func)
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if self._alone:
+            record.tail.append(self._result(out))
+        else:  # other modes must not see what is done here
+            with internals.DisableTorchFunction():
+                record.tail.append(self._result(out))
+        return out
+
+    def _result(self, out: Any) -> Any:
+        """What is noted of the result of a call; None: the call can't be spared."""
+        if isinstance(out, Tensor):
+            self.made.add(id(out))
+            if type(out) is not Tensor or out.layout is not torch.strided:
+                return None
+            return Result(out.shape, out.stride(), out.dtype, out.device, out.requires_grad, out._is_view())
+        if isinstance(out, _PLAIN):
+            return (out,)
+        if isinstance(out, (list, tuple)):
+            results = [self._result(o) for o in out]
+            return None if None in results or list in map(type, results) else [type(out), *results]
+        return None
+
+    def _note_reads(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """A call is about to read tensors from outside, perhaps."""
+        reads = {}
+        for number, tensor in enumerate(_tensors(args if not kwargs else (*args, *kwargs.values()))):
+            if id(tensor) not in self.made:
+                if internals.is_wrapper(tensor):
+                    self.saw_wrappers = True
+                    continue
+                known = self._outside.get(id(tensor))
+                if known is None or known.ref() is not tensor:
+                    with internals.DisableTorchFunction():
+                        node = tensor.grad_fn
+                        if node is not None and internals.sequence_number(node) >= self._since:
+                            self.made.add(id(tensor))  # out of sight: by an autograd.Function, say
+                            continue
+                        self._outside[id(tensor)] = known = Outside(tensor)
+                        self.record.outside.append(known)
+                reads[number] = known
+        if reads:
+            self.record.reads[len(self.record.calls)] = reads
+
+    def _before_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._draws is not None:
+            for arg in (*args, *kwargs.values()):
+                if isinstance(arg, torch.Generator):
+                    self._draws.notice(arg)
+        if func in _BACKWARDS:
+            self._goes_backward = True
+            return
+        written = self.record.written
+        with internals.DisableTorchFunction(), self._unseen(), torch.no_grad():
+            for t in _targets(func, args, kwargs):
+                if (id(t) in self.given or id(t) not in self.made) and id(t) not in written:
+                    written[id(t)] = weakref.ref(t), t.clone()
+
+    def finish(self) -> None:
+        """The run is over: hold what it read."""
+        record = self.record
+        if record.outside:
+            runs = [] if self._alone else watched_runs()
+            with internals.DisableTorchFunction():
+                for outside in record.outside:
+                    outside.keep(runs)
+        record.is_simple = not (
+            self._goes_backward
+            or record.outside
+            or record.written
+            or any(r.is_large for result in record.tail for r in _results(result))
+        )
+
+    def undo(self) -> None:
+        """Take back what the run changed in place."""
+        with internals.DisableTorchFunction(), torch.no_grad():
+            for ref, before in self.record.written.values():
+                tensor = ref()
+                if tensor is not None:
+                    tensor.copy_(before)
+
+
+class _Cut(BaseException):
+    """Leaves a torch call whose kernel need not run. Caught around that very call."""
+
+
+class _Spared(NamedTuple):
+    """A call that did not run, and the memory that its results belong into."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[weakref.ref[Tensor] | None]
+
+
+class Rerun(TorchFunctionMode):
+    """Repeats a forward run, and collects what it saves."""
+
+    def __init__(self, record: Record, given: Sequence[Tensor], early_stop: bool, under_context: bool = False) -> None:
+        """A rerun that is given tensors. `under_context`: as for the forward."""
+        self.saved: list[tuple[Tensor, int] | None] = []
+        """What the graph would save, detached, and its version; None where nobody will ask for it."""
+        self._given = given
+        self.made = set(map(id, given))
+        self._record = record
+        self._inner = {id(o): o.saved.unpack() for o in record.outside if o.saved is not None}
+        self._swaps: dict[int, Tensor] = {}
+        self._swapped: list[Tensor] = []  # keeps the identities
+        self._early_stop = early_stop and bool(record.holders)
+        self._unseen: Any = internals.DisableTorchDispatch if under_context else contextlib.nullcontext
+        # A context may count the function's ops: those that are computed later have to come in the same order.
+        self._may_spare = not under_context or not any(r.is_view for result in record.tail for r in _results(result))
+        self._spared: list[_Spared] = []
+        self._tail_begin = len(record.calls) - len(record.tail)
+        self._grads: list[tuple[Tensor, Tensor | None]] = []
+        self.different: list[tuple[int, Meta, Meta]] = []
+        """What was saved with another shape, dtype or device: its number, and those of the forward and of the rerun."""
+
+    _position = -1
+    """The number of the call that is running, or was the last."""
+    _aligned = False
+    """Whether the forward made the same call with that number."""
+    _running: Any = None
+    """Its function, while it is running."""
+    _done = False
+    """Whether all that the backward needs is there."""
+    _lazy = False
+    """Whether calls are spared from then on."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """The hook: collects `tensor`."""
+        if not internals.function_modes_active():
+            return self._pack(tensor)
+        with internals.DisableTorchFunction():
+            return self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if self._done:
+            return tensor
+        saved, holders = self.saved, self._record.holders
+        index = len(saved)
+        if index >= len(holders) or holders[index]() is None:
+            saved.append(None)
+        else:
+            saved.append((tensor, version(tensor)))
+            meta = tensor.shape, tensor.dtype, tensor.device
+            if meta != self._record.metas[index]:
+                self.different.append((index, self._record.metas[index], meta))
+        if self._early_stop and index + 1 == len(holders):
+            self._done = True
+            func = self._running
+            if not self._may_spare:
+                pass
+            elif func is None:  # between two calls
+                self._lazy = self._position + 1 == self._tail_begin
+            elif self._aligned and self._position == self._tail_begin:
+                self._lazy = True
+                result = self._record.tail[0]
+                if type(result) is Result and not result.is_view and result.is_large and _cuttable(func):
+                    raise _Cut
+        return tensor
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the calls have to be seen."""
+        return not self._record.is_simple
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if type(func) is _GETTER and func.__self__.__name__ not in _TENSOR_ATTRIBUTES:
+            return func(*args)
+        kwargs = kwargs or {}
+        record = self._record
+        self._position = position = self._position + 1
+        self._aligned = aligned = position < len(record.calls) and record.calls[position] == func
+        made = self.made
+        for arg in args if not kwargs else (*args, *kwargs.values()):
+            if (id(arg) not in made) if isinstance(arg, Tensor) else type(arg) in _CONTAINERS:
+                args, kwargs = self._resolve(args, kwargs, record.reads.get(position) if aligned else None)
+                break
+        if kwargs or _mutable(func):
+            args, kwargs = self._before_write(func, args, kwargs)
+        if self._done:
+            return self._late(func, args, kwargs)
+        self._running = func
+        try:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        except _Cut:
+            return self._spare(func, args, kwargs, record.tail[0])
+        finally:
+            self._running = None
+        if type(out) is Tensor:
+            made.add(id(out))
+        else:
+            self._adopt(out)
+        return out
+
+    def _adopt(self, out: Any) -> None:
+        for item in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(item, Tensor):
+                self.made.add(id(item))
+
+    # Reading and writing.
+
+    def _resolve(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: dict[int, Outside] | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with what the forward read in the place of other tensors from outside."""
+        tensors = [self._read(t, reads.get(i) if reads else None) for i, t in enumerate(_tensors(_all(args, kwargs)))]
+        if all(t is None for t in tensors):
+            return args, kwargs
+        replaced = iter(tensors)
+        return tuple([_replace(a, replaced) for a in args]), {k: _replace(v, replaced) for k, v in kwargs.items()}
+
+    def _read(self, tensor: Tensor, expected: Outside | None) -> Tensor | None:
+        """What to read in the place of a tensor; None: itself."""
+        if id(tensor) in self._swaps:
+            return self._swaps[id(tensor)]
+        if expected is None or id(tensor) in self.made:
+            return None
+        with internals.DisableTorchFunction():
+            expected.check()
+            found = self._inner.get(id(expected), expected.tensor)
+            return None if found is tensor or found is None or found.shape != tensor.shape else found
+
+    def _before_write(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Nothing from outside is changed a second time: a copy is."""
+        if func in _BACKWARDS:
+            self._before_backward()
+            return args, kwargs
+        with internals.DisableTorchFunction(), self._unseen():
+            strange = [t for t in _targets(func, args, kwargs) if id(t) not in self.made]
+            for t in strange:
+                self.swap(t, copy_of(t, t.requires_grad))
+        if strange:
+            return self._resolve(args, kwargs, None)
+        return args, kwargs
+
+    def swap(self, tensor: Tensor, stand_in: Tensor) -> None:
+        """From now on `stand_in` is read and written in the place of `tensor`."""
+        self._swapped.append(tensor)
+        self._swaps[id(tensor)] = stand_in
+        self.made.discard(id(tensor))
+        self.made.add(id(stand_in))
+
+    def _before_backward(self) -> None:
+        """A backward inside of the function has added to `.grad` in the forward: once is enough."""
+        if not self._grads:
+            for t in (*self._given, *(o.ref() for o in self._record.outside)):
+                if t is not None and t.requires_grad and t.is_leaf:
+                    self._grads.append((t, t.grad))
+                    t.grad = None if t.grad is None else t.grad.clone()
+
+    # After the last needed tensor.
+
+    def _late(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that nothing but the function itself needs."""
+        at = self._position - self._tail_begin
+        noted = self._record.tail[at] if self._lazy and self._aligned and 0 <= at < len(self._record.tail) else None
+        if noted is None or _mutable(func) or kwargs.get("out") is not None or _name(func) == "data_ptr":
+            self.compute()
+        elif type(noted) is tuple:
+            return noted[0]
+        else:
+            results = _results(noted)
+            # A view of spared memory will be right once that is. What is small is spared where it reads such memory.
+            if not any(r.is_view for r in results) and (self._spared or any(r.is_large for r in results)):
+                return self._spare(func, args, kwargs, noted)
+        with torch.no_grad() if _mutable(func) else contextlib.nullcontext():
+            out = func(*args, **kwargs)
+        self._adopt(out)
+        return out
+
+    def _spare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        with internals.DisableTorchFunction(), self._unseen():
+            many = type(result) is list
+            out = [r.allocate() if type(r) is Result else r[0] for r in (result[1:] if many else [result])]
+            self._adopt(out)
+            self._spared.append(
+                _Spared(func, args, kwargs, [weakref.ref(t) if isinstance(t, Tensor) else None for t in out])
+            )
+        return _rebuilt(result[0], out) if many else out[0]
+
+    def compute(self) -> None:
+        """Compute what was spared: somebody reads it."""
+        spared, self._spared = self._spared, []
+        self._lazy = False
+        with torch.no_grad():
+            for func, args, kwargs, results in spared:
+                out = func(*args, **kwargs)
+                with internals.DisableTorchFunction(), self._unseen():
+                    for t, ref in zip(out if isinstance(out, (list, tuple)) else (out,), results, strict=True):
+                        memory = ref() if ref is not None else None
+                        if memory is not None:
+                            memory.copy_(t)
+
+    def restore_grads(self) -> None:
+        """Take back what a backward inside of the function has added to `.grad`."""
+        for t, grad in self._grads:
+            t.grad = grad
+
+    def finish(self) -> None:
+        """The function has returned and its result is gone: what is left of spared memory belongs to somebody."""
+        while self._spared:
+            if any(ref is not None and ref() is not None for ref in self._spared[-1].results):
+                self.compute()
+                return
+            self._spared.pop()
+
+
+def _all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return (*args, *kwargs.values()) if kwargs else args
+
+
+def _replace(arg: Any, tensors: Iterator[Tensor | None]) -> Any:
+    if isinstance(arg, Tensor):
+        other = next(tensors)
+        return arg if other is None else other
+    if type(arg) in (list, tuple):
+        return type(arg)([_replace(a, tensors) for a in arg])
+    if type(arg) is dict:
+        return {k: _replace(v, tensors) for k, v in arg.items()}
+    return arg
+
+
+def _rebuilt(kind: Any, items: list[Any]) -> Any:
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)
+
+
+def copy_of(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """A copy that can be changed in place, also where it is differentiated."""
+    with internals.DisableTorchFunction(), torch.enable_grad():
+        copy = tensor.detach().clone()
+        return copy.requires_grad_().clone() if requires_grad else copy
+
+
+def watched_runs() -> list[Any]:
+    """The forwards and reruns that the current code is part of."""
+    return [mode for mode in internals.function_modes() if isinstance(mode, (Forward, Rerun))]

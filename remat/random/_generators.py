@@ -1,0 +1,24 @@
+"""torch's global generators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def global_state(device: torch.device) -> Tensor:
+    """The state of the global generator of a device."""
+    if device.type == "cpu":
+        return torch.default_generator.get_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def set_global_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.default_generator.set_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def is_global(generator: torch.Generator) -> bool:
+    return generator is torch.default_generator or generator in torch.cuda.default_generators

@@ -1,0 +1,1026 @@
+"""Where remat.compat is better than torch.utils.checkpoint: each test shows both, to notice what torch mends."""
+
+import contextvars
+import functools
+import gc
+import logging
+import random
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.autograd import grad as grad_of
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+
+import remat.compat
+from remat import CheckpointError
+from remat.debug import LiveBytes
+from tests.helpers import SIZE, UNIT, CountOps, activation, assert_same, leaf, numbers
+from tests.test_compat_same import Calls, debugs, mismatch, plain
+
+TORCH, REMAT = torch.utils.checkpoint, remat.compat
+of_torch = functools.partial(TORCH.checkpoint, use_reentrant=False)
+ours = functools.partial(REMAT.checkpoint, use_reentrant=False)
+VARIANTS = {
+    name: (functools.partial(TORCH.checkpoint, use_reentrant=r), functools.partial(REMAT.checkpoint, use_reentrant=r))
+    for name, r in (("reentrant", True), ("non-reentrant", False))
+}
+both_variants = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def wrong(run: Callable[[Any], Any], checkpoint: Any = of_torch) -> None:
+    """Torch's result differs from that of a plain call, without a word."""
+    with pytest.raises(AssertionError):
+        assert_same(run(checkpoint), run(plain))
+
+
+def right(run: Callable[[Any], Any], checkpoint: Any = ours) -> None:
+    assert_same(run(checkpoint), run(plain))
+
+
+def fails(run: Callable[[Any], Any], match: str, checkpoint: Any = of_torch) -> None:
+    with pytest.raises(RuntimeError, match=match):
+        run(checkpoint)
+
+
+# torch.func.
+
+W = numbers(3, 3, seed=5)
+
+
+def block(x: Tensor) -> Tensor:
+    return torch.tanh(W @ x).exp()
+
+
+TRANSFORMS: dict[str, Any] = {
+    "grad": lambda ck: grad(lambda x: ck(block, x).sum())(numbers(3)),
+    "vjp": lambda ck: vjp(lambda x: ck(block, x), numbers(3))[1](numbers(3)),
+    "vmap(grad)": lambda ck: vmap(grad(lambda x: ck(block, x).sum()))(numbers(2, 3)),
+    "jacrev": lambda ck: jacrev(lambda x: ck(block, x))(numbers(3)),
+    "hessian": lambda ck: hessian(lambda x: ck(block, x).sum())(numbers(3)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_under_transforms(transform: str) -> None:
+    run = TRANSFORMS[transform]
+    fails(run, "saved tensor hooks")
+    right(run)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_reentrant_under_transforms(transform: str) -> None:
+    torchs, own = VARIANTS["reentrant"]
+    fails(TRANSFORMS[transform], "setup_context", torchs)
+    right(TRANSFORMS[transform], own)
+
+
+def backward_through(transform: Callable[..., Tensor], ck: Any) -> Any:
+    x = leaf(numbers(3))
+    transform(lambda x: ck(block, x), x).sum().backward()
+    return x.grad
+
+
+def test_backward_through_vmap_and_jvp() -> None:
+    def through_vmap(ck: Any) -> Any:
+        return backward_through(lambda f, x: vmap(f)(torch.stack([x, x.sin()])), ck)
+
+    def through_jvp(ck: Any) -> Any:
+        return backward_through(lambda f, x: jvp(f, (x,), (x.cos(),))[1], ck)
+
+    with pytest.raises(RuntimeError):
+        through_vmap(of_torch)
+    right(through_vmap)
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_same(through_jvp(of_torch), through_jvp(plain))
+    right(through_jvp)
+
+
+@both_variants
+@pytest.mark.parametrize("transform", [grad, lambda f: lambda x: vjp(f, x)[1](x.sum())[0], lambda f: hessian(f)])
+def test_transforms_inside(variant: str, transform: Any) -> None:
+    torchs, own = VARIANTS[variant]
+
+    def fun(x: Tensor, w: Tensor) -> Tensor:
+        return (transform(lambda x: torch.tanh(w @ x).sum())(x) * x).sin()
+
+    def run(ck: Any) -> Any:
+        x, w = leaf(numbers(3)), leaf(numbers(3, 3))
+        for _ in range(2):
+            ck(fun, x, w).sum().backward()
+        return x.grad, w.grad
+
+    if variant == "non-reentrant":
+        fails(run, "saved tensor hooks", torchs)
+    right(run, own)
+
+
+def test_what_a_function_with_transforms_did_before_is_taken_back() -> None:
+    def run(ck: Any) -> Any:
+        torch.manual_seed(0)
+        x, buffer = leaf(numbers(3)), torch.zeros(3, dtype=torch.float64)
+
+        def fun(x: Tensor) -> Tensor:
+            buffer.add_(1)
+            return F.dropout(grad(lambda x: x.sin().sum())(x) * torch.rand(3))
+
+        ck(fun, x).sum().backward()
+        return x.grad, buffer, torch.rand(2)
+
+    right(run)
+
+
+# The reentrant variant.
+
+
+def test_reentrant_under_autograd_grad() -> None:
+    torchs, own = VARIANTS["reentrant"]
+
+    def run(ck: Any) -> Any:
+        x, w = leaf(numbers(3)), leaf(numbers(3, 3))
+        return grad_of(ck(lambda x: torch.tanh(w @ x), ck(lambda x: torch.tanh(w @ x), x)).sum(), [w, x])
+
+    fails(run, "incompatible with .grad", torchs)
+    right(run, own)
+
+
+def test_reentrant_with_inputs_of_backward() -> None:
+    torchs, own = VARIANTS["reentrant"]
+
+    def run(ck: Any) -> Any:
+        x, w, h = leaf(numbers(3)), leaf(numbers(3, 3)), leaf(numbers(3, seed=1))
+        k = h.sin()
+        ck(lambda x: torch.tanh(w @ x) * k, x).sum().backward(inputs=[x, h])
+        assert w.grad is None
+        return x.grad, h.grad
+
+    fails(run, "incompatible with .grad", torchs)
+    right(run, own)
+
+
+def test_reentrant_double_backward() -> None:
+    torchs, own = VARIANTS["reentrant"]
+
+    def run(ck: Any) -> Any:
+        x, w = leaf(numbers(3)), leaf(numbers(3, 3))
+        (g,) = grad_of(ck(lambda x: torch.tanh(w @ x), x).sum(), x, create_graph=True)
+        return g, grad_of(g.square().sum(), [x, w])
+
+    fails(run, "incompatible with .grad", torchs)
+    right(run, own)
+
+
+def test_reentrant_calls_hooks_of_captured_tensors_once() -> None:
+    def run(ck: Any) -> Any:
+        x, w = leaf(numbers(3)), leaf(numbers(3, 3))
+        calls = []
+        w.register_hook(lambda g: calls.append(1) or g * 2)
+        ck(lambda x: torch.tanh(w @ x), x).sum().backward()
+        return x.grad, w.grad, len(calls)
+
+    right(run, VARIANTS["reentrant"][1])
+
+
+def test_reentrant_respects_the_device_context() -> None:
+    torchs, own = VARIANTS["reentrant"]
+    for ck, same in ((torchs, False), (own, True)):
+        seen: list[str] = []
+        x = leaf(numbers(3))
+        with torch.device("meta"):
+            y = ck(lambda x, seen=seen: seen.append(torch.ones(1).device.type) or x.sin(), x).sum()
+        y.backward()
+        assert (seen[0] == seen[1]) == same
+
+
+def test_reentrant_with_a_function_that_changes_its_input() -> None:
+    torchs, own = VARIANTS["reentrant"]
+
+    def hidden(ck: Any) -> Any:
+        x = leaf(numbers(3))
+        ck(lambda x: x.detach().mul_(3) + x.sin(), x * 1).sum().backward()
+        return x.grad
+
+    def constant(ck: Any) -> Any:
+        x, k = leaf(numbers(3)), torch.ones(3)
+        ck(lambda x, k: (x * k.mul_(3)).sin(), x, k).sum().backward()
+        return x.grad, k
+
+    wrong(hidden, torchs)
+    fails(hidden, "changes a tensor .* in place", own)
+    wrong(constant, torchs)
+    right(constant, own)
+
+
+def test_reentrant_with_a_tensor_that_only_an_autograd_function_sees() -> None:
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w)
+            return torch.from_numpy(x.detach().numpy() * w.detach().numpy())
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            x, w = ctx.saved_tensors
+            return g * w, g * x
+
+    def run(ck: Any) -> Any:
+        x, w = leaf(numbers(3)), leaf(numbers(3, seed=1))
+        ck(lambda x: Scale.apply(x.sin(), w), x).sum().backward()
+        return x.grad, w.grad
+
+    right(run, VARIANTS["reentrant"][1])
+
+
+# Values that are not there yet, and values that are not the same any more.
+
+
+def test_rrelu() -> None:
+    def run(ck: Any) -> Any:
+        torch.manual_seed(0)
+        x = leaf(numbers(1000))
+        ck(lambda x: F.rrelu(x, training=True), x).sum().backward()
+        return x.grad
+
+    def functional(ck: Any) -> Any:
+        torch.manual_seed(0)
+        x = leaf(numbers(2000))
+        ck(lambda x: torch.rrelu(x, training=True), x).sum().backward()
+        return x.grad
+
+    for case in (run, functional):
+        wrong(case)
+        right(case)
+
+
+class Held:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def changed(kind: str, ck: Any) -> Any:
+    """The function reads a tensor that is changed in place before the backward."""
+    x, k = leaf(numbers(3)), numbers(3, seed=1)
+    if kind == "keyword":
+        y = ck(lambda x, k: (x + k).sin(), x, k=k)
+    elif kind == "list":
+        y = ck(lambda x, ks: (x + ks[0]).sin(), x, [k])
+    elif kind == "dict":
+        y = ck(lambda x, ks: (x + ks["k"]).sin(), x, {"k": k})
+    elif kind == "cell":
+        y = ck(lambda x: (x + k).sin(), x)
+    else:
+        held = Held(k)
+        y = ck(lambda x: (x + held.value).sin(), x)
+    k.add_(1)
+    (gradient,) = grad_of(y.sum(), x)
+    return gradient - (x.detach() + k - 1).cos()
+
+
+@pytest.mark.parametrize("kind", ["keyword", "list", "dict", "cell", "attribute"])
+def test_changed_in_place_between_forward_and_backward(kind: str) -> None:
+    assert changed(kind, of_torch).abs().max() > 0.1
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*DoubleTensor \[3\].*expected version 0"):
+        changed(kind, ours)
+
+
+def test_optimizer_step_between_forward_and_backward() -> None:
+    def run(ck: Any) -> Any:
+        torch.manual_seed(0)
+        layer, x = nn.Linear(3, 3).double(), leaf(numbers(3))
+        y = ck(lambda x: layer(x).sin(), x).sum()
+        with torch.no_grad():
+            layer.bias.add_(1)
+        y.backward()
+        return x.grad
+
+    wrong(run)
+    fails(run, "modified by an inplace operation", ours)
+
+
+def test_saved_and_changed_in_place_inside() -> None:
+    def run(ck: Any) -> Any:
+        x = leaf(numbers(3))
+
+        def fun(x: Tensor) -> Tensor:
+            y = x.exp()
+            y.mul_(2)
+            return y.sin()
+
+        ck(fun, x).sum().backward()
+        return x.grad
+
+    fails(run, "modified by an inplace operation", plain)
+    assert run(of_torch) is not None  # whatever it is
+    fails(run, "modified by an inplace operation", ours)
+
+
+# Late binding.
+
+
+@both_variants
+def test_a_loop_variable(variant: str) -> None:
+    torchs, own = VARIANTS[variant]
+
+    def run(ck: Any) -> Any:
+        torch.manual_seed(0)
+        layers = [nn.Linear(3, 3).double() for _ in range(3)]
+        x = y = leaf(numbers(3))
+        for l in layers:  # noqa: E741
+            y = ck(lambda y: torch.tanh(l(y)), y)  # noqa: B023
+        y.sum().backward()
+        return x.grad, [l.weight.grad for l in layers]  # noqa: E741
+
+    wrong(run, torchs)
+    right(run, own)
+
+
+@both_variants
+def test_loop_variables_of_other_kinds(variant: str) -> None:
+    torchs, own = VARIANTS[variant]
+
+    def run(ck: Any) -> Any:
+        x = y = leaf(numbers(3))
+        ws = [leaf(numbers(3, seed=i)) for i in range(3)]
+        for i, w in enumerate(ws):
+            scale = lambda y, i=i: y * (i + 1)  # noqa: E731
+
+            def inner(y: Tensor) -> Tensor:
+                return scale(y * w).sin() * (i + 1)  # noqa: B023
+
+            y = ck(lambda y: inner(y) + y, y)
+        y.sum().backward()
+        return x.grad, [w.grad for w in ws]
+
+    wrong(run, torchs)
+    right(run, own)
+
+
+def test_a_loop_variable_that_is_global() -> None:
+    program = """
+def run(ck, x):
+    global k
+    y = x
+    for k in (1.0, 2.0, 3.0):
+        y = ck(lambda y: (y * k).sin(), y)
+    y.sum().backward()
+    return x.grad
+"""
+    namespace: dict[str, Any] = {}
+    exec(program, namespace)
+    wrong(lambda ck: namespace["run"](ck, leaf(numbers(3))))
+    right(lambda ck: namespace["run"](ck, leaf(numbers(3))))
+    assert namespace["k"] == 3.0
+
+
+def test_parameters_of_functional_call() -> None:
+    def run(ck: Any) -> Any:
+        torch.manual_seed(0)
+        layer, x, scale = nn.Linear(3, 3).double(), leaf(numbers(3)), leaf(numbers(1))
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = layer
+
+            def forward(self, x: Tensor) -> Tensor:
+                return ck(lambda x: torch.tanh(self.layer(x)), x)
+
+        parameters = {"layer.weight": layer.weight.detach() * scale, "layer.bias": layer.bias.detach().sin()}
+        functional_call(Net(), parameters, (x,)).sum().backward()
+        return x.grad, scale.grad
+
+    wrong(run)
+    right(run)
+
+
+def test_cells_are_as_they_were_after_the_backward() -> None:
+    x, seen = leaf(numbers(3)), 0
+
+    def fun(x: Tensor) -> Tensor:
+        nonlocal seen
+        seen += 1
+        return x.sin()
+
+    y = ours(fun, x).sum()
+    seen = 10
+    y.backward()
+    assert seen == 10
+
+
+# Random draws.
+
+
+def draws_from(kind: str, ck: Any) -> Any:
+    x = leaf(numbers(100))
+    generator = torch.Generator().manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+    def fun(x: Tensor) -> Tensor:
+        if kind == "generator":
+            k = torch.rand(100, generator=generator)
+        elif kind == "python":
+            k = torch.tensor([random.random() for _ in range(100)])
+        elif kind == "gauss":
+            k = torch.tensor([random.gauss(0, 1) for _ in range(101)][1:])
+        else:
+            k = torch.from_numpy(np.random.rand(100))
+        return (x * k).sin()
+
+    y = ck(fun, x)
+    after = generator.get_state(), random.random(), np.random.rand()
+    random.seed(1)
+    y.sum().backward()
+    return y.detach(), x.grad, after, generator.get_state(), random.random()
+
+
+@pytest.mark.parametrize("kind", ["generator", "python", "gauss"])
+def test_draws_are_replayed(kind: str) -> None:
+    wrong(lambda ck: draws_from(kind, ck)[:2])
+    right(lambda ck: draws_from(kind, ck))
+
+
+def test_draws_from_numpy_are_an_error() -> None:
+    wrong(lambda ck: draws_from("numpy", ck)[:2])
+    fails(lambda ck: draws_from("numpy", ck), "NumPy's global generator", ours)
+    unchecked = functools.partial(ours, preserve_rng_state=False)
+    draws_from("numpy", unchecked)
+
+
+def test_draws_inside_of_a_forked_generator() -> None:
+    def run(ck: Any) -> Any:
+        torch.manual_seed(0)
+        x = leaf(numbers(100))
+
+        def fun(x: Tensor) -> Tensor:
+            with torch.random.fork_rng():
+                return F.dropout(x).sin()
+
+        y = ck(fun, x)
+        torch.manual_seed(1)
+        y.sum().backward()
+        return x.grad
+
+    right(run)
+
+
+# Selective checkpointing is in test_compat_selective.py.
+
+
+# Memory.
+
+
+def units(meter: LiveBytes, before: int = 0) -> float:
+    return (meter.current - before) / UNIT
+
+
+@pytest.mark.parametrize(("checkpoint", "left"), [(of_torch, 1), (ours, 0)])
+def test_partial_backward_with_retained_graph(checkpoint: Any, left: int) -> None:
+    """What the rerun computed for the other half goes when the backward ends."""
+    x = leaf(activation())
+    with LiveBytes() as meter:
+        y, z = checkpoint(lambda x: (x.sin().exp().sum(), x.cos().exp().sum()), x)
+        before = meter.current
+        grad_of(y, x, retain_graph=True)
+        assert round(units(meter, before)) == left
+        grad_of(z, x)
+
+
+@pytest.mark.parametrize(("checkpoint", "left"), [(of_torch, 1), (ours, 0)])
+def test_reads_of_saved_tensors(checkpoint: Any, left: int) -> None:
+    x = leaf(activation())
+    with LiveBytes() as meter:
+        y = checkpoint(lambda x: x.sin().exp().cos(), x)
+        before = meter.current
+        for _ in range(3):
+            y.grad_fn._saved_self  # noqa: B018
+        assert (round(units(meter, before)) >= left) if left else (meter.current == before)
+
+
+@pytest.mark.parametrize("how", ["keyword", "list", "cell"])
+@pytest.mark.parametrize(("checkpoint", "held"), [(of_torch, 1), (ours, 0)])
+def test_inputs_of_inner_regions(checkpoint: Any, held: int, how: str) -> None:
+    """The outer region computes them again, however the inner one is given them."""
+
+    def inner(x: Tensor, k: Any) -> Tensor:
+        return x * (k[0] if isinstance(k, list) else k)
+
+    def outer(x: Tensor) -> Tensor:
+        k = x.detach().sin()
+        if how == "keyword":
+            return checkpoint(inner, x, k=k).sum()
+        if how == "list":
+            return checkpoint(inner, x, [k]).sum()
+        return checkpoint(lambda x: x * k, x).sum()
+
+    x = leaf(activation())
+    with LiveBytes() as meter:
+        y = checkpoint(outer, x)
+        assert round(units(meter)) == held
+        y.backward()
+    assert_same(x.grad, x.detach().sin())
+
+
+def test_after_an_error_of_the_backward_nothing_is_left() -> None:
+    class OwnError(Exception):
+        pass
+
+    def refuse(g: Tensor) -> Tensor:
+        raise OwnError
+
+    x = leaf(activation())
+    with LiveBytes() as meter:
+
+        def fun(x: Tensor) -> Tensor:
+            y = x.sin()
+            z = y.cos()
+            if y.requires_grad:
+                y.register_hook(refuse)
+            return z.exp().sum()
+
+        y = ours(fun, x)
+        before = meter.current
+        with pytest.raises(OwnError):
+            y.backward(retain_graph=True)
+        assert meter.current == before
+
+
+@both_variants
+def test_nothing_is_kept(variant: str) -> None:
+    _, checkpoint = VARIANTS[variant]
+    x = leaf(activation())
+    with LiveBytes() as meter:
+        y = checkpoint(lambda x: x.sin().exp().cos().exp(), x)
+        assert round(units(meter)) == 1
+        y.backward(torch.ones_like(y))
+        assert meter.peak <= 8 * UNIT
+
+
+@both_variants
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_region_is_freed_without_the_garbage_collector(variant: str, backward: bool) -> None:
+    _, checkpoint = VARIANTS[variant]
+    gc.collect()
+    gc.disable()
+    try:
+        x, big = leaf(numbers(3)), numbers(3)
+        ref = weakref.ref(big)
+
+        def fun(x: Tensor, k: Tensor) -> Tensor:
+            return (x * k).sin().exp()
+
+        y = checkpoint(fun, x, big).sum()
+        del big
+        assert ref() is not None
+        if backward:
+            y.backward()
+        del y
+        assert ref() is None
+    finally:
+        gc.enable()
+
+
+# Groups.
+
+
+def test_a_group_after_a_rerun_that_raised() -> None:
+    class OwnError(Exception):
+        pass
+
+    def run(api: Any) -> Any:
+        x = leaf(numbers(3))
+
+        def fun(x: Tensor) -> Tensor:
+            y = x.sin()
+            if calls.count == 2:
+                raise OwnError
+            return y.exp().cos()
+
+        calls = Calls(fun)
+        y = api.checkpoint(calls, x, use_reentrant=False).sum()
+        with api.GraphExecGroup():
+            with pytest.raises(OwnError):
+                y.backward(retain_graph=True)
+            y.backward()
+        return x.grad
+
+    z = leaf(numbers(3))
+    z.sin().exp().cos().sum().backward()
+    assert_same(run(REMAT), z.grad)
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_same(run(TORCH), z.grad)
+
+
+# The stop signal.
+
+
+def test_the_user_does_not_see_the_stop_signal() -> None:
+    def run(ck: Any) -> tuple[Any, list[Any]]:
+        seen: list[Any] = []
+
+        class Sees:
+            def __enter__(self) -> None:
+                pass
+
+            def __exit__(self, kind: Any, *_: Any) -> None:
+                seen.append(kind)
+
+        def fun(x: Tensor) -> Tensor:
+            try:
+                with Sees():
+                    y = x.sin().exp()
+                    y = (y @ y) * y
+            except BaseException as error:
+                seen.append(type(error))
+                raise
+            finally:
+                seen.append("end")
+            return y + 1
+
+        x = leaf(numbers(50, 50))
+        ck(fun, x).sum().backward()
+        return x.grad, seen
+
+    assert run(ours)[1] == [None, "end"] * 2
+    assert run(of_torch)[1] != [None, "end"] * 2
+    assert_same(run(ours)[0], run(plain)[0])
+
+
+def test_a_function_that_swallows_exceptions() -> None:
+    def fun(x: Tensor) -> Tensor:
+        try:
+            return (x @ x).sin() @ x
+        except Exception:
+            return x
+
+    def run(ck: Any) -> Any:
+        x = leaf(numbers(50, 50))
+        ck(lambda x: fun(x) + 1, x).sum().backward()
+        return x.grad
+
+    right(run)
+
+
+@pytest.mark.parametrize("read", ["item", "branch", "numpy", "tolist", "in place", "kept", "view kept", "list kept"])
+def test_what_comes_after_the_last_needed_tensor_is_right_where_it_is_read(read: str) -> None:
+    """The end of the rerun is not run, unless somebody asks for its values."""
+    kept: list[Any] = []
+
+    def fun(x: Tensor) -> Tensor:
+        y = (x @ x).sin() @ x
+        z = y + 1
+        if read == "item":
+            kept.append(z.sum().item())
+        elif read == "branch":
+            kept.append(1 if z.sum() > 0 else 2)
+        elif read == "numpy":
+            kept.append(z.detach().numpy().sum().item())
+        elif read == "tolist":
+            kept.append(z[0].tolist())
+        elif read == "in place":
+            z = z.clone()
+            z += 2
+            z[0] = 1
+            kept.append(z.detach().sum().item())
+        elif read == "kept":
+            kept.append(z.detach() * 2)
+        elif read == "view kept":
+            kept.append(z.detach().t()[3:])
+        else:
+            kept.extend(z.detach().max(0))
+        return z + 1
+
+    x = leaf(numbers(50, 50))
+    y = ours(fun, x)
+    forward = list(kept)
+    grad_of(y.sum(), x)
+    rerun = kept[len(forward) :]
+    assert len(forward) > 0
+    for a, b in zip(rerun, forward, strict=True):
+        if isinstance(a, Tensor):
+            assert_same(a.detach(), b)
+        else:
+            assert a == b
+
+
+# Settings.
+
+
+def test_settings_belong_to_a_thread() -> None:
+    def early_in_another_thread(api: Any) -> bool:
+        x = leaf(numbers(64, 64))
+        results: list[Tensor] = []
+        with api.set_checkpoint_early_stop(False):
+            thread = threading.Thread(
+                target=lambda: results.append(api.checkpoint(lambda x: x.sin() @ W64, x, use_reentrant=False))
+            )
+            thread.start()
+            thread.join()
+        with CountOps() as ops:
+            results[0].sum().backward()
+        return ops["mm"] == 1
+
+    assert not early_in_another_thread(TORCH)
+    assert early_in_another_thread(REMAT)
+
+
+W64 = numbers(64, 64)
+
+
+def test_settings_belong_to_a_context() -> None:
+    from remat.compat import _settings
+
+    def enabled() -> Any:
+        return _settings.debug_enabled.get()
+
+    with REMAT.set_checkpoint_debug_enabled(True):
+        inside = contextvars.copy_context()
+        assert enabled() is True
+    assert enabled() is None
+    assert inside.run(enabled) is True
+
+
+# Debugging.
+
+
+@debugs
+def test_debug_with_contexts() -> None:
+    def contexts(api: Any) -> Any:
+        return lambda: api.create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
+
+    x = leaf(numbers(3))
+    with pytest.raises(ValueError, match="incompatible with non-default context_fn"):
+        of_torch(torch.sin, x, debug=True, context_fn=contexts(TORCH))
+    ours(lambda x: x.sin().exp(), x, debug=True, context_fn=contexts(REMAT)).sum().backward()
+    assert_same(x.grad, x.detach().sin().exp() * x.detach().cos())
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,), (x,) = ctx.saved_tensors, ctx.saved_tensors
+        return g * x
+
+
+@debugs
+def test_a_double_unpack_is_named_under_debug() -> None:
+    messages = []
+    for ck in (of_torch, ours):
+        y = ck(lambda x: Twice.apply(x.sin()), leaf(numbers(3)), debug=True).sum()
+        with pytest.raises(TORCH.CheckpointError) as caught:
+            y.backward()
+        messages.append(str(caught.value))
+    assert "tensors to be saved during the original forward and differ" in messages[0]
+    assert "already unpacked once" in messages[1]
+    assert "differs" not in messages[1]
+
+
+def different(ck: Any, **options: Any) -> Any:
+    def forward(x: Tensor) -> Tensor:
+        return x.sin().cos().exp()
+
+    def rerun(x: Tensor) -> Tensor:
+        return x.sin()[:2].cos().exp()
+
+    calls = Calls(lambda x: (forward if calls.count == 1 else rerun)(x))
+    with pytest.raises(TORCH.CheckpointError) as caught:
+        ck(calls, leaf(numbers(3)), debug=True, **options).sum().backward()
+    return caught.value
+
+
+@debugs
+def test_debug_output_is_short_and_complete_on_request() -> None:
+    error = different(ours)
+    lines = str(error).splitlines()
+    assert len(lines) <= 10
+    assert "The first op that differs is number 2" in str(error)
+    assert [f"{__file__}:{different.__code__.co_firstlineno + k} in" in str(error) for k in (2, 5)] == [True, True]
+    assert "aten.cos.default(float64[3])" in str(error)
+    assert "aten.slice" in str(error)
+    assert error.trace.count("aten.exp.default") == 2
+    assert "test_debug_output_is_short" in error.trace
+    assert len(str(different(of_torch)).splitlines()) > 100
+
+
+@debugs
+def test_debug_leaves_nothing_behind() -> None:
+    def state() -> Any:
+        logger = logging.getLogger("LoggingTensor")
+        return logger.propagate, len(logger.filters), len(logger.handlers), logger.level
+
+    before = state()
+    different(ours)
+    assert state() == before
+    different(of_torch)
+    assert state() != before
+
+
+# Sequences.
+
+
+@pytest.mark.parametrize("segments", [0, -1, 4, 100])
+def test_segments_out_of_range(segments: int) -> None:
+    x, steps = leaf(numbers(3)), [torch.sin, torch.cos, torch.exp]
+    try:
+        TORCH.checkpoint_sequential(steps, segments, x, use_reentrant=False)
+        failure = None
+    except (ZeroDivisionError, ValueError) as error:
+        failure = str(error)
+    assert failure is None or "zero" in failure
+    with pytest.raises(ValueError, match=rf"segments must be in 1…3.* got {segments}"):
+        REMAT.checkpoint_sequential(steps, segments, x, use_reentrant=False)
+
+
+# Statistics.
+
+
+@both_variants
+def test_batch_norm_statistics(variant: str) -> None:
+    torchs, own = VARIANTS[variant]
+
+    def run(ck: Any) -> Any:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()).double()
+        x = leaf(numbers(5, 3))
+        for _ in range(2):
+            ck(net, x).square().sum().backward()
+        return x.grad, dict(net.named_buffers()), [p.grad for p in net.parameters()]
+
+    wrong(run, torchs)
+    right(run, own)
+
+
+@both_variants
+@pytest.mark.parametrize("how", ["in place", "replaced", "foreach", "read"])
+def test_other_buffers(variant: str, how: str) -> None:
+    torchs, own = VARIANTS[variant]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.ones(3, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * (self.mean + 1)
+            with torch.no_grad():
+                if how == "in place":
+                    self.mean.mul_(0.9).add_(x.detach())
+                elif how == "replaced":
+                    self.mean = 0.9 * self.mean + x.detach()
+                elif how == "foreach":
+                    torch._foreach_add_([self.mean], [x.detach()])
+                else:
+                    self.mean += x.detach()
+            if how == "read":
+                y = y * (self.mean + 1)
+            return y.sin().exp()
+
+    def run(ck: Any) -> Any:
+        net, x = Net(), leaf(numbers(3))
+        for _ in range(2):
+            ck(net, x).sum().backward()
+        return x.grad, net.mean
+
+    wrong(run, torchs)
+    right(run, own)
+
+
+def test_gradients_that_are_accumulated_inside() -> None:
+    def run(ck: Any) -> Any:
+        x, w = leaf(numbers(3)), leaf(numbers(3, seed=1))
+
+        def fun(x: Tensor) -> Tensor:
+            y = (x * w).sin()
+            y.sum().backward(inputs=[w], retain_graph=True)
+            return y.exp() * x
+
+        ck(fun, x).sum().backward(inputs=[x])
+        return x.grad, w.grad
+
+    wrong(run)
+    right(run)
+
+
+# Warnings.
+
+
+@pytest.mark.parametrize("use", ["checkpoint", "sequential"])
+def test_the_warning_points_at_the_caller(use: str) -> None:
+    for api, here in ((TORCH, use == "sequential"), (REMAT, True)):
+        x = leaf(numbers(3))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if use == "checkpoint":
+                api.checkpoint(torch.sin, x)
+            else:
+                api.checkpoint_sequential([torch.sin, torch.cos], 2, x)
+        assert (caught[0].filename == __file__) == here
+
+
+@pytest.mark.parametrize("use", ["call", "decorator"])
+def test_the_warning_without_gradients_points_at_the_caller(use: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if use == "call":
+            REMAT.checkpoint(torch.sin, numbers(3), use_reentrant=True)
+        else:
+            REMAT.check_backward_validity([numbers(3)])
+    assert [w.filename for w in caught] == [__file__]
+
+
+# Also as a decorator.
+
+
+def test_decorator() -> None:
+    @REMAT.checkpoint(use_reentrant=False)
+    def fun(x: Tensor, *, k: float = 2.0) -> Tensor:
+        """Says what it does."""
+        return (x * k).sin().exp()
+
+    assert (fun.__name__, fun.__doc__) == ("fun", "Says what it does.")
+    x, z = leaf(numbers(3)), leaf(numbers(3))
+    with CountOps() as ops:
+        fun(x, k=3.0).sum().backward()
+    assert ops["sin"] == 2
+    (z * 3).sin().exp().sum().backward()
+    assert_same(x.grad, z.grad)
+    with pytest.raises(TypeError, match="must be callable"):
+        REMAT.checkpoint(use_reentrant=False)(3)
+
+
+# Silently wrong, or nobody's business: more that must be right.
+
+
+def test_caches_that_are_filled_on_first_use() -> None:
+    class Net(nn.Module):
+        table: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None:
+                self.table = torch.arange(3, dtype=x.dtype).cos()
+            return (x * self.table).sin().exp()
+
+    def run(ck: Any) -> Any:
+        x = leaf(numbers(3))
+        ck(Net(), x).sum().backward()
+        return x.grad
+
+    right(run)
+
+
+def test_backward_of_an_unrelated_region_in_between() -> None:
+    def run(ck: Any) -> Any:
+        x, z = leaf(numbers(3)), leaf(numbers(3, seed=1))
+        a = ck(lambda x: x.sin().exp(), x)
+
+        def fun(z: Tensor) -> Tensor:
+            (g,) = grad_of(a.sum(), x, retain_graph=True)
+            return (z * g).sin().exp()
+
+        b = ck(fun, z)
+        return grad_of(a.sum() + b.sum(), [x, z])
+
+    right(run)
+
+
+def test_under_forward_ad() -> None:
+    from torch.autograd import forward_ad
+
+    def run(ck: Any) -> Any:
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(leaf(numbers(3)), numbers(3, seed=1))
+            y = ck(lambda x: x.sin().exp(), x)
+            return forward_ad.unpack_dual(y).tangent.detach()
+
+    right(run)
+
+
+def test_compiled() -> None:
+    @torch.compile(backend="aot_eager")
+    def fun(x: Tensor) -> Tensor:
+        return REMAT.checkpoint(lambda x: x.sin().exp(), x, use_reentrant=False)
+
+    x = leaf(numbers(3))
+    fun(x).sum().backward()
+    assert_same(x.grad, x.detach().sin().exp() * x.detach().cos())
+
+
+def test_errors_are_torchs_too() -> None:
+    y = mismatch(REMAT, lambda x: x.sin().cos(), lambda x: x.sin())
+    with pytest.raises(TORCH.CheckpointError) as caught:
+        y.backward()
+    assert isinstance(caught.value, CheckpointError)
+    assert SIZE

@@ -1,0 +1,418 @@
+"""Selective checkpointing: as torch does it, and where it is better."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.autograd import grad as grad_of
+from torch.func import grad
+
+import remat.compat
+from remat import policies
+from remat.debug import LiveBytes
+from tests.helpers import UNIT, CountOps, activation, assert_same, leaf, numbers
+from tests.test_compat_same import MODULES
+
+TORCH, REMAT = torch.utils.checkpoint, remat.compat
+P = REMAT.CheckpointPolicy
+mm, sin, add_ = torch.ops.aten.mm.default, torch.ops.aten.sin.default, torch.ops.aten.add_.Tensor
+each = pytest.mark.parametrize("api", MODULES.values(), ids=MODULES)
+
+
+def call(api: Any, policy: Any, fun: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    context_fn = functools.partial(api.create_selective_checkpoint_contexts, policy, **options)
+    return api.checkpoint(fun, *args, use_reentrant=False, context_fn=context_fn)
+
+
+def block(x: Tensor) -> Tensor:
+    return (torch.tanh((x @ x).sin() @ x) @ x).sin()
+
+
+def expected(fun: Callable[..., Any]) -> Tensor:
+    x = leaf(numbers(3, 3))
+    fun(x).sum().backward()
+    return x.grad
+
+
+def by_op(wanted: Any, decision: Any) -> Callable[..., Any]:
+    return lambda ctx, op, *args, **kwargs: decision if op is wanted else P.PREFER_RECOMPUTE
+
+
+def reruns(api: Any, policy: Any, fun: Callable[..., Any] = block, **options: Any) -> CountOps:
+    """The ops of the backward; its result is right."""
+    x = leaf(numbers(3, 3))
+    y = call(api, policy, fun, x, **options)
+    with CountOps() as ops:
+        y.sum().backward()
+    assert_same(x.grad, expected(fun))
+    return ops
+
+
+# The same.
+
+
+@each
+@pytest.mark.parametrize(
+    ("decision", "kept"),
+    [("MUST_SAVE", 1), ("PREFER_SAVE", 1), ("MUST_RECOMPUTE", 0), ("PREFER_RECOMPUTE", 0)],
+)
+def test_decisions(api: Any, decision: str, kept: bool) -> None:
+    fun = lambda x: (x @ x).sin().exp() + 1  # noqa: E731
+    ops = reruns(api, by_op(mm, P[decision]), fun)
+    assert ops["mm"] == 2 + (not kept)
+
+
+@each
+def test_a_list_of_ops(api: Any) -> None:
+    ops = reruns(api, [mm])
+    assert ops["mm"] == 6
+    assert ops["sin"] >= 1
+
+
+@each
+def test_a_function_may_return_bools(api: Any) -> None:
+    assert reruns(api, lambda ctx, op, *args, **kwargs: op is mm)["mm"] == 6
+
+
+@each
+def test_what_a_policy_is_told(api: Any) -> None:
+    seen = []
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        assert isinstance(ctx, api.SelectiveCheckpointContext)
+        seen.append((op, ctx.is_recompute, ctx.op_output.shape, args[0].shape))
+        return P.PREFER_RECOMPUTE
+
+    x = leaf(numbers(2, 3))
+    call(api, policy, lambda x: x.sum(0).sin(), x).sum().backward()
+    assert seen == [(torch.ops.aten.sum.dim_IntList, False, (3,), (2, 3)), (sin, False, (3,), (3,))]
+
+
+@each
+def test_ignored_ops(api: Any) -> None:
+    assert torch.ops.aten.detach.default in api.SAC_IGNORED_OPS
+    assert api.SAC_IGNORED_OPS == TORCH.SAC_IGNORED_OPS
+    context = api.SelectiveCheckpointContext(is_recompute=False, op_output=3)
+    assert (context.is_recompute, context.op_output) == (False, 3)
+
+
+@each
+def test_a_kept_tensor_that_is_changed_is_an_error(api: Any) -> None:
+    def fun(x: Tensor) -> Tensor:
+        y = x @ x
+        z = y.sum(0)
+        y.add_(1)
+        return y.sin() * z
+
+    x = leaf(numbers(3, 3))
+    y = call(api, [mm], fun, x)
+    with pytest.raises(RuntimeError, match="cached during selective activation checkpoint has been mutated"):
+        y.sum().backward()
+
+
+@each
+def test_a_packet_in_a_list_is_refused(api: Any) -> None:
+    with pytest.raises(ValueError, match=r"aten\.mm\.default"):
+        api.create_selective_checkpoint_contexts([torch.ops.aten.mm])
+    with pytest.raises(ValueError, match="OpOverload"):
+        api.create_selective_checkpoint_contexts(["mm"])
+    with pytest.raises(TypeError, match="must be either a function or a"):
+        api.create_selective_checkpoint_contexts(3)
+
+
+@each
+def test_an_op_that_the_forward_did_not_run(api: Any) -> None:
+    runs = []
+
+    def fun(x: Tensor) -> Tensor:
+        runs.append(0)
+        return (x.sin() if len(runs) == 1 else x.cos()).exp()
+
+    y = call(api, [sin], fun, leaf(numbers(3)))
+    with pytest.raises(RuntimeError, match="encountered during backward but not found in storage"):
+        y.sum().backward()
+
+
+@each
+def test_views_and_several_results(api: Any) -> None:
+    ops = [torch.ops.aten.view.default, torch.ops.aten.t.default, torch.ops.aten.max.dim]
+    reruns(api, ops, lambda x: (x.sin().view(9, 1).t() * x.exp().max(0)[0].repeat(3)).sin())
+
+
+@each
+def test_nested_regions(api: Any) -> None:
+    def outer(x: Tensor) -> Tensor:
+        return call(api, [mm], block, call(api, [sin], block, x)).sin()
+
+    reruns(api, [mm], outer)
+
+
+@each
+def test_custom_contexts(api: Any) -> None:
+    """A `context_fn` of the user's own."""
+    entered = []
+
+    class Context:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            entered.append(self.name)
+
+        def __exit__(self, *args: Any) -> None:
+            entered.append(f"end of {self.name}")
+
+    x = leaf(numbers(3))
+    contexts = lambda: (Context("forward"), Context("rerun"))  # noqa: E731
+    y = api.checkpoint(lambda x: x.sin().exp(), x, use_reentrant=False, context_fn=contexts)
+    assert entered == ["forward", "end of forward"]
+    y.sum().backward()
+    assert entered == ["forward", "end of forward", "rerun", "end of rerun"]
+
+
+def test_contexts_of_torch_with_our_checkpoint_and_the_other_way_round() -> None:
+    for one, other in ((TORCH, REMAT), (REMAT, TORCH)):
+        x = leaf(numbers(3, 3))
+        context_fn = functools.partial(one.create_selective_checkpoint_contexts, [mm])
+        y = other.checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
+        with CountOps() as ops:
+            y.sum().backward()
+        assert ops["mm"] == 6
+        assert_same(x.grad, expected(block))
+
+
+# Better.
+
+
+@pytest.mark.parametrize("policy", [[mm], by_op(sin, P.MUST_SAVE), lambda *_, **__: P.PREFER_SAVE])
+def test_two_backward_passes_and_double_backward(policy: Any) -> None:
+    def run(api: Any) -> Any:
+        x = leaf(numbers(3, 3))
+        y = block(x) if api is None else call(api, policy, block, x)
+        first = grad_of(y.sum(), x, retain_graph=True)
+        (g,) = grad_of(y.sum(), x, create_graph=True)
+        return first, g, grad_of(g.square().sum(), x)
+
+    with pytest.raises(RuntimeError, match="Trying to backward an extra time"):
+        run(TORCH)
+    assert_same(run(REMAT), run(None))
+
+
+@pytest.mark.parametrize("policy", [[add_], lambda ctx, op, *a, **k: P.MUST_SAVE if op is add_ else P.PREFER_RECOMPUTE])
+def test_an_in_place_op_whose_result_is_saved(policy: Any) -> None:
+    def fun(x: Tensor) -> Tensor:
+        return ((x @ x).add_(x) @ x).sin()
+
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        reruns(TORCH, policy, fun)
+    assert reruns(REMAT, policy, fun)["add_"] == 0
+
+
+@pytest.mark.parametrize("save", ["mm", "both", "all"])
+@pytest.mark.parametrize("retain", [False, True])
+def test_allowed_mutations_of_what_is_kept(save: str, retain: bool) -> None:
+    def fun(x: Tensor) -> Tensor:
+        y = x @ x
+        z = y.sum(0)
+        y.add_(1)
+        return (y @ x).sin() * z
+
+    policy = {"mm": [mm], "both": [mm, add_], "all": lambda *_, **__: P.MUST_SAVE}[save]
+
+    def run(api: Any) -> Any:
+        x = leaf(numbers(3, 3))
+        y = call(api, policy, fun, x, allow_cache_entry_mutation=True).sum()
+        if retain and api is REMAT:
+            y.backward(retain_graph=True)
+            x.grad = None
+        y.backward()
+        return x.grad
+
+    if save == "mm":
+        with pytest.raises(AssertionError):
+            assert_same(run(TORCH), expected(fun))
+    assert_same(run(REMAT), expected(fun))
+
+
+def test_what_is_kept_may_not_be_changed_outside() -> None:
+    def run(api: Any) -> Any:
+        x, kept = leaf(numbers(3, 3)), []
+
+        def fun(x: Tensor) -> Tensor:
+            y = x @ x
+            kept.append(y.detach())
+            return y.sin() @ x
+
+        y = call(api, [mm], fun, x, allow_cache_entry_mutation=True)
+        kept[0].add_(1)
+        y.sum().backward()
+        return x.grad
+
+    with pytest.raises(AssertionError):
+        assert_same(run(TORCH), expected(lambda x: (x @ x).sin() @ x))
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        run(REMAT)
+
+
+@pytest.mark.parametrize("decision", [P.MUST_CPU_OFFLOAD, P.PREFER_CPU_OFFLOAD])
+def test_offloading(decision: Any) -> None:
+    policy = by_op(mm, decision)
+    assert reruns(REMAT, policy)["mm"] == 6
+    assert reruns(TORCH, policy)["mm"] > 6
+
+
+@pytest.mark.parametrize("result", [None, "MUST_SAVE", 1])
+def test_a_policy_that_returns_something_else(result: Any) -> None:
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return result
+
+    assert reruns(TORCH, policy)["mm"] > 6
+    with pytest.raises(TypeError, match=r"must return a bool or a CheckpointPolicy; got .* for aten\.mm"):
+        call(REMAT, policy, block, leaf(numbers(3, 3)))
+
+
+PACKETS = [torch.ops.aten.mm]
+aten = torch.ops.aten
+
+
+def packet_in_code(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    return P.MUST_SAVE if op == torch.ops.aten.mm else P.PREFER_RECOMPUTE
+
+
+def packet_by_an_alias(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    return op in (aten.mm, aten.bmm.default)
+
+
+def packet_in_a_global(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    return P.MUST_SAVE if op in PACKETS else P.PREFER_RECOMPUTE
+
+
+def packet_given(packets: Any, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    return P.MUST_SAVE if op in packets else P.PREFER_RECOMPUTE
+
+
+def packet_in_a_cell(packets: Any) -> Any:
+    return lambda ctx, op, *args, **kwargs: op in packets
+
+
+def packet_in_a_default(ctx: Any, op: Any, packet: Any = torch.ops.aten.mm, *args: Any, **kwargs: Any) -> Any:
+    return op == torch.ops.aten.mm
+
+
+VAIN: dict[str, Any] = {
+    "code": packet_in_code,
+    "alias": packet_by_an_alias,
+    "global": packet_in_a_global,
+    "partial": functools.partial(packet_given, PACKETS),
+    "cell": packet_in_a_cell({torch.ops.aten.mm}),
+}
+
+
+@pytest.mark.parametrize("how", VAIN)
+def test_a_policy_that_names_a_packet(how: str) -> None:
+    assert reruns(TORCH, VAIN[how])["mm"] > 6
+    with pytest.warns(UserWarning, match=r"aten\.mm, which the policy names, .* never runs.*aten\.mm\.") as caught:
+        REMAT.create_selective_checkpoint_contexts(VAIN[how])
+    assert [w.filename for w in caught] == [__file__]
+
+
+@pytest.mark.parametrize("policy", [[torch.ops.aten.matmul.default], lambda c, op, *a: op == aten.matmul.default])
+def test_a_policy_that_names_an_op_that_is_made_of_others(policy: Any) -> None:
+    assert reruns(TORCH, policy)["mm"] > 6
+    with pytest.warns(UserWarning, match=r"aten\.matmul\.default is never seen.*aten\.mm") as caught:
+        REMAT.create_selective_checkpoint_contexts(policy)
+    assert [w.filename for w in caught] == [__file__]
+
+
+def overloads_in_code(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    return op in (torch.ops.aten.mm.default, aten.bmm.default, torch.ops.aten.addmm.default)
+
+
+def compares_packets(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    return op.overloadpacket in PACKETS
+
+
+@pytest.mark.parametrize("policy", [overloads_in_code, compares_packets, policies.dots_saveable, [mm]])
+def test_no_warning_where_nothing_is_wrong(policy: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reruns(REMAT, policy)["mm"] == 6
+
+
+@pytest.mark.parametrize("kind", [tuple, set, frozenset])
+def test_other_collections_of_ops(kind: Any) -> None:
+    with pytest.raises(TypeError, match="function or a list"):
+        reruns(TORCH, kind([mm]))
+    assert reruns(REMAT, kind([mm]))["mm"] == 6
+
+
+def test_one_pair_of_contexts_for_two_regions() -> None:
+    def run(api: Any) -> Any:
+        pair = api.create_selective_checkpoint_contexts([mm])
+        x = leaf(numbers(3, 3))
+        y = api.checkpoint(block, x, use_reentrant=False, context_fn=lambda: pair)
+        y = api.checkpoint(block, y + 1, use_reentrant=False, context_fn=lambda: pair)
+        y.sum().backward()
+        return x.grad
+
+    right = expected(lambda x: block(block(x) + 1))
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_same(run(TORCH), right)
+    assert_same(run(REMAT), right)
+
+
+def test_policies_of_ours_count_per_region() -> None:
+    policy = policies.save_every(2, "mm")
+    for _ in range(2):
+        assert reruns(REMAT, policy)["mm"] == 6 + 1
+
+
+def test_a_policy_under_transforms() -> None:
+    def loss(x: Tensor) -> Tensor:
+        return call(REMAT, [mm], block, x).sum()
+
+    with CountOps() as ops:
+        gradient = grad(loss)(numbers(3, 3))
+    assert_same(gradient, expected(block))
+    assert ops["mm"] == 3 + 6
+
+
+def test_contexts_under_transforms() -> None:
+    entered = []
+
+    class Context:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            entered.append(self.name)
+
+        def __exit__(self, *args: Any) -> None:
+            pass
+
+    def loss(x: Tensor) -> Tensor:
+        contexts = lambda: (Context("forward"), Context("rerun"))  # noqa: E731
+        return REMAT.checkpoint(block, x, use_reentrant=False, context_fn=contexts).sum()
+
+    assert_same(grad(loss)(numbers(3, 3)), expected(block))
+    assert entered == ["forward", "rerun"]
+
+
+# Memory.
+
+
+@each
+@pytest.mark.parametrize(("policy", "kept"), [([sin], 2), ([torch.ops.aten.cos.default], 1), ([mm], 0)])
+def test_what_is_kept_weighs(api: Any, policy: Any, kept: int) -> None:
+    x = leaf(activation())
+    with LiveBytes() as meter:
+        y = call(api, policy, lambda x: x.sin().exp().sin().cos().sum(), x)
+        assert round(meter.current / UNIT) == kept
+        y.backward()
+        del y
+        assert round(meter.current / UNIT) == 1  # the gradient
