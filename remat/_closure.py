@@ -160,7 +160,7 @@ def _spaces(roots: Iterable[Any]) -> list[_Space]:
             continue
         elif isinstance(obj, (list, tuple, dict)):
             if len(obj) <= 100:
-                if type(obj) in (list, dict) and id(obj) not in found:
+                if not isinstance(obj, tuple) and id(obj) not in found:
                     found[id(obj)] = _Tensors(obj)
                 todo += [(o, depth - 1) for o in (obj.values() if isinstance(obj, dict) else obj)]
         else:

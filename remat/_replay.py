@@ -156,7 +156,9 @@ class Call:
         for i, (ref, operand) in enumerate(zip(self.originals, operands, strict=True)):
             original = ref()
             original = operand if original is None else original
-            run.swap(original, operand, self._keys[i], live=self._live[i], read=self._reads[i], unread=i in self._unread)
+            run.swap(
+                original, operand, self._keys[i], live=self._live[i], read=self._reads[i], unread=i in self._unread
+            )
         replay: Any = contextlib.nullcontext()
         if self.tape is not None and not internals.tracing():
             # A rerun that is recorded is followed by another, in the derivative of this derivative.

@@ -243,13 +243,12 @@ def test_custom_autograd_functions(api: Any, use_reentrant: bool) -> None:
             x, w = ctx.saved_tensors
             return 3 * x**2 * w * g, (x**3 * g).sum()
 
-    results = []
-    for checkpoint in (functools.partial(api.checkpoint, use_reentrant=use_reentrant), plain):
-        w = leaf(numbers(1)[0])
-        x = leaf(numbers(3))
+    def run(checkpoint: Any) -> Any:
+        w, x = leaf(numbers(1)[0]), leaf(numbers(3))
         checkpoint(lambda x: Cube.apply(Cube.apply(x.sin(), w), w).cos(), x).sum().backward()
-        results.append((x.grad, w.grad))
-    assert_same(*results)
+        return x.grad, w.grad
+
+    assert_same(run(functools.partial(api.checkpoint, use_reentrant=use_reentrant)), run(plain))
 
 
 # The reentrant variant.
@@ -464,23 +463,18 @@ def test_partial_backward_passes(api: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["argument", "context"])
-def test_early_stop(api: Any, where: str) -> None:
-    """The last op whose result is not saved runs again only without early stop."""
-    fun, counts = Calls(lambda x: x.sin().cos() + 1), []
-    for early in (True, False):
-        x = leaf(numbers(3))
-        if where == "argument":
-            y = api.checkpoint(fun, x, use_reentrant=False, early_stop=early)
-        else:
-            with api.set_checkpoint_early_stop(early):
-                y = api.checkpoint(fun, x, use_reentrant=False, early_stop=not early)
-        reached = []
-        fun.fun = lambda x, reached=reached: reached.append(0) or x.sin().cos() + 1
-        with CountOps() as ops:
-            y.sum().backward()
-        counts.append(ops["add"])
-    assert counts[1] == 1
-    assert counts[0] <= counts[1]
+@pytest.mark.parametrize("early", [True, False])
+def test_early_stop(api: Any, where: str, early: bool) -> None:
+    """The last op, whose result is not saved, runs again only without early stop."""
+    x, fun = leaf(numbers(64, 64)), lambda x: x.sin().cos() + 1
+    if where == "argument":
+        y = api.checkpoint(fun, x, use_reentrant=False, early_stop=early)
+    else:
+        with api.set_checkpoint_early_stop(early):
+            y = api.checkpoint(fun, x, use_reentrant=False, early_stop=not early)
+    with CountOps() as ops:
+        y.sum().backward()
+    assert ops["add"] == (not early)
 
 
 def test_early_stop_spares_the_last_matmul(api: Any) -> None:
@@ -489,7 +483,7 @@ def test_early_stop_spares_the_last_matmul(api: Any) -> None:
     with CountOps() as ops:
         y.sum().backward()
     assert ops["mm"] == 1 + 4
-    assert ops["add"] - 1 == 0  # of the two gradients of w
+    assert ops["add"] == 1  # of the two gradients of w
 
 
 def test_early_stop_spares_the_end_of_nested_regions(api: Any) -> None:
@@ -506,7 +500,7 @@ def test_early_stop_spares_the_end_of_nested_regions(api: Any) -> None:
     with CountOps() as ops:
         y.backward()
     assert ops["relu"] == 1 + 2  # the outer reruns the first inner one, and each inner one itself
-    assert ops["mm"] == 2 + 2 + 2 * 4 - 0
+    assert ops["mm"] == 2 + 2 + 2 * 4
 
 
 def test_unpack_outside_of_backward(api: Any) -> None:
@@ -595,7 +589,7 @@ def test_a_rerun_that_differs(api: Any, case: str, debug: bool) -> None:
 
 
 def test_more_tensors(api: Any) -> None:
-    with pytest.raises(api.CheckpointError, match="number of tensors|more tensors"):
+    with pytest.raises(api.CheckpointError, match=r"number of tensors|more tensors"):
         mismatch(api, lambda x: x.sin(), lambda x: x.sin().cos(), early_stop=False).backward()
 
 

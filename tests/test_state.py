@@ -1,0 +1,306 @@
+"""What a function reads besides its arguments changes between forward and rerun: right, or an error, never silent."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same, leaf, numbers, plain
+from torch import Tensor, nn
+from torch.func import grad, vjp
+from torch.nn import functional as F
+
+from remat import CheckpointError, remat
+from remat.debug import LiveBytes
+
+Decorator = Callable[[Any], Any]
+CHECKED = pytest.mark.parametrize("transform", [".backward()", "grad"])
+
+
+def gradient(program: Callable[[Decorator, Tensor], Tensor], ck: Decorator, transform: str) -> Tensor:
+    if transform == "grad":
+        return grad(lambda x: program(ck, x).sum())(numbers(3))
+    x = leaf(numbers(3))
+    return torch.autograd.grad(program(ck, x).sum(), x)[0]
+
+
+def agree(program: Callable[[Decorator, Tensor], Tensor], transform: str) -> None:
+    expected = gradient(program, plain, transform)
+    assert_same(gradient(program, remat, transform), expected)
+
+
+SCALE = 1.0
+WEIGHT = torch.ones(())
+
+
+@CHECKED
+def test_a_loop_variable_that_is_global(transform: str) -> None:
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        global SCALE, WEIGHT
+        for SCALE in (1.0, 2.0, 3.0):
+            WEIGHT = torch.full((), SCALE + 1, dtype=torch.float64)
+            x = ck(lambda x: torch.sin(x * SCALE) * WEIGHT)(x)
+        return x
+
+    agree(program, transform)
+    assert SCALE == 3.0
+    assert_same(WEIGHT, torch.full((), 4.0, dtype=torch.float64))
+
+
+class Recurrent:
+    def __init__(self) -> None:
+        self.h = torch.ones(3, dtype=torch.float64)
+
+
+STATE = Recurrent()
+
+
+def step_of_a_global_object(x: Tensor) -> Tensor:
+    STATE.h = torch.tanh(STATE.h.detach() + x)
+    return STATE.h * x
+
+
+@CHECKED
+def test_state_of_a_global_object(transform: str) -> None:
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        STATE.h = torch.ones(3, dtype=torch.float64)
+        return ck(step_of_a_global_object)(ck(step_of_a_global_object)(x))
+
+    agree(program, transform)
+
+
+class Statistics(nn.Module):
+    """Keeps its statistic in a dict, and the last ones in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = {"mean": torch.zeros((), dtype=torch.float64)}
+        self.last: list[Tensor | None] = [None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last[0] = self.now["mean"] if self.last[0] is None else self.last[0] + 1
+        self.now["mean"] = 0.9 * self.now["mean"] + 0.1 * x.detach().mean()
+        return (x * (1 + self.now["mean"] + self.last[0])).sin()
+
+
+def test_statistics_in_containers() -> None:
+    modules, gradients = [], []
+    for ck in (plain, remat):
+        x, module = leaf(numbers(3)), Statistics()
+        y = ck(module)(ck(module)(x))
+        gradients += torch.autograd.grad(y.sum(), x)
+        modules.append(module)
+    assert_same(gradients[1], gradients[0])
+    assert_same((modules[1].now, modules[1].last), (modules[0].now, modules[0].last))
+
+
+@CHECKED
+@pytest.mark.parametrize("holder", ["list", "dict", "slots"])
+def test_numbers_that_change_in_containers(holder: str, transform: str) -> None:
+    class Slots:
+        __slots__ = ("k",)
+
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        held: Any = {"list": [0], "dict": {"k": 0}, "slots": Slots()}[holder]
+        for k in (1, 2):
+            if holder == "slots":
+                held.k = k
+            else:
+                held[0 if holder == "list" else "k"] = k
+            read = {"list": lambda: held[0], "dict": lambda: held["k"], "slots": lambda: held.k}[holder]
+            x = ck(lambda x: torch.sin(x * read()))(x)
+        return x
+
+    with pytest.raises(CheckpointError, match=r"call 1.*test_state\.py:\d+ got the arguments .*2.*where.*1"):
+        agree(program, transform)
+
+
+@CHECKED
+def test_tensors_that_change_places(transform: str) -> None:
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        ws = [numbers(3, seed=1), numbers(3, seed=2)]
+        y = ck(lambda x: torch.sin(x * ws[0]) * ws[1])(x)
+        ws.reverse()
+        return y
+
+    agree(program, transform)
+
+
+def test_numbers_computed_from_tensors_may_be_rounded() -> None:
+    x = leaf(numbers(3))
+    y = remat(lambda x: x.sin() * x.detach().norm().item() * float("nan"))(x)
+    assert torch.autograd.grad(y.sum(), x)[0].isnan().all()
+
+
+@CHECKED
+def test_a_constant_that_is_changed_later(transform: str) -> None:
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        w = numbers(3, seed=1)
+        out, pullback = vjp(ck(lambda x: x.sin() * w.cos()), x)
+        w.add_(1)
+        return pullback(torch.ones_like(out))[0]
+
+    with pytest.raises(CheckpointError, match=r"\[3\].*changed in place.*clone"):
+        gradient(program, remat, transform)
+
+
+@CHECKED
+def test_data_changed_in_place(transform: str) -> None:
+    ends = []
+
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        mean = torch.zeros(3, dtype=torch.float64)
+
+        def fun(x: Tensor) -> Tensor:
+            mean.data.mul_(0.9).add_(1.0)
+            return (x * mean).sin()
+
+        y = ck(fun)(x)
+        ends.append(mean)
+        return y
+
+    agree(program, transform)
+    assert_same(ends[1], ends[0])
+
+
+def test_requires_grad_on_an_argument() -> None:
+    gradients = []
+    for ck in (plain, remat):
+
+        def slope(x: Tensor) -> Tensor:
+            x.requires_grad_()
+            return torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0]
+
+        x = numbers(3)
+        ck(slope)(x).square().sum().backward()
+        gradients.append(x.grad)
+    assert_same(gradients[1], gradients[0])
+
+
+@CHECKED
+def test_a_hook_on_an_argument_acts_once(transform: str) -> None:
+    def reversed_gradient(x: Tensor) -> Tensor:
+        x.register_hook(lambda g: -g)
+        return x.sin()
+
+    agree(lambda ck, x: ck(reversed_gradient)(x * 1), transform)
+
+
+# Random state.
+
+
+def test_random_state_that_is_put_back() -> None:
+    def fun(x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            return F.dropout(x, 0.5).sin()
+
+    gradients = []
+    for ck in (plain, remat):
+        torch.manual_seed(0)
+        x = leaf(numbers(8))
+        y = ck(fun)(x)
+        torch.rand(3)
+        gradients += torch.autograd.grad(y.sum(), x)
+    assert_same(gradients[1], gradients[0])
+
+
+def test_a_function_that_seeds() -> None:
+    def fun(x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return x.sin()
+
+    torch.manual_seed(0)
+    x = leaf(numbers(3))
+    y = remat(fun)(x)
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(0))
+    torch.rand(3)
+    before = torch.get_rng_state()
+    y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(0)
+    assert_same(torch.rand(3), expected)
+
+
+class Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        noise = torch.rand(x.shape, generator=generator, dtype=x.dtype)
+        return x * noise, noise
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor, _: Tensor) -> tuple[Tensor, None]:
+        return cotangent * ctx.saved_tensors[0], None
+
+
+@CHECKED
+def test_a_generator_handed_to_an_autograd_function(transform: str) -> None:
+    left = []
+
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        y = ck(lambda x: Noise.apply(x, generator)[0].sin())(x)
+        left.append(generator)
+        return y
+
+    agree(program, transform)
+    assert_same(torch.rand(3, generator=left[1]), torch.rand(3, generator=left[0]))
+
+
+def test_backward_in_several_threads() -> None:
+    fun = remat(lambda x: F.dropout(x.sin(), 0.5).exp())
+    jobs = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = leaf(torch.ones(50_000, dtype=torch.float64))
+        y = fun(fun(x)).sum()
+        jobs.append((x, y, torch.autograd.grad(y, x, retain_graph=True)[0]))
+    wrong = []
+
+    def work(x: Tensor, y: Tensor, expected: Tensor) -> None:
+        for _ in range(5):
+            if not torch.equal(torch.autograd.grad(y, x, retain_graph=True)[0], expected):
+                wrong.append(x)
+
+    threads = [threading.Thread(target=work, args=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# Tensors of other kinds, and caches.
+
+
+def test_an_inference_tensor() -> None:
+    with torch.inference_mode():
+        mask = numbers(3)
+    x = leaf(numbers(3))
+    remat(lambda x: (x + mask).sin())(x).sum().backward()
+    assert_same(x.grad, (x.detach() + mask).cos())
+
+
+def test_a_sparse_operand() -> None:
+    a, x = torch.eye(3, dtype=torch.float64).to_sparse(), leaf(numbers(3, 2))
+    remat(lambda x: torch.sparse.mm(a, x).sin().t())(x).sum().backward()
+    assert_same(x.grad, x.detach().cos())
+
+
+def test_autocast_keeps_no_casts_of_a_rerun() -> None:
+    ws = [leaf(numbers(64, 64).float()) for _ in range(3)]
+    held = []
+    with LiveBytes() as meter, torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(3):
+            h = torch.ones(2, 64)
+            for w in ws:
+                h = remat(lambda h, w: torch.tanh(h @ w))(h, w)
+            torch.autograd.grad(h.float().sum(), ws)
+            del h
+            held.append(meter.current)
+    assert held[0] == held[2]
