@@ -113,14 +113,14 @@ def _with_derivative(out: Any, call: Call, leaves: list[Any], run: Run) -> Any:
     outer = active_runs()
     for other in reversed(outer):
         operands = [other.resolve(t, read=i not in call.handed_on) for i, t in enumerate(operands)]
-        values = [other.resolve(t) for t in values]
+        values = [other.resolve(t, read=False) for t in values]
     with internals.DisableTorchFunction():
         attached = attach(Derived(call, call), values, [internals.unwrap_dead(t) for t in operands])
     if attached is values:
         return out
-    for value, places in zip(attached, where.values(), strict=True):
+    for value, raw, places in zip(attached, values, where.values(), strict=True):
         for other in outer:
-            other.adopt(value)
+            other.adopt(value, same_as=raw)
         for i in places:
             results[i] = value
     return _tree.unflatten(spec, results)

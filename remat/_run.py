@@ -431,8 +431,8 @@ class Run(TorchFunctionMode):
             for r in reads
         )
 
-    def adopt(self, tensor: Tensor, live: bool = True) -> None:
-        """Note a tensor that was made inside."""
+    def adopt(self, tensor: Tensor, live: bool = True, same_as: Tensor | None = None) -> None:
+        """Note a tensor that was made inside, maybe as another one that has the same value."""
         key = id(tensor)
         known = self.outside.get(key)
         if known is not None:
@@ -441,7 +441,10 @@ class Run(TorchFunctionMode):
                     self.made.add(key)
                 return
             del self.outside[key]
-            self.reads.pop(key, None)
+        if key not in self.given and key not in self._originals:
+            self.reads.pop(key, None)  # it was of a tensor that has died since
+            if id(same_as) in self.reads:
+                self.reads[key] = self.reads[id(same_as)]
         if live:
             self.made.add(key)
             self.constants.pop(key, None)

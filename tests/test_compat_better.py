@@ -334,7 +334,7 @@ def test_a_loop_variable(variant: str) -> None:
         layers = [nn.Linear(3, 3).double() for _ in range(3)]
         x = y = leaf(numbers(3))
         for l in layers:  # noqa: E741
-            y = ck(lambda y: torch.tanh(l(y)), y)  # noqa: B023
+            y = ck(lambda y: torch.tanh(l(y)), y)
         y.sum().backward()
         return x.grad, [l.weight.grad for l in layers]  # noqa: E741
 
@@ -353,7 +353,7 @@ def test_loop_variables_of_other_kinds(variant: str) -> None:
             scale = lambda y, i=i: y * (i + 1)  # noqa: E731
 
             def inner(y: Tensor) -> Tensor:
-                return scale(y * w).sin() * (i + 1)  # noqa: B023
+                return scale(y * w).sin() * (i + 1)
 
             y = ck(lambda y: inner(y) + y, y)
         y.sum().backward()

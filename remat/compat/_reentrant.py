@@ -63,8 +63,8 @@ class CheckpointFunction(torch.autograd.Function):
         for t in changed or [t for t in captured if id(t) in call.record.written]:
             raise RematError(
                 f"checkpoint: with use_reentrant=True, the function changes a tensor of shape {list(t.shape)}, "
-                f"{t.dtype} in place that it was given or has read from outside. Its rerun would start from the changed value. "
-                "Change a copy instead: x = x.clone()."
+                f"{t.dtype} in place that it was given or has read from outside. Its rerun would start from the changed "
+                "value. Change a copy instead: x = x.clone()."
             )
         values = [
             v.detach() if isinstance(v, Tensor) and id(v) not in forward.made else v  # it belongs to somebody else
@@ -150,8 +150,8 @@ def _reached(
         else:
             raise RematError(
                 f"checkpoint: with use_reentrant=True, the function takes {_what(variable, node)} from outside and "
-                "hands it straight to an autograd.Function or an extension, where no torch function is seen to read it. Pass "
-                "it as an argument, or use use_reentrant=False."
+                "hands it straight to an autograd.Function or an extension, where no torch function is seen to read it. "
+                "Pass it as an argument, or use use_reentrant=False."
             )
     return reached
 

@@ -93,8 +93,8 @@ class _Kept:
         if self._tensor._version != self._version:
             raise CheckpointError(
                 "checkpoint: Tensor cached during selective activation checkpoint has been mutated: a result of "
-                f"{func}. Change a copy instead, x = x.clone(); in-place changes inside of the function are taken care of "
-                "with allow_cache_entry_mutation=True."
+                f"{func}. Change a copy instead, x = x.clone(); in-place changes inside of the function are taken care "
+                "of with allow_cache_entry_mutation=True."
             )
         if self._tensor.device != self._device:
             return self._tensor.to(self._device)
