@@ -109,7 +109,8 @@ def _with_derivative(out: Any, call: Call, leaves: list[Any], run: Run) -> Any:
         return out
     call.returned = [places[0] for places in where.values()]
     values = [results[i] for i in call.returned]
-    operands = call.operands(leaves, run, values)
+    with internals.DisableTorchFunction():
+        operands = call.operands(leaves, run, values)
     outer = active_runs()
     for other in reversed(outer):
         operands = [other.resolve(t, read=i not in call.handed_on) for i, t in enumerate(operands)]

@@ -185,7 +185,7 @@ class Run(TorchFunctionMode):
         self._live_reads = 0
         self._owners: dict[int, weakref.ref[Tensor]] = {}  # of what `.data` gave
         self._numbers = len(self.given)
-        self._operands: set[_Read] = set()
+        self._operands: dict[_Read, Tensor] = {}
 
     @property
     def in_rerun(self) -> bool:
@@ -208,7 +208,7 @@ class Run(TorchFunctionMode):
             self.reads.pop(id(operand), None)
         else:
             self.reads[id(operand)] = read
-            self._operands.add(read)
+            self._operands[read] = operand
         self._swaps[id(original)] = operand
         self._originals[id(operand)] = key
         self._swapped.append(original)
@@ -238,7 +238,10 @@ class Run(TorchFunctionMode):
             elif isinstance(arg, (list, tuple, dict, torch.Generator)):
                 known = False
         if not known:
+            strangers = len(self.outside)
             live, args, kwargs = self._look_closer(args, kwargs or {})
+            if self._expected is not None and len(self.outside) > strangers:
+                args, kwargs = self._as_in_forward(self._expected, func, args, kwargs)
         if kwargs or _may_write(func):
             self._before_write(_written(func, args, kwargs or {}))
         if func is Tensor.register_hook and id(args[0]) in self._originals:
@@ -304,7 +307,8 @@ class Run(TorchFunctionMode):
             self.made.add(key)
             return tensor
         if not read and self._expected is not None:
-            return tensor
+            with internals.DisableTorchFunction():
+                return tensor.detach()  # nothing in the forward was differentiated by it
         if key not in self.outside or self.outside[key]() is not tensor:
             self.outside[key] = weakref.ref(tensor)
             self.versions[key] = version(tensor)
@@ -391,6 +395,26 @@ class Run(TorchFunctionMode):
                 self.log.constant_reads.add((func, id(arg)))
             elif id(arg) in self._originals and not self._expected.has_read(func, self._originals[id(arg)]):
                 raise stranger(self.name, arg)
+
+    def _as_in_forward(self, forward: Log, func: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """The arguments of a call, with what the forward read in the place of tensors that come from out of sight.
+
+        They may be made anew by each run (`from_numpy`). `finish` sees to it that they are.
+        """
+        position = len(self.log.calls)
+        expected = forward.calls[position] if position < len(forward.calls) else None
+        if expected is None or expected.func is not func or len(expected.reads) != len(args) + len(kwargs):
+            return args, kwargs
+
+        found = list(map(self._read_in_forward, (*args, *kwargs.values()), expected.reads))
+        return tuple(found[: len(args)]), dict(zip(kwargs, found[len(args) :], strict=True))
+
+    def _read_in_forward(self, arg: Any, then: Any) -> Any:
+        if isinstance(arg, Tensor):
+            return self._operands.get(then, arg) if id(arg) in self.outside else arg
+        if type(arg) in (tuple, list) and len(arg) == len(then):
+            return type(arg)(map(self._read_in_forward, arg, then))
+        return arg
 
     def _reads(self, args: Iterable[Any]) -> tuple[Any, ...]:
         found: list[Any] = []

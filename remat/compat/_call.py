@@ -85,20 +85,21 @@ class Call:
 
     def rerun(
         self,
-        rerun: Rerun,
+        rerun: Rerun | None,
         tensors: Sequence[Tensor],
         context: contextlib.AbstractContextManager[Any] = _NOTHING,
-        *,
-        keep: bool = False,
     ) -> Any:
-        """The call again, with `tensors` in the place of those that it was given.
+        """The call again, with `tensors` in the place of those that it was given, and its result.
 
-        **Returns:** the result if it is to be kept, else None.
+        **Arguments:**
+
+        - `rerun`: what sees the calls, if they have to be seen.
         """
-        for key, (ref, before) in self.record.written.items():
-            original = ref()
-            if original is not None and key not in self._identities:
-                rerun.swap(original, copy_of(before, original.requires_grad))
+        if rerun is not None:
+            for key, (ref, before) in self.record.written.items():
+                original = ref()
+                if original is not None and key not in self._identities:
+                    rerun.swap(original, copy_of(before, original.requires_grad))
         captured, draws = self._captured, self._draws
         fun, leaves, thaw = captured.thawed(self._leaves, tensors)
         for i, tensor in zip(self._positions, tensors, strict=False):
@@ -112,15 +113,20 @@ class Call:
         random_before = None if draws is None else draws.begin()
         try:
             with ambient, restored, context:
-                with rerun if rerun.is_needed else _NOTHING:
+                if rerun is None:
                     out = fun(*args, **kwargs)
-                out = out if keep else None
-                rerun.finish()
+                else:
+                    with rerun:
+                        out = fun(*args, **kwargs)
+                    if rerun.drops_result:
+                        out = None
+                    rerun.finish()
         finally:
             if draws is not None and random_before is not None:
                 draws.end(random_before)
             internals.set_grad_enabled(grad_mode)
-            rerun.restore_grads()
+            if rerun is not None:
+                rerun.restore_grads()
             if thaw is not None:
                 thaw.empty()
         if draws is not None and random_before is not None:

@@ -19,26 +19,30 @@ _Slot = tuple[Any, Any, Any]  # a cell and None, or a namespace and a name; and 
 
 
 @functools.cache
-def _globals_read(code: types.CodeType) -> tuple[str, ...]:
+def _names(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The names of the cells that the code assigns to, and of the globals that it reads."""
     names = {str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            names.update(_globals_read(const))
-    return tuple(names)
+            names.update(_names(const)[1])
+    return written_names(code, "STORE_DEREF"), tuple(names)
+
+
+_CONSTANT = (Tensor, types.ModuleType, type, types.BuiltinFunctionType)
 
 
 def _slots(fun: types.FunctionType) -> Iterator[_Slot]:
     """The cells that a function assigns to, and the globals that it reads."""
-    if fun.__closure__:
-        written = written_names(fun.__code__, "STORE_DEREF")
-        for name, cell in zip(fun.__code__.co_freevars, fun.__closure__, strict=True) if written else ():
-            if name in written:
+    assigned, read = _names(fun.__code__)
+    if assigned:
+        for name, cell in zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True):
+            if name in assigned:
                 with contextlib.suppress(ValueError):  # empty
                     yield cell, None, cell.cell_contents
     namespace = fun.__globals__
-    for name in _globals_read(fun.__code__):
+    for name in read:
         value = namespace.get(name)
-        if value is not None and not isinstance(value, (Tensor, types.ModuleType, type)):
+        if value is not None and not isinstance(value, _CONSTANT):
             yield namespace, name, value
 
 
@@ -71,19 +75,21 @@ class _Closure:
         return types.FunctionType(*self._fun, None, tuple(map(types.CellType, contents)))
 
 
-_CAPTURING = (*_FUNCTIONS, tuple)
-
-
 def _simple_contents(fun: types.FunctionType) -> list[Any] | None:
     """What the cells hold of a function that `_Closure` is enough for."""
-    if fun.__defaults__ or fun.__kwdefaults__ or fun.__dict__ or written_names(fun.__code__, "STORE_DEREF"):
+    if fun.__defaults__ or fun.__kwdefaults__ or fun.__dict__ or _names(fun.__code__)[0]:
         return None
     try:
         contents = [cell.cell_contents for cell in fun.__closure__ or ()]
     except ValueError:  # an empty cell
         return None
-    simple = not any(isinstance(c, _CAPTURING) or hasattr(type(c), "__remat_maker__") for c in contents)
-    return contents if simple else None
+    for content in contents:
+        if not isinstance(content, _SIMPLE) and (isinstance(content, tuple) or parts(content) or callable(content)):
+            return None
+    return contents
+
+
+_SIMPLE = (Tensor, torch.nn.Module, int, float, str, type, types.ModuleType, types.BuiltinFunctionType)
 
 
 class Captured:
@@ -109,7 +115,15 @@ class Captured:
         elif not isinstance(fun, _FUNCTIONS) and not functions:
             self._contents = []
         if self._contents is not None:
-            self._look_at((fun, *self._contents))
+            if type(fun) is types.FunctionType:
+                self._slots += _slots(fun)
+            elif isinstance(fun, torch.nn.Module):
+                self._slots += _buffers(fun)
+            for content in self._contents:
+                if isinstance(content, Tensor):
+                    self.tensors.append(content)
+                elif isinstance(content, torch.nn.Module):
+                    self._slots += _buffers(content)
         else:
             self._given = [fun, *functions]
             self._contents = cell_contents(self._given)

@@ -18,7 +18,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError
 from remat.compat._call import NO_CONTEXTS, Call, Contexts, UsesTransforms, at_the_base
-from remat.compat._watch import Holder, Rerun
+from remat.compat._watch import Collector, Holder, Rerun
 
 TIP = (
     "To find the cause, pass debug=True to checkpoint, or call it under set_checkpoint_debug_enabled(True): the error "
@@ -134,17 +134,22 @@ class Region:
         call = self._call
         with at_the_base():
             tensors = [call.written(i) if call.is_written(i) else s.unpack() for i, s in enumerate(self._saved)]
-            rerun = Rerun(call.record, tensors, self._options.early_stop and self._is_complete, self._under_context)
-            internals.push_saved_tensors_hooks(rerun.pack, _same)
+            early_stop = self._options.early_stop and self._is_complete
+            rerun: Rerun | None = None
+            if call.record.is_simple:
+                collector = Collector(call.record, early_stop)
+            else:
+                collector = rerun = Rerun(call.record, tensors, early_stop, self._under_context)
+            internals.push_saved_tensors_hooks(collector.pack, _same)
             try:
                 call.rerun(rerun, tensors, self.rerun_context)
             finally:
                 internals.pop_saved_tensors_hooks()
         if self._is_complete:
-            self._check(rerun)
-        return rerun.saved
+            self._check(collector)
+        return collector.saved
 
-    def _check(self, rerun: Rerun) -> None:
+    def _check(self, rerun: Collector) -> None:
         """Raise unless the rerun saved what the forward saved."""
         expected, found = len(self._call.record.holders), len(rerun.saved)
         if found != expected:

@@ -100,7 +100,7 @@ def _gradients(
     for original, stand_in in zip(operands[count:], stand_ins[count:], strict=True):
         rerun.swap(original, stand_in)
     since = internals.next_sequence_number()
-    out = call.rerun(rerun, given, keep=True)
+    out = call.rerun(rerun, given)
     pairs = [
         (o, c)
         for o, c in zip(out if isinstance(out, (tuple, list)) else (out,), cotangents, strict=False)

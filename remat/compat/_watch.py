@@ -204,7 +204,7 @@ class Forward(TorchFunctionMode):
         self._outside: dict[int, Outside] = {}
         self._since = internals.next_sequence_number()
         self._alone = not internals.function_modes_active()
-        self._goes_backward = False
+        self._goes_backward = self._went_backward = False
 
     def pack(self, tensor: Tensor) -> Any:
         """The hook: what the graph keeps in the place of `tensor`."""
@@ -230,6 +230,9 @@ class Forward(TorchFunctionMode):
             self._before_write(func, args, kwargs or {})
         record.calls.append(func)
         out = func(*args, **kwargs) if kwargs else func(*args)
+        if self._goes_backward:
+            record.tail.clear()  # what a backward inside reads can't be spared
+            self._goes_backward = False
         if self._alone:
             record.tail.append(self._result(out))
         else:  # other modes must not see what is done here
@@ -256,11 +259,11 @@ class Forward(TorchFunctionMode):
         reads = {}
         for number, tensor in enumerate(_tensors(args if not kwargs else (*args, *kwargs.values()))):
             if id(tensor) not in self.made:
-                if internals.is_wrapper(tensor):
-                    self.saw_wrappers = True
-                    continue
                 known = self._outside.get(id(tensor))
                 if known is None or known.ref() is not tensor:
+                    if internals.is_wrapper(tensor):
+                        self.saw_wrappers = True
+                        continue
                     with internals.DisableTorchFunction():
                         node = tensor.grad_fn
                         if node is not None and internals.sequence_number(node) >= self._since:
@@ -278,7 +281,7 @@ class Forward(TorchFunctionMode):
                 if isinstance(arg, torch.Generator):
                     self._draws.notice(arg)
         if func in _BACKWARDS:
-            self._goes_backward = True
+            self._goes_backward = self._went_backward = True
             return
         written = self.record.written
         with internals.DisableTorchFunction(), self._unseen(), torch.no_grad():
@@ -295,7 +298,7 @@ class Forward(TorchFunctionMode):
                 for outside in record.outside:
                     outside.keep(runs)
         record.is_simple = not (
-            self._goes_backward
+            self._went_backward
             or record.outside
             or record.written
             or any(r.is_large for result in record.tail for r in _results(result))
@@ -323,46 +326,26 @@ class _Spared(NamedTuple):
     results: list[weakref.ref[Tensor] | None]
 
 
-class Rerun(TorchFunctionMode):
-    """Repeats a forward run, and collects what it saves."""
+class Collector:
+    """Collects what a rerun saves."""
 
-    def __init__(self, record: Record, given: Sequence[Tensor], early_stop: bool, under_context: bool = False) -> None:
-        """A rerun that is given tensors. `under_context`: as for the forward."""
+    def __init__(self, record: Record, early_stop: bool) -> None:
         self.saved: list[tuple[Tensor, int] | None] = []
         """What the graph would save, detached, and its version; None where nobody will ask for it."""
-        self._given = given
-        self.made = set(map(id, given))
-        self._record = record
-        self._inner = {id(o): o.saved.unpack() for o in record.outside if o.saved is not None}
-        self._swaps: dict[int, Tensor] = {}
-        self._swapped: list[Tensor] = []  # keeps the identities
-        self._early_stop = early_stop and bool(record.holders)
-        self._unseen: Any = internals.DisableTorchDispatch if under_context else contextlib.nullcontext
-        # A context may count the function's ops: those that are computed later have to come in the same order.
-        self._may_spare = not under_context or not any(r.is_view for result in record.tail for r in _results(result))
-        self._spared: list[_Spared] = []
-        self._tail_begin = len(record.calls) - len(record.tail)
-        self._grads: list[tuple[Tensor, Tensor | None]] = []
         self.different: list[tuple[int, Meta, Meta]] = []
         """What was saved with another shape, dtype or device: its number, and those of the forward and of the rerun."""
+        self._record = record
+        self._last = len(record.holders) - 1 if early_stop else -1
 
-    _position = -1
-    """The number of the call that is running, or was the last."""
-    _aligned = False
-    """Whether the forward made the same call with that number."""
-    _running: Any = None
-    """Its function, while it is running."""
     _done = False
     """Whether all that the backward needs is there."""
-    _lazy = False
-    """Whether calls are spared from then on."""
 
     def pack(self, tensor: Tensor) -> Any:
         """The hook: collects `tensor`."""
-        if not internals.function_modes_active():
-            return self._pack(tensor)
-        with internals.DisableTorchFunction():
-            return self._pack(tensor)
+        if internals.function_modes_active():
+            with internals.DisableTorchFunction():
+                return self._pack(tensor)
+        return self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.requires_grad:
@@ -378,24 +361,55 @@ class Rerun(TorchFunctionMode):
             meta = tensor.shape, tensor.dtype, tensor.device
             if meta != self._record.metas[index]:
                 self.different.append((index, self._record.metas[index], meta))
-        if self._early_stop and index + 1 == len(holders):
+        if index == self._last:
             self._done = True
-            func = self._running
-            if not self._may_spare:
-                pass
-            elif func is None:  # between two calls
-                self._lazy = self._position + 1 == self._tail_begin
-            elif self._aligned and self._position == self._tail_begin:
-                self._lazy = True
-                result = self._record.tail[0]
-                if type(result) is Result and not result.is_view and result.is_large and _cuttable(func):
-                    raise _Cut
+            self._stop()
         return tensor
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether the calls have to be seen."""
-        return not self._record.is_simple
+    def _stop(self) -> None:
+        """All that the backward needs is there."""
+
+
+class Rerun(Collector, TorchFunctionMode):
+    """Repeats a forward run: it reads and writes what that did, and does no more than it has to."""
+
+    def __init__(self, record: Record, given: Sequence[Tensor], early_stop: bool, under_context: bool = False) -> None:
+        """A rerun that is given tensors. `under_context`: as for the forward."""
+        super().__init__(record, early_stop)
+        self.drops_result = early_stop
+        """Whether nobody needs what the function returns: spared memory in it need not be computed."""
+        self._given = given
+        self.made = set(map(id, given))
+        self._inner = {id(o): o.saved.unpack() for o in record.outside if o.saved is not None}
+        self._swaps: dict[int, Tensor] = {}
+        self._swapped: list[Tensor] = []  # keeps the identities
+        self._unseen: Any = internals.DisableTorchDispatch if under_context else contextlib.nullcontext
+        # A context may count the function's ops: those that are computed later have to come in the same order.
+        self._may_spare = not under_context or not any(r.is_view for result in record.tail for r in _results(result))
+        self._spared: list[_Spared] = []
+        self._tail_begin = len(record.calls) - len(record.tail)
+        self._grads: list[tuple[Tensor, Tensor | None]] = []
+
+    _position = -1
+    """The number of the call that is running, or was the last."""
+    _aligned = False
+    """Whether the forward made the same call with that number."""
+    _running: Any = None
+    """Its function, while it is running."""
+    _lazy = False
+    """Whether calls are spared from then on."""
+
+    def _stop(self) -> None:
+        func = self._running
+        if not self._may_spare:
+            return
+        if func is None:  # between two calls
+            self._lazy = self._position + 1 == self._tail_begin
+        elif self._aligned and self._position == self._tail_begin:
+            self._lazy = True
+            result = self._record.tail[0]
+            if type(result) is Result and not result.is_view and result.is_large and _cuttable(func):
+                raise _Cut
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -409,7 +423,9 @@ class Rerun(TorchFunctionMode):
         made = self.made
         for arg in args if not kwargs else (*args, *kwargs.values()):
             if (id(arg) not in made) if isinstance(arg, Tensor) else type(arg) in _CONTAINERS:
-                args, kwargs = self._resolve(args, kwargs, record.reads.get(position) if aligned else None)
+                reads = record.reads.get(position) if aligned else None
+                if kwargs or not self._reads_the_same(args, reads):
+                    args, kwargs = self._resolve(args, kwargs, reads)
                 break
         if kwargs or _mutable(func):
             args, kwargs = self._before_write(func, args, kwargs)
@@ -434,6 +450,22 @@ class Rerun(TorchFunctionMode):
                 self.made.add(id(item))
 
     # Reading and writing.
+
+    def _reads_the_same(self, args: tuple[Any, ...], reads: dict[int, Outside] | None) -> bool:
+        """Whether a call plainly reads from outside what it read in the forward."""
+        if not reads or self._swaps:
+            return False
+        number = 0
+        for arg in args:
+            if isinstance(arg, Tensor):
+                if id(arg) not in self.made:
+                    outside = reads.get(number)
+                    if outside is None or outside.tensor is not arg or outside.version != version(arg):
+                        return False
+                number += 1
+            elif type(arg) in _CONTAINERS:
+                return False
+        return True
 
     def _resolve(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: dict[int, Outside] | None
