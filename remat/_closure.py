@@ -144,7 +144,7 @@ def _spaces(roots: Iterable[Any]) -> list[_Space]:
             for value in used:
                 if isinstance(value, torch.nn.Module):
                     todo.append((value, depth))
-                elif type(value).__module__ == obj.__module__:
+                elif type(value).__module__ == obj.__module__ or type(value) in (list, dict):
                     todo.append((value, 1))
             if obj.__closure__:
                 cells = written_names(obj.__code__, "STORE_DEREF")

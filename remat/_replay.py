@@ -19,10 +19,16 @@ from remat._closure import Closure
 from remat._context import Ambient, RandomState, replayed
 from remat._errors import CheckpointError, RematError
 from remat._frozen import Thawer
-from remat._run import CHANGES, PURITY, Log, Run, _call_site, stranger, version
+from remat._run import CHANGES, PURITY, Log, Run, call_site, stranger, version
 from remat._spare import Replay
 from remat._tape import Recorder, Tape, note_nested_call
 from remat.random._keyed import Position, resumed, running, suspended
+
+_OUT_OF_REACH = (
+    "remat: the rerun of {} found a tensor of the forward's transforms, which mean nothing to it. The function captures "
+    "it in a place where remat does not look (a deque, an object with __slots__, a class attribute) and hands it "
+    "straight to a transform. Pass it as an argument."
+)
 
 
 class Call:
@@ -79,7 +85,7 @@ class Call:
             run.random = RandomState(tensors, keyed=keys is not None) if preserve_rng_state else None
         note_nested_call()
         if self.policy is not None and not internals.tracing():
-            where = _call_site if self.watched else lambda: "unknown"
+            where = call_site if self.watched else lambda: "unknown"
             self._recorder = Recorder(self.policy.start(), lambda: run.current, where)
         with internals.without_saved_tensors_hooks(), run, self._recorder or contextlib.nullcontext():
             try:
@@ -173,7 +179,12 @@ class Call:
             for i, at in zip(self.positions, self._argument_of, strict=True):
                 leaves[i] = operands[at]
             args, kwargs = _tree.unboxed(*_tree.unflatten(self.spec, leaves))
-            out, _ = _tree.flatten(fun(*args, **kwargs))
+            try:
+                out, _ = _tree.flatten(fun(*args, **kwargs))
+            except RuntimeError as error:
+                if "INTERNAL ASSERT" in str(error):
+                    raise RematError(_OUT_OF_REACH.format(self.name)) from error
+                raise
         run.finish()
         self._strangers += run.outside.values()
         if len(out) <= max(self.returned, default=-1) or not all(isinstance(out[i], Tensor) for i in self.returned):

@@ -45,8 +45,14 @@ class Log:
 
     def __init__(self) -> None:
         self.calls: list[Signature] = []
+        self.incidental: set[int] = set()
+        """The positions of calls whose results are not differentiated: what they compute may be there already."""
         self.constant_reads: set[tuple[Any, int]] = set()
         """Of the calls that touch constants alone: the function, and the identity of a tensor that it read."""
+
+    def call(self, position: int) -> Signature | None:
+        """The call at a position, None after the last."""
+        return self.calls[position] if position < len(self.calls) else None
 
     def has_read(self, func: Any, key: int) -> bool:
         """Whether such a call read that tensor."""
@@ -61,6 +67,12 @@ def _results(out: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:
     return ()
 
 
+def _differentiated(out: Any) -> bool:
+    """Whether a result of a call is differentiated."""
+    tensors = (out,) if isinstance(out, Tensor) else out
+    return any(isinstance(t, Tensor) and internals.requires_grad_at_any_level(t) for t in tensors)
+
+
 _PLAIN = frozenset({bool, int, str, type(None), torch.Size, torch.dtype, torch.device})
 
 
@@ -73,7 +85,7 @@ def _same(expected: Any, actual: Any) -> bool:
     return type(expected) is type(actual) and expected == actual
 
 
-def _call_site() -> str:
+def call_site() -> str:
     """file:line of the user's code that is running: the innermost frame outside of torch and remat."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -186,6 +198,7 @@ class Run(TorchFunctionMode):
         self._owners: dict[int, weakref.ref[Tensor]] = {}  # of what `.data` gave
         self._numbers = len(self.given)
         self._operands: dict[_Read, Tensor] = {}
+        self._position = 0  # in the log of the forward
 
     @property
     def in_rerun(self) -> bool:
@@ -292,7 +305,7 @@ class Run(TorchFunctionMode):
         if key in self._unread:
             if not read:
                 return self.swapped(tensor)
-            raise stranger(self.name, tensor)
+            raise stranger(self.name, tensor, f" at {call_site()}")
         if key in self._swaps:
             return self._swaps[key]
         constant = self.constants.get(key)
@@ -367,7 +380,7 @@ class Run(TorchFunctionMode):
                     if t is None or id(t) in self.snapshots or not (id(t) in self.given or id(t) in self.outside):
                         continue
                     if internals.requires_grad_at_any_level(t):
-                        raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, _call_site()))
+                        raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, call_site()))
                     self.snapshots[id(t)] = t.clone()
 
     def _note(self, func: Any, args: Any, kwargs: Any, results: Any, out: Any, live: bool) -> None:
@@ -382,9 +395,12 @@ class Run(TorchFunctionMode):
         if internals.forward_ad_active() and internals.inside_autograd_function():
             return  # its `jvp`
         signature = Signature(func, results, self._reads((*args, *kwargs.values()) if kwargs else args))
-        self.log.calls.append(signature)
         if self._expected is not None:
-            self._compare(len(self.log.calls) - 1, self._expected.calls, signature)
+            self._compare(self._expected, signature, out)
+            return
+        if not _differentiated(out):
+            self.log.incidental.add(len(self.log.calls))
+        self.log.calls.append(signature)
 
     def _note_constant(self, func: Any, args: Iterable[Any]) -> None:
         """What a rerun finds computed may be read in the place where the forward read it, not where it came from."""
@@ -394,15 +410,14 @@ class Run(TorchFunctionMode):
             if self._expected is None:
                 self.log.constant_reads.add((func, id(arg)))
             elif id(arg) in self._originals and not self._expected.has_read(func, self._originals[id(arg)]):
-                raise stranger(self.name, arg)
+                raise stranger(self.name, arg, f" at {call_site()}")
 
     def _as_in_forward(self, forward: Log, func: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """The arguments of a call, with what the forward read in the place of tensors that come from out of sight.
 
         They may be made anew by each run (`from_numpy`). `finish` sees to it that they are.
         """
-        position = len(self.log.calls)
-        expected = forward.calls[position] if position < len(forward.calls) else None
+        expected = forward.call(self._position)
         if expected is None or expected.func is not func or len(expected.reads) != len(args) + len(kwargs):
             return args, kwargs
 
@@ -433,18 +448,27 @@ class Run(TorchFunctionMode):
                 found.append(type(arg))
         return tuple(found)
 
-    def _compare(self, position: int, forward: list[Signature], actual: Signature) -> None:
-        expected = forward[position] if position < len(forward) else None
+    def _compare(self, forward: Log, actual: Signature, out: Any) -> None:
+        expected = forward.call(self._position)
+        while (
+            expected is not None
+            and actual[:2] != expected[:2]
+            and self._position in forward.incidental
+            and _differentiated(out)
+        ):
+            self._position += 1
+            expected = forward.call(self._position)
+        self._position += 1
         if actual == expected:
             return
-        where = f"remat: the rerun of {self.name} differs from its forward run at call {position + 1}: {actual}"
+        where = f"remat: the rerun of {self.name} differs from its forward run at call {self._position}: {actual}"
         if expected is None or actual[:2] != expected[:2]:
             ended = "had ended" if expected is None else f"ran {expected}"
-            raise CheckpointError(f"{where} at {_call_site()}, where the forward {ended}. {PURITY}")
+            raise CheckpointError(f"{where} at {call_site()}, where the forward {ended}. {PURITY}")
         now, then = self._known(actual.reads), self._known(expected.reads)
         if not _same(then, now):
             raise CheckpointError(
-                f"{where} at {_call_site()} got the arguments {_arguments(now)}, where the forward got "
+                f"{where} at {call_site()} got the arguments {_arguments(now)}, where the forward got "
                 f"{_arguments(then)}. {PURITY}"
             )
 
@@ -504,12 +528,12 @@ class Run(TorchFunctionMode):
         """Check that a rerun ran to the end of what the forward ran."""
         if self._expected is None:
             return
-        done, expected = len(self.log.calls), self._expected.calls
-        if done < len(expected):
-            raise CheckpointError(
-                f"remat: the rerun of {self.name} ended after {done} of {len(expected)} torch calls; "
-                f"the forward went on with {expected[done]}. {PURITY}"
-            )
+        for position in range(self._position, len(self._expected.calls)):
+            if position not in self._expected.incidental:
+                raise CheckpointError(
+                    f"remat: the rerun of {self.name} ended after {position} of {len(self._expected.calls)} torch "
+                    f"calls; the forward went on with {self._expected.calls[position]}. {PURITY}"
+                )
 
 
 def _arguments(reads: tuple[Any, ...]) -> str:
@@ -523,12 +547,12 @@ def _arguments(reads: tuple[Any, ...]) -> str:
     return f"({', '.join(map(word, reads))})"
 
 
-def stranger(name: str, tensor: Tensor) -> CheckpointError:
+def stranger(name: str, tensor: Tensor, where: str = "") -> CheckpointError:
     """The rerun of a function depends on what its forward did not."""
     with internals.DisableTorchFunction():
         return CheckpointError(
-            f"remat: the rerun of {name} read a tensor of shape {list(tensor.shape)}, {tensor.dtype} from outside that "
-            f"its forward run was not seen to read. {PURITY}"
+            f"remat: the rerun of {name} read a tensor of shape {list(tensor.shape)}, {tensor.dtype} from outside"
+            f"{where} that its forward run was not seen to read. {PURITY}"
         )
 
 

@@ -1,6 +1,7 @@
 """What a function reads besides its arguments changes between forward and rerun: right, or an error, never silent."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import grad, vjp
 from torch.nn import functional as F
 
-from remat import CheckpointError, remat
+from remat import CheckpointError, RematError, remat
 from remat.debug import LiveBytes
 
 Decorator = Callable[[Any], Any]
@@ -304,3 +305,40 @@ def test_autocast_keeps_no_casts_of_a_rerun() -> None:
             del h
             held.append(meter.current)
     assert held[0] == held[2]
+
+
+# Where the rerun can't find its operands.
+
+
+def test_a_captured_tensor_out_of_reach() -> None:
+    def loss(w: Tensor) -> Tensor:
+        held = deque([w])
+        return remat(lambda x: grad(lambda v: (v * x).sin().sum())(held[0]))(numbers(3)).sum()
+
+    with pytest.raises(RematError, match=r"lambda.*deque.*argument"):
+        grad(loss)(numbers(3))
+
+
+MASKS: dict[int, Tensor] = {}
+
+
+def masked(x: Tensor) -> Tensor:
+    if len(x) not in MASKS:
+        MASKS[len(x)] = x.new_ones(len(x)).cumsum(0)
+    return x.sin() * MASKS[len(x)]
+
+
+@CHECKED
+def test_a_table_made_from_an_argument_and_kept(transform: str) -> None:
+    MASKS.clear()
+    agree(lambda ck, x: ck(masked)(x), transform)
+    if transform == ".backward()":
+        assert_same(MASKS[3], torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+
+
+@CHECKED
+def test_memory_made_out_of_sight(transform: str) -> None:
+    np = pytest.importorskip("numpy")
+
+    array = np.arange(3.0)
+    agree(lambda ck, x: ck(lambda x: x.sin() * torch.from_numpy(array) + torch.from_numpy(array).exp())(x), transform)

@@ -140,9 +140,12 @@ class Region:
                 collector = Collector(call.record, early_stop)
             else:
                 collector = rerun = Rerun(call.record, tensors, early_stop, self._under_context)
+            context = self.rerun_context
+            if self._under_context and not self._is_complete:  # a backward inside of the forward, and of its context
+                context = internals.DisableTorchDispatch()
             internals.push_saved_tensors_hooks(collector.pack, _same)
             try:
-                call.rerun(rerun, tensors, self.rerun_context)
+                call.rerun(rerun, tensors, context)
             finally:
                 internals.pop_saved_tensors_hooks()
         if self._is_complete:

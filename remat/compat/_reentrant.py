@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -57,14 +58,14 @@ class CheckpointFunction(torch.autograd.Function):
         captured = [
             t
             for outside in call.record.outside
-            if (t := outside.tensor) is not None and t.requires_grad and id(t) not in identities
+            if (t := outside.ref()) is not None and t.requires_grad and id(t) not in identities
         ]
         changed = [t for t, before in zip(given, versions, strict=True) if t.requires_grad and version(t) != before]
         for t in changed or [t for t in captured if id(t) in call.record.written]:
             raise RematError(
                 f"checkpoint: with use_reentrant=True, the function changes a tensor of shape {list(t.shape)}, "
-                f"{t.dtype} in place that it was given or has read from outside. Its rerun would start from the changed "
-                "value. Change a copy instead: x = x.clone()."
+                f"{t.dtype} in place that it was given or has read from outside. Its rerun would start from the "
+                "changed value. Change a copy instead: x = x.clone()."
             )
         values = [
             v.detach() if isinstance(v, Tensor) and id(v) not in forward.made else v  # it belongs to somebody else
@@ -77,6 +78,7 @@ class CheckpointFunction(torch.autograd.Function):
     def forward(ctx: Any, call: Call, count: int, values: list[Any], *operands: Tensor) -> Any:
         """Attach the node to the values of the forward run, which is over."""
         ctx.call, ctx.count = call, count
+        ctx.originals = [weakref.ref(t) for t in operands]  # what is unpacked may be another object
         ctx.save_for_backward(*operands)
         results = tuple(values)
         values.clear()
@@ -86,19 +88,21 @@ class CheckpointFunction(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """Run the function again, and differentiate that."""
         with at_the_base():
-            return (None, None, None, *_gradients(ctx.call, ctx.saved_tensors, ctx.count, cotangents))
+            originals = [ref() for ref in ctx.originals]
+            return (None, None, None, *_gradients(ctx.call, ctx.saved_tensors, originals, ctx.count, cotangents))
 
 
 def _gradients(
-    call: Call, operands: Sequence[Tensor], count: int, cotangents: Sequence[Any]
+    call: Call, operands: Sequence[Tensor], originals: Sequence[Tensor | None], count: int, cotangents: Sequence[Any]
 ) -> Iterator[Tensor | None]:
     """The gradients of the operands: the tensors that the function was given, `count` of them, and those it read."""
     create_graph = torch.is_grad_enabled()
     stand_ins = [_stand_in(t, create_graph) for t in operands]
     given = [call.written(i) if call.is_written(i) else t for i, t in enumerate(stand_ins[:count])]
     rerun = Rerun(call.record, given, early_stop=False)
-    for original, stand_in in zip(operands[count:], stand_ins[count:], strict=True):
-        rerun.swap(original, stand_in)
+    for original, stand_in in zip(originals[count:], stand_ins[count:], strict=True):
+        if original is not None:
+            rerun.swap(original, stand_in)
     since = internals.next_sequence_number()
     out = call.rerun(rerun, given)
     pairs = [
@@ -110,7 +114,7 @@ def _gradients(
         raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
     outputs = [o for o, _ in pairs]
     targets = {i: t for i, t in enumerate(stand_ins) if t.requires_grad}
-    hidden = _reached(outputs, stand_ins, operands, since)
+    hidden = _reached(outputs, stand_ins, originals, since, create_graph)
     found = torch.autograd.grad(
         outputs,
         [*targets.values(), *hidden.values()],
@@ -133,7 +137,11 @@ def _stand_in(operand: Tensor, create_graph: bool) -> Tensor:
 
 
 def _reached(
-    outputs: Sequence[Tensor], stand_ins: Sequence[Tensor], operands: Sequence[Tensor], since: int
+    outputs: Sequence[Tensor],
+    stand_ins: Sequence[Tensor],
+    originals: Sequence[Tensor | None],
+    since: int,
+    create_graph: bool,
 ) -> dict[int, Tensor]:
     """The operands that the rerun's graph reaches themselves: out of sight, by an `autograd.Function` or an extension.
 
@@ -144,14 +152,16 @@ def _reached(
     reached = {}
     for node, number in foreign_edges(outputs, stand_ins, since):
         variable = getattr(node, "variable", None)
-        position = next((i for i, t in enumerate(operands) if _leads_to(t, node, number)), None)
-        if position is not None and not operands[position]._backward_hooks:  # which would be called twice
-            reached[position] = operands[position]
+        position = next((i for i, t in enumerate(originals) if t is not None and _leads_to(t, node, number)), None)
+        original = None if position is None else originals[position]
+        # Its hooks would be called twice; and with create_graph, the stand-ins lead to the originals too.
+        if position is not None and original is not None and not original._backward_hooks and not create_graph:
+            reached[position] = original
         else:
             raise RematError(
                 f"checkpoint: with use_reentrant=True, the function takes {_what(variable, node)} from outside and "
-                "hands it straight to an autograd.Function or an extension, where no torch function is seen to read it. "
-                "Pass it as an argument, or use use_reentrant=False."
+                "hands it straight to an autograd.Function or an extension, where no torch function is seen to read "
+                "it. Pass it as an argument, or use use_reentrant=False."
             )
     return reached
 

@@ -110,15 +110,24 @@ class _Cache:
 
 
 class _Counter(internals.TorchDispatchMode):
-    """Numbers the calls of each op in one run."""
+    """Numbers the calls of each op in one run.
+
+    The ops of a backward inside of the function do not count: they need not be the same in both runs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._counts: dict[Any, int] = {}
+        self._graph_task = -1
 
     def __enter__(self) -> Any:
         self._counts = {}
+        self._graph_task = internals.graph_task()
         return super().__enter__()
+
+    def ignores(self, func: Any) -> bool:
+        """Whether a call of an op does not count."""
+        return func in SAC_IGNORED_OPS or internals.graph_task() != self._graph_task
 
     def key(self, func: Any) -> tuple[Any, int]:
         number = self._counts.get(func, 0)
@@ -157,7 +166,7 @@ class Selective(_Counter):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in SAC_IGNORED_OPS:
+        if self.ignores(func):
             return func(*args, **kwargs)
         if self._unsettled:
             self._settle()
@@ -172,7 +181,7 @@ class Selective(_Counter):
         except TypeError as error:
             self._error = error
             raise
-        if (decision in _SAVE or decision in _OFFLOAD) and (not mutable or _is_in_place(func)):
+        if (decision in _SAVE or decision in _OFFLOAD) and _can_be_kept(func):
             self.cache.entries[key] = self._keep(out, decision in _OFFLOAD, mutable)
         else:
             self.cache.entries[key] = None
@@ -204,7 +213,7 @@ class _GivenBack(_Counter):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in SAC_IGNORED_OPS:
+        if self.ignores(func):
             return func(*args, **kwargs)
         key = self.key(func)
         if key not in self._cache.entries:
@@ -222,12 +231,21 @@ class _GivenBack(_Counter):
         return _tree.unflatten(entry[1], leaves)
 
 
+@functools.cache
 def _is_mutable(func: Any) -> bool:
     return isinstance(func, OpOverload) and bool(func._schema.is_mutable)
 
 
-def _is_in_place(func: Any) -> bool:
-    """Whether all that an op does is to change its first argument, and to return it."""
+@functools.cache
+def _can_be_kept(func: Any) -> bool:
+    """Whether an op returns something new, or only changes its first argument and returns that.
+
+    A view costs nothing, and has to be one of the rerun's own tensors.
+    """
+    if not isinstance(func, OpOverload):
+        return True
+    if not func._schema.is_mutable:
+        return not any(r.alias_info is not None for r in func._schema.returns)
     writes = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
     returns = func._schema.returns
     return writes == [0] and len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)

@@ -114,10 +114,10 @@ class Outside:
         self.tensor: Tensor | None = None
         self.saved: Any = None
 
-    def keep(self, runs: list[Any]) -> None:
-        """The forward is over: hold the tensor. One that was made in an enclosing region is for that to hold."""
+    def keep(self, around: Any) -> None:
+        """The forward is over: hold the tensor. What the run around it made is for that to hold."""
         tensor = self.ref()
-        if tensor is not None and any(id(tensor) in run.made for run in runs):
+        if tensor is not None and around is not None and id(tensor) in around.made:
             self.saved = internals.save(tensor)
         else:
             self.tensor = tensor
@@ -243,7 +243,8 @@ class Forward(TorchFunctionMode):
     def _result(self, out: Any) -> Any:
         """What is noted of the result of a call; None: the call can't be spared."""
         if isinstance(out, Tensor):
-            self.made.add(id(out))
+            if id(out) not in self.record.written:  # changed in place, and not made
+                self.made.add(id(out))
             if type(out) is not Tensor or out.layout is not torch.strided:
                 return None
             return Result(out.shape, out.stride(), out.dtype, out.device, out.requires_grad, out._is_view())
@@ -293,10 +294,10 @@ class Forward(TorchFunctionMode):
         """The run is over: hold what it read."""
         record = self.record
         if record.outside:
-            runs = [] if self._alone else watched_runs()
+            around = [] if self._alone else watched_runs()[-1:]
             with internals.DisableTorchFunction():
                 for outside in record.outside:
-                    outside.keep(runs)
+                    outside.keep(around[0] if around else None)
         record.is_simple = not (
             self._went_backward
             or record.outside
@@ -491,7 +492,8 @@ class Rerun(Collector, TorchFunctionMode):
     def _before_write(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Nothing from outside is changed a second time: a copy is."""
         if func in _BACKWARDS:
-            self._before_backward()
+            if func is not torch.autograd.grad:
+                self._before_backward()
             return args, kwargs
         with internals.DisableTorchFunction(), self._unseen():
             strange = [t for t in _targets(func, args, kwargs) if id(t) not in self.made]
@@ -514,7 +516,8 @@ class Rerun(Collector, TorchFunctionMode):
             for t in (*self._given, *(o.ref() for o in self._record.outside)):
                 if t is not None and t.requires_grad and t.is_leaf:
                     self._grads.append((t, t.grad))
-                    t.grad = None if t.grad is None else t.grad.clone()
+                    with self._unseen():
+                        t.grad = None if t.grad is None else t.grad.clone()
 
     # After the last needed tensor.
 
@@ -600,5 +603,5 @@ def copy_of(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 
 def watched_runs() -> list[Any]:
-    """The forwards and reruns that the current code is part of."""
+    """The forwards and reruns that the current code is part of, innermost last."""
     return [mode for mode in internals.function_modes() if isinstance(mode, (Forward, Rerun))]
