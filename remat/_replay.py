@@ -25,8 +25,8 @@ from remat._tape import Recorder, Tape, note_nested_call
 from remat.random._keyed import Position, resumed, running, suspended
 
 _OUT_OF_REACH = (
-    "remat: the rerun of {} found a tensor of the forward's transforms, which mean nothing to it. The function captures "
-    "it in a place where remat does not look (a deque, an object with __slots__, a class attribute) and hands it "
+    "remat: the rerun of {} found a tensor of the forward's transforms, which mean nothing to it. It is captured in "
+    "a place where remat does not look (a deque, an object with __slots__, a class attribute) and hands it "
     "straight to a transform. Pass it as an argument."
 )
 
