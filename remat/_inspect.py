@@ -28,8 +28,7 @@ from remat._frozen import parts
 from remat._names import current_name
 from remat._remat import Watch, plainly, watchers
 from remat._replay import Call
-from remat._run import Run, active_runs
-from remat._run import call_site
+from remat._run import Run, active_runs, call_site
 from remat._values import is_view
 from remat.policies import nothing_saveable
 
