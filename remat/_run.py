@@ -384,9 +384,10 @@ class Run(TorchFunctionMode):
                     self.snapshots[id(t)] = t.clone()
 
     def _note(self, func: Any, args: Any, kwargs: Any, results: Any, out: Any, live: bool) -> None:
+        reads = self._reads((*args, *kwargs.values()) if kwargs else args) if live else ()
         for tensor in (out,) if isinstance(out, Tensor) else out:
             if isinstance(tensor, Tensor):
-                self.adopt(tensor, live)
+                self.adopt(tensor, live, same_as=tensor if any(tensor is a for a in args) else None)
         if not live:
             self._note_constant(func, args)
         # Inside of an autograd.Function grad mode is off. Under a transform, unlike at the base, all of it is one call.
@@ -394,7 +395,7 @@ class Run(TorchFunctionMode):
             return
         if internals.forward_ad_active() and internals.inside_autograd_function():
             return  # its `jvp`
-        signature = Signature(func, results, self._reads((*args, *kwargs.values()) if kwargs else args))
+        signature = Signature(func, results, reads)
         if self._expected is not None:
             self._compare(self._expected, signature, out)
             return
@@ -449,15 +450,16 @@ class Run(TorchFunctionMode):
         return tuple(found)
 
     def _compare(self, forward: Log, actual: Signature, out: Any) -> None:
+        position = self._position
+        while (expected := forward.call(position)) is not None and actual[:2] != expected[:2]:
+            if position not in forward.incidental:
+                break
+            position += 1
+        if expected is not None and actual[:2] == expected[:2]:
+            self._position = position
+        elif self._position not in forward.incidental and not _differentiated(out):
+            return  # it touches no derivative
         expected = forward.call(self._position)
-        while (
-            expected is not None
-            and actual[:2] != expected[:2]
-            and self._position in forward.incidental
-            and _differentiated(out)
-        ):
-            self._position += 1
-            expected = forward.call(self._position)
         self._position += 1
         if actual == expected:
             return
@@ -490,9 +492,10 @@ class Run(TorchFunctionMode):
                 return
             del self.outside[key]
         if key not in self.given and key not in self._originals:
+            read = self.reads.get(id(same_as))
             self.reads.pop(key, None)  # it was of a tensor that has died since
-            if id(same_as) in self.reads:
-                self.reads[key] = self.reads[id(same_as)]
+            if read is not None:
+                self.reads[key] = read
         if live:
             self.made.add(key)
             self.constants.pop(key, None)

@@ -46,7 +46,7 @@ class CheckpointFunction(torch.autograd.Function):
                 return function(*args)
         call = Call(function, args, {}, preserve_rng_state)
         given = call.tensors
-        versions = [*map(version, given)]
+        versions = _versions(given)
         forward = call.watch()
         with torch.no_grad(), forward:
             out = function(*args)
@@ -60,17 +60,22 @@ class CheckpointFunction(torch.autograd.Function):
             for outside in call.record.outside
             if (t := outside.ref()) is not None and t.requires_grad and id(t) not in identities
         ]
-        changed = [t for t, before in zip(given, versions, strict=True) if t.requires_grad and version(t) != before]
+        changed = [
+            t
+            for t, before, now in zip(given, versions, _versions(given), strict=True)
+            if t.requires_grad and now != before
+        ]
         for t in changed or [t for t in captured if id(t) in call.record.written]:
             raise RematError(
                 f"checkpoint: with use_reentrant=True, the function changes a tensor of shape {list(t.shape)}, "
                 f"{t.dtype} in place that it was given or has read from outside. Its rerun would start from the "
                 "changed value. Change a copy instead: x = x.clone()."
             )
-        values = [
-            v.detach() if isinstance(v, Tensor) and id(v) not in forward.made else v  # it belongs to somebody else
-            for v in (out if type(out) is tuple else (out,))
-        ]
+        with internals.DisableTorchFunction():
+            values = [
+                v.detach() if isinstance(v, Tensor) and id(v) not in forward.made else v  # it belongs to somebody else
+                for v in (out if type(out) is tuple else (out,))
+            ]
         results = super().apply(call, len(given), values, *given, *captured)
         return results if type(out) is tuple else results[0]
 
@@ -90,6 +95,11 @@ class CheckpointFunction(torch.autograd.Function):
         with at_the_base():
             originals = [ref() for ref in ctx.originals]
             return (None, None, None, *_gradients(ctx.call, ctx.saved_tensors, originals, ctx.count, cotangents))
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    with internals.DisableTorchFunction():
+        return [*map(version, tensors)]
 
 
 def _gradients(

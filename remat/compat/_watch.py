@@ -117,7 +117,7 @@ class Outside:
     def keep(self, around: Any) -> None:
         """The forward is over: hold the tensor. What the run around it made is for that to hold."""
         tensor = self.ref()
-        if tensor is not None and around is not None and id(tensor) in around.made:
+        if tensor is not None and around is not None and id(tensor) in around.made and id(tensor) not in around.given:
             self.saved = internals.save(tensor)
         else:
             self.tensor = tensor
@@ -380,7 +380,8 @@ class Rerun(Collector, TorchFunctionMode):
         self.drops_result = early_stop
         """Whether nobody needs what the function returns: spared memory in it need not be computed."""
         self._given = given
-        self.made = set(map(id, given))
+        self.given = set(map(id, given))
+        self.made = set(self.given)
         self._inner = {id(o): o.saved.unpack() for o in record.outside if o.saved is not None}
         self._swaps: dict[int, Tensor] = {}
         self._swapped: list[Tensor] = []  # keeps the identities
@@ -393,19 +394,21 @@ class Rerun(Collector, TorchFunctionMode):
 
     _position = -1
     """The number of the call that is running, or was the last."""
-    _aligned = False
-    """Whether the forward made the same call with that number."""
+    _aligned = True
+    """Whether the forward made the same calls up to there."""
     _running: Any = None
     """Its function, while it is running."""
     _lazy = False
     """Whether calls are spared from then on."""
+    _has_spared = False
+    """Whether one was."""
 
     def _stop(self) -> None:
         func = self._running
         if not self._may_spare:
             return
         if func is None:  # between two calls
-            self._lazy = self._position + 1 == self._tail_begin
+            self._lazy = self._aligned and self._position + 1 == self._tail_begin
         elif self._aligned and self._position == self._tail_begin:
             self._lazy = True
             result = self._record.tail[0]
@@ -420,7 +423,7 @@ class Rerun(Collector, TorchFunctionMode):
         kwargs = kwargs or {}
         record = self._record
         self._position = position = self._position + 1
-        self._aligned = aligned = position < len(record.calls) and record.calls[position] == func
+        self._aligned = aligned = self._aligned and position < len(record.calls) and record.calls[position] == func
         made = self.made
         for arg in args if not kwargs else (*args, *kwargs.values()):
             if (id(arg) not in made) if isinstance(arg, Tensor) else type(arg) in _CONTAINERS:
@@ -534,12 +537,14 @@ class Rerun(Collector, TorchFunctionMode):
             # A view of spared memory will be right once that is. What is small is spared where it reads such memory.
             if not any(r.is_view for r in results) and (self._spared or any(r.is_large for r in results)):
                 return self._spare(func, args, kwargs, noted)
-        with torch.no_grad() if _mutable(func) else contextlib.nullcontext():
+        # Spared memory is a leaf; and what comes after it is not differentiated.
+        with torch.no_grad() if self._has_spared and _mutable(func) else contextlib.nullcontext():
             out = func(*args, **kwargs)
         self._adopt(out)
         return out
 
     def _spare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        self._has_spared = True
         with internals.DisableTorchFunction(), self._unseen():
             many = type(result) is list
             out = [r.allocate() if type(r) is Result else r[0] for r in (result[1:] if many else [result])]
