@@ -1,7 +1,5 @@
 """Plain autograd around remat, and autograd and torch.func inside of it."""
 
-# ruff: noqa: B023 - functions made in a loop are called in the same turn of it
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,6 +1,6 @@
 """Captured tensors are differentiated wherever they are held, as they were when the function was called."""
 
-# ruff: noqa: B023 - functions made in a loop are called in the same turn of it
+
 # ruff: noqa: PT017 - an error is one of two right answers
 
 import collections

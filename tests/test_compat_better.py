@@ -981,6 +981,71 @@ def test_caches_that_are_filled_on_first_use() -> None:
     right(run)
 
 
+@both_variants
+def test_inner_regions_read_what_the_outer_one_was_given(variant: str) -> None:
+    """By another way than the arguments: the outer rerun is given other objects."""
+    _, own = VARIANTS[variant]
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w)
+            return x * w.sum()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            x, w = ctx.saved_tensors
+            return g * w.sum(), (g * x).sum().expand_as(w)
+
+    def run(ck: Any) -> Any:
+        x, held = leaf(numbers(40, 40)), Held(leaf(numbers(40, 40, seed=1)))
+
+        def inner(x: Tensor, w: Tensor) -> Tensor:
+            return Scale.apply(Scale.apply((x * held.value).tanh(), held.value), w) + w
+
+        def outer(x: Tensor, w: Tensor) -> Tensor:
+            y = ck(inner, ck(inner, x, w), held.value) if ck is plain else ours(inner, ck(inner, x, w), held.value)
+            return (y * w).sin() + held.value
+
+        ck(outer, ck(outer, x, held.value), held.value).sum().backward()
+        return x.grad, held.value.grad
+
+    right(run, own)
+
+
+def test_inner_regions_with_buffers() -> None:
+    def run(ck: Any) -> Any:
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(3).double()
+        x = leaf(numbers(5, 3))
+
+        def outer(x: Tensor) -> Tensor:
+            return ck(lambda x: norm(x.tanh()), norm(x).sin()).sin() + norm(x)
+
+        ck(outer, x).square().sum().backward()
+        return x.grad, dict(norm.named_buffers())
+
+    right(run)
+
+
+def test_in_place_changes_before_a_backward_inside() -> None:
+    """They are recorded in an outer rerun, although that has all it needs."""
+
+    def inner(x: Tensor) -> Tensor:
+        y = (x * 2).requires_grad_() if x.is_leaf else x * 2
+        y[0] = y[1]
+        y = torch.where(y > 0, y, 0.1 * y)
+        (g,) = grad_of(y.sin().sum(), y)
+        return x + g
+
+    def run(ck: Any) -> Any:
+        x = leaf(numbers(40, 40))
+        ck(lambda x: ck(inner, x.sin()), x).sum().backward()
+        return x.grad
+
+    right(run)
+
+
 def test_backward_of_an_unrelated_region_in_between() -> None:
     def run(ck: Any) -> Any:
         x, z = leaf(numbers(3)), leaf(numbers(3, seed=1))

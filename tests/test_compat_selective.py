@@ -403,6 +403,19 @@ def test_contexts_under_transforms() -> None:
     assert entered == ["forward", "rerun"]
 
 
+@pytest.mark.parametrize("policy", [[mm], lambda *_, **__: P.MUST_SAVE], ids=["mm", "all"])
+def test_a_backward_inside(policy: Any) -> None:
+    """Its ops are no part of what is kept: they are not the same in both runs."""
+
+    def fun(x: Tensor) -> Tensor:
+        y = x.clone()
+        y[0] = y[1]
+        (g,) = grad_of(torch.where(y > 0, y @ y, y.sin()).exp().sum(), y, create_graph=True)
+        return (y @ g.t().reshape(3, 3)).sin() * y
+
+    reruns(REMAT, policy, fun, allow_cache_entry_mutation=True)
+
+
 # Memory.
 
 

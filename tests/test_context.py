@@ -1,6 +1,6 @@
 """What the forward found around it is there for the rerun: random state, autocast, defaults, grad mode."""
 
-# ruff: noqa: B023 - functions made in a loop are called in the same turn of it
+
 # ruff: noqa: PT017 - an error is one of two right answers
 
 import contextlib

@@ -1,6 +1,6 @@
 """Reruns that differ, in-place changes, and exceptions anywhere: what is said, and what is left behind."""
 
-# ruff: noqa: B023 - functions made in a loop are called in the same turn of it
+
 # ruff: noqa: PT017 - an error is one of two right answers
 
 import functools

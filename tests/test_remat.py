@@ -1,7 +1,5 @@
 """The decorator: what it takes, what it keeps of it, static arguments, pickling."""
 
-# ruff: noqa: B023 - functions made in a loop are called in the same turn of it
-
 import abc
 import copy
 import functools

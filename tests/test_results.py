@@ -1,7 +1,5 @@
 """Arguments and results: trees of anything, inputs themselves, views, integers, duplicates, detached."""
 
-# ruff: noqa: B023 - functions made in a loop are called in the same turn of it
-
 import collections
 import dataclasses
 from collections.abc import Callable

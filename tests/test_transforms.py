@@ -1,7 +1,5 @@
 """A remat'd function is the plain one, in value and derivative, under every nest of transforms."""
 
-# ruff: noqa: B023 - functions made in a loop are called in the same turn of it
-
 from collections.abc import Callable
 from typing import Any
 

@@ -182,7 +182,7 @@ class Selective(_Counter):
             self._error = error
             raise
         if (decision in _SAVE or decision in _OFFLOAD) and _can_be_kept(func):
-            self.cache.entries[key] = self._keep(out, decision in _OFFLOAD, mutable)
+            self.cache.entries[key] = _signature(args, kwargs), *self._keep(out, decision in _OFFLOAD, mutable)
         else:
             self.cache.entries[key] = None
         return out
@@ -225,10 +225,22 @@ class _GivenBack(_Counter):
         entry = self._cache.entries[key]
         if entry is None:
             return func(*args, **kwargs)
-        leaves = [x.get(func) if isinstance(x, _Kept) else x for x in entry[0]]
+        signature, kept, spec = entry
+        if signature != _signature(args, kwargs):
+            raise CheckpointError(
+                f"checkpoint: call {key[1] + 1} of {func} in the rerun has other arguments than in the forward: the "
+                "function is not deterministic, or depends on something that changed in the meantime."
+            )
+        leaves = [x.get(func) if isinstance(x, _Kept) else x for x in kept]
         if _is_mutable(func):
             return args[0].copy_(leaves[0])
-        return _tree.unflatten(entry[1], leaves)
+        return _tree.unflatten(spec, leaves)
+
+
+def _signature(args: Any, kwargs: Any) -> list[Any]:
+    """What is compared of the arguments of an op."""
+    leaves, _ = _tree.flatten((args, kwargs))
+    return [(x.shape, x.dtype) if isinstance(x, Tensor) else None for x in leaves]
 
 
 @functools.cache
