@@ -49,13 +49,12 @@ class Residual:
     - `where`: file:line of the code that computed it; for an argument or a captured tensor, of the code that first
         read it.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat import remat, saved_residuals
-    >>> [residual] = saved_residuals(remat(lambda x: x.sin()), torch.zeros(3))
-    >>> residual.shape, residual.nbytes, residual.why
-    ((3,), 12, 'from the argument x')
+    Examples:
+        >>> import torch
+        >>> from remat import remat, saved_residuals
+        >>> [residual] = saved_residuals(remat(lambda x: x.sin()), torch.zeros(3))
+        >>> residual.shape, residual.nbytes, residual.why
+        ((3,), 12, 'from the argument x')
     """
 
     shape: tuple[int, ...]
@@ -330,17 +329,16 @@ def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> li
 
     **Source:** `jax.ad_checkpoint.saved_residuals`.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat import checkpoint_name, policies, remat, saved_residuals
-    >>> def block(w, x):
-    ...     return torch.sin(checkpoint_name(x @ w, "hidden"))
-    >>> w, x = torch.eye(2), torch.ones(3, 2)
-    >>> [r.why for r in saved_residuals(block, w, x)]
-    ['from the argument w', 'from the argument x', "named 'hidden'"]
-    >>> [r.why for r in saved_residuals(remat(block), w, x)]
-    ['from the argument w', 'from the argument x']
+    Examples:
+        >>> import torch
+        >>> from remat import checkpoint_name, policies, remat, saved_residuals
+        >>> def block(w, x):
+        ...     return torch.sin(checkpoint_name(x @ w, "hidden"))
+        >>> w, x = torch.eye(2), torch.ones(3, 2)
+        >>> [r.why for r in saved_residuals(block, w, x)]
+        ['from the argument w', 'from the argument x', "named 'hidden'"]
+        >>> [r.why for r in saved_residuals(remat(block), w, x)]
+        ['from the argument w', 'from the argument x']
     """
     here = call_site()
     with _set(_watching, _watching.get() or _ignore):
@@ -449,17 +447,16 @@ def print_saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any)
 
     **Source:** `jax.ad_checkpoint.print_saved_residuals`.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat import print_saved_residuals, remat
-    >>> print_saved_residuals(remat(lambda w, x: torch.sin(x @ w)), torch.eye(2), torch.ones(3, 2))
-    size  tensor ...
-    16 B  float32[2, 2]  cpu     from the argument w  ...
-    24 B  float32[3, 2]  cpu     from the argument x  ...
-    held besides arguments and captured tensors: 0 B; without remat: 24 B
-    recomputed on backward: 24 FLOP of 72 FLOP
-    ...
+    Examples:
+        >>> import torch
+        >>> from remat import print_saved_residuals, remat
+        >>> print_saved_residuals(remat(lambda w, x: torch.sin(x @ w)), torch.eye(2), torch.ones(3, 2))
+        size  tensor ...
+        16 B  float32[2, 2]  cpu     from the argument w  ...
+        24 B  float32[3, 2]  cpu     from the argument x  ...
+        held besides arguments and captured tensors: 0 B; without remat: 24 B
+        recomputed on backward: 24 FLOP of 72 FLOP
+        ...
     """
     mistakes: list[str] = []
     with _set(_watching, mistakes.append):
@@ -620,12 +617,11 @@ class OpCost:
     - `flops`: floating point operations, as far as `torch.utils.flop_counter` knows the op.
     - `seconds`: the time that it took.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat import list_ops
-    >>> list_ops(torch.mm, torch.eye(3), torch.ones(3, 2))[0].flops
-    36
+    Examples:
+        >>> import torch
+        >>> from remat import list_ops
+        >>> list_ops(torch.mm, torch.eye(3), torch.ones(3, 2))[0].flops
+        36
     """
 
     op: str
@@ -639,13 +635,12 @@ class OpCost:
 class OpCosts(Sequence[OpCost]):
     """The ops of a function, the most expensive first: a sequence of `OpCost`.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat import list_ops
-    >>> ops = list_ops(lambda x: torch.sin(x).exp(), torch.ones(3))
-    >>> sorted(o.op for o in ops)
-    ['aten.exp.default', 'aten.sin.default']
+    Examples:
+        >>> import torch
+        >>> from remat import list_ops
+        >>> ops = list_ops(lambda x: torch.sin(x).exp(), torch.ones(3))
+        >>> sorted(o.op for o in ops)
+        ['aten.exp.default', 'aten.sin.default']
     """
 
     ops: tuple[OpCost, ...]
@@ -712,16 +707,15 @@ def list_ops(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> OpCosts:
 
     **Raises:** `RematError` inside of a transform of `torch.func`.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat import list_ops
-    >>> print(list_ops(lambda w, x: torch.sin(x @ w), torch.eye(64), torch.ones(32, 64)))
-    op                count   size        FLOPs     time
-    aten...
-    >>> from remat.policies import save_ops
-    >>> save_ops(*[o.op for o in list_ops(torch.mm, torch.eye(3), torch.eye(3)) if o.flops])
-    save_ops('aten.mm.default')
+    Examples:
+        >>> import torch
+        >>> from remat import list_ops
+        >>> print(list_ops(lambda w, x: torch.sin(x @ w), torch.eye(64), torch.ones(32, 64)))
+        op                count   size        FLOPs     time
+        aten...
+        >>> from remat.policies import save_ops
+        >>> save_ops(*[o.op for o in list_ops(torch.mm, torch.eye(3), torch.eye(3)) if o.flops])
+        save_ops('aten.mm.default')
     """
     with _set(plainly, True):
         _, args, kwargs = _forward(fun, args, kwargs)

@@ -43,16 +43,15 @@ def checkpoint_name(x: T, name: str, /) -> T:
 
     **Source:** `jax.ad_checkpoint.checkpoint_name`.
 
-    **Example:**
-
-    >>> import torch
-    >>> from torch.func import grad
-    >>> from remat import checkpoint_name, policies, remat
-    >>> def f(x):
-    ...     y = checkpoint_name(torch.sin(x), "y")
-    ...     return torch.cos(y).sum()
-    >>> grad(remat(f, policy=policies.save_only_these_names("y")))(torch.zeros(2))
-    tensor([-0., -0.])
+    Examples:
+        >>> import torch
+        >>> from torch.func import grad
+        >>> from remat import checkpoint_name, policies, remat
+        >>> def f(x):
+        ...     y = checkpoint_name(torch.sin(x), "y")
+        ...     return torch.cos(y).sum()
+        >>> grad(remat(f, policy=policies.save_only_these_names("y")))(torch.zeros(2))
+        tensor([-0., -0.])
     """
     if not isinstance(name, str):
         raise TypeError(f"checkpoint_name: name must be a string; got {type(name).__name__} {name!r}.")

@@ -184,19 +184,18 @@ def remat(
 
     **Source:** `jax.checkpoint`; Chen et al., *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174.
 
-    **Example:**
-
-    >>> import torch
-    >>> from torch.func import grad, vmap
-    >>> from remat import remat
-    >>> @remat
-    ... def block(w, x):
-    ...     return torch.tanh(x @ w)
-    >>> def loss(w, x):
-    ...     return block(w, block(w, x)).sum()
-    >>> w, xs = torch.eye(3), torch.ones(5, 3)
-    >>> vmap(grad(loss), in_dims=(None, 0))(w, xs).shape
-    torch.Size([5, 3, 3])
+    Examples:
+        >>> import torch
+        >>> from torch.func import grad, vmap
+        >>> from remat import remat
+        >>> @remat
+        ... def block(w, x):
+        ...     return torch.tanh(x @ w)
+        >>> def loss(w, x):
+        ...     return block(w, block(w, x)).sum()
+        >>> w, xs = torch.eye(3), torch.ones(5, 3)
+        >>> vmap(grad(loss), in_dims=(None, 0))(w, xs).shape
+        torch.Size([5, 3, 3])
     """
     if isinstance(fun, (staticmethod, classmethod)):
         kind, fun = type(fun), fun.__func__

@@ -72,16 +72,15 @@ def checkpoint(
 
     **Source:** Chen et al., *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat import checkpoint
-    >>> layer = torch.nn.Linear(3, 3)
-    >>> x = torch.ones(2, 3)
-    >>> y = checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=False)
-    >>> y.sum().backward()
-    >>> layer.weight.grad.shape
-    torch.Size([3, 3])
+    Examples:
+        >>> import torch
+        >>> from remat import checkpoint
+        >>> layer = torch.nn.Linear(3, 3)
+        >>> x = torch.ones(2, 3)
+        >>> y = checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=False)
+        >>> y.sum().backward()
+        >>> layer.weight.grad.shape
+        torch.Size([3, 3])
     """
     if use_reentrant is None:
         _warn_use_reentrant("checkpoint", stacklevel=3)
@@ -230,13 +229,12 @@ def checkpoint_sequential(
 
     **Raises:** `ValueError` for a number of segments out of range, and for other keywords.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat import checkpoint_sequential
-    >>> model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(4)])
-    >>> checkpoint_sequential(model, 2, torch.ones(2, 3), use_reentrant=False).shape
-    torch.Size([2, 3])
+    Examples:
+        >>> import torch
+        >>> from remat import checkpoint_sequential
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(4)])
+        >>> checkpoint_sequential(model, 2, torch.ones(2, 3), use_reentrant=False).shape
+        torch.Size([2, 3])
     """
     if use_reentrant is None:
         _warn_use_reentrant("checkpoint_sequential", stacklevel=3)

@@ -20,12 +20,11 @@ class DefaultDeviceType:
 
     **Source:** `torch.utils.checkpoint.DefaultDeviceType`.
 
-    **Example:**
-
-    >>> from remat.compat import DefaultDeviceType
-    >>> DefaultDeviceType.set_device_type("cuda")
-    >>> DefaultDeviceType.get_device_type()
-    'cuda'
+    Examples:
+        >>> from remat.compat import DefaultDeviceType
+        >>> DefaultDeviceType.set_device_type("cuda")
+        >>> DefaultDeviceType.get_device_type()
+        'cuda'
     """
 
     _device_type: str | None = None
@@ -47,10 +46,9 @@ class DefaultDeviceType:
 def noop_context_fn() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """Two contexts that do nothing: the default of the argument `context_fn` of `checkpoint`.
 
-    **Example:**
-
-    >>> from remat.compat import noop_context_fn
-    >>> forward_context, recompute_context = noop_context_fn()
+    Examples:
+        >>> from remat.compat import noop_context_fn
+        >>> forward_context, recompute_context = noop_context_fn()
     """
     return contextlib.nullcontext(), contextlib.nullcontext()
 
@@ -64,13 +62,12 @@ def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
     **Raises:** `RuntimeError` where `inputs` is no tuple.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat.compat import detach_variable
-    >>> (x,) = detach_variable((torch.ones(2, requires_grad=True).sin(),))
-    >>> x.is_leaf, x.requires_grad
-    (True, True)
+    Examples:
+        >>> import torch
+        >>> from remat.compat import detach_variable
+        >>> (x,) = detach_variable((torch.ones(2, requires_grad=True).sin(),))
+        >>> x.is_leaf, x.requires_grad
+        (True, True)
     """
     if not isinstance(inputs, tuple):
         raise RuntimeError(f"detach_variable: only a tuple of tensors is supported; got {type(inputs).__name__}.")
@@ -84,11 +81,10 @@ def check_backward_validity(inputs: Iterable[Any]) -> None:
 
     - `inputs`: tensors and other things.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat.compat import check_backward_validity
-    >>> check_backward_validity([1, torch.ones(2, requires_grad=True)])
+    Examples:
+        >>> import torch
+        >>> from remat.compat import check_backward_validity
+        >>> check_backward_validity([1, torch.ones(2, requires_grad=True)])
     """
     warn_without_grad(inputs, stacklevel=2)
 
@@ -112,14 +108,13 @@ def get_device_states(*args: Any) -> tuple[list[int], list[Tensor]]:
 
     **Raises:** `ValueError` where the tensors are on accelerators of several types: an index says no type.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat.compat import get_device_states, set_device_states
-    >>> devices, states = get_device_states(torch.ones(3))  # on the CPU
-    >>> set_device_states(devices, states)
-    >>> devices, states
-    ([], [])
+    Examples:
+        >>> import torch
+        >>> from remat.compat import get_device_states, set_device_states
+        >>> devices, states = get_device_states(torch.ones(3))  # on the CPU
+        >>> set_device_states(devices, states)
+        >>> devices, states
+        ([], [])
     """
     leaves, _ = _tree.flatten(args)
     devices = [x.device for x in leaves if isinstance(x, Tensor) and x.device.type not in ("cpu", "meta")]
@@ -139,10 +134,9 @@ def set_device_states(devices: Sequence[int], states: Sequence[Tensor], *, devic
     - `states`: the states, as `get_device_states` returns them.
     - `device_type`: their type; None is that of `DefaultDeviceType`.
 
-    **Example:**
-
-    >>> from remat.compat import get_device_states, set_device_states
-    >>> set_device_states(*get_device_states())
+    Examples:
+        >>> from remat.compat import get_device_states, set_device_states
+        >>> set_device_states(*get_device_states())
     """
     kind = DefaultDeviceType.get_device_type() if device_type is None else device_type
     if kind == "meta":

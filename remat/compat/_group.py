@@ -19,15 +19,14 @@ class GraphExecGroup:
 
     **Source:** `torch.utils.checkpoint.GraphExecGroup`.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat.compat import GraphExecGroup, checkpoint
-    >>> x = torch.ones(3, requires_grad=True)
-    >>> y, z = checkpoint(lambda x: (x.sin(), x.cos()), x, use_reentrant=False)
-    >>> with GraphExecGroup():
-    ...     y.sum().backward()
-    ...     z.sum().backward()
+    Examples:
+        >>> import torch
+        >>> from remat.compat import GraphExecGroup, checkpoint
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y, z = checkpoint(lambda x: (x.sin(), x.cos()), x, use_reentrant=False)
+        >>> with GraphExecGroup():
+        ...     y.sum().backward()
+        ...     z.sum().backward()
     """
 
     def __enter__(self) -> Self:

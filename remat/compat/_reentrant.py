@@ -25,12 +25,11 @@ class CheckpointFunction(torch.autograd.Function):
 
     **Source:** `torch.utils.checkpoint.CheckpointFunction`.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat.compat import CheckpointFunction
-    >>> x = torch.ones(3, requires_grad=True)
-    >>> y = CheckpointFunction.apply(torch.sin, True, x)
+    Examples:
+        >>> import torch
+        >>> from remat.compat import CheckpointFunction
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y = CheckpointFunction.apply(torch.sin, True, x)
     """
 
     @classmethod

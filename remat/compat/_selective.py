@@ -53,14 +53,13 @@ class SelectiveCheckpointContext:
 
     **Source:** `torch.utils.checkpoint.SelectiveCheckpointContext`.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat.compat import CheckpointPolicy, SelectiveCheckpointContext
-    >>> def small(ctx: SelectiveCheckpointContext, op, *args, **kwargs):
-    ...     return CheckpointPolicy.MUST_SAVE if ctx.op_output.numel() < 100 else CheckpointPolicy.PREFER_RECOMPUTE
-    >>> small(SelectiveCheckpointContext(is_recompute=False, op_output=torch.ones(3)), torch.ops.aten.sin.default)
-    <CheckpointPolicy.MUST_SAVE: 0>
+    Examples:
+        >>> import torch
+        >>> from remat.compat import CheckpointPolicy, SelectiveCheckpointContext
+        >>> def small(ctx: SelectiveCheckpointContext, op, *args, **kwargs):
+        ...     return CheckpointPolicy.MUST_SAVE if ctx.op_output.numel() < 100 else CheckpointPolicy.PREFER_RECOMPUTE
+        >>> small(SelectiveCheckpointContext(is_recompute=False, op_output=torch.ones(3)), torch.ops.aten.sin.default)
+        <CheckpointPolicy.MUST_SAVE: 0>
     """
 
     def __init__(self, *, is_recompute: bool, op_output: Any = None) -> None:
@@ -280,14 +279,13 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
 
     **Source:** `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
 
-    **Example:**
-
-    >>> import functools, torch
-    >>> from remat.compat import checkpoint, create_selective_checkpoint_contexts
-    >>> context_fn = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    >>> x = torch.ones(3, 3, requires_grad=True)
-    >>> y = checkpoint(lambda x: (x @ x).tanh(), x, use_reentrant=False, context_fn=context_fn)
-    >>> y.sum().backward()
+    Examples:
+        >>> import functools, torch
+        >>> from remat.compat import checkpoint, create_selective_checkpoint_contexts
+        >>> context_fn = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        >>> x = torch.ones(3, 3, requires_grad=True)
+        >>> y = checkpoint(lambda x: (x @ x).tanh(), x, use_reentrant=False, context_fn=context_fn)
+        >>> y.sum().backward()
     """
     if isinstance(policy_fn_or_list, Policy):
         policy = policy_fn_or_list

@@ -22,14 +22,13 @@ def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
 
     **Source:** `torch.utils.checkpoint.set_checkpoint_early_stop`.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat.compat import checkpoint, set_checkpoint_early_stop
-    >>> x = torch.ones(3, requires_grad=True)
-    >>> with set_checkpoint_early_stop(False):
-    ...     y = checkpoint(torch.sin, x, use_reentrant=False)
-    >>> y.sum().backward()
+    Examples:
+        >>> import torch
+        >>> from remat.compat import checkpoint, set_checkpoint_early_stop
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> with set_checkpoint_early_stop(False):
+        ...     y = checkpoint(torch.sin, x, use_reentrant=False)
+        >>> y.sum().backward()
     """
     token = early_stop.set(enable)
     try:
@@ -50,14 +49,13 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
 
     **Source:** `torch.utils.checkpoint.set_checkpoint_debug_enabled`.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat.compat import checkpoint, set_checkpoint_debug_enabled
-    >>> x = torch.ones(3, requires_grad=True)
-    >>> with set_checkpoint_debug_enabled(True):
-    ...     y = checkpoint(torch.sin, x, use_reentrant=False)
-    >>> y.sum().backward()
+    Examples:
+        >>> import torch
+        >>> from remat.compat import checkpoint, set_checkpoint_debug_enabled
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> with set_checkpoint_debug_enabled(True):
+        ...     y = checkpoint(torch.sin, x, use_reentrant=False)
+        >>> y.sum().backward()
     """
     token = debug_enabled.set(enabled)
     try:

@@ -76,18 +76,17 @@ def save_only_these_names(*names: str) -> Policy:
 
     **Source:** `jax.checkpoint_policies.save_only_these_names`.
 
-    **Example:**
-
-    >>> import torch
-    >>> from torch.func import grad
-    >>> from remat import checkpoint_name, remat
-    >>> from remat.policies import save_only_these_names
-    >>> def block(w, x):
-    ...     return checkpoint_name(torch.relu(x @ w), "hidden") @ w.mT
-    >>> kept = remat(block, policy=save_only_these_names("hidden"))
-    >>> grad(lambda w: kept(w, torch.ones(1, 2)).sum())(torch.eye(2))
-    tensor([[2., 2.],
-            [2., 2.]])
+    Examples:
+        >>> import torch
+        >>> from torch.func import grad
+        >>> from remat import checkpoint_name, remat
+        >>> from remat.policies import save_only_these_names
+        >>> def block(w, x):
+        ...     return checkpoint_name(torch.relu(x @ w), "hidden") @ w.mT
+        >>> kept = remat(block, policy=save_only_these_names("hidden"))
+        >>> grad(lambda w: kept(w, torch.ones(1, 2)).sum())(torch.eye(2))
+        tensor([[2., 2.],
+                [2., 2.]])
     """
     who = "save_only_these_names"
     return _ByName(who, _checked(who, names), MUST_SAVE, PREFER_RECOMPUTE, PREFER_RECOMPUTE)
@@ -106,11 +105,10 @@ def save_any_names_but_these(*names: str) -> Policy:
 
     **Source:** `jax.checkpoint_policies.save_any_names_but_these`.
 
-    **Example:**
-
-    >>> from remat.policies import save_any_names_but_these
-    >>> save_any_names_but_these("scores")
-    save_any_names_but_these('scores')
+    Examples:
+        >>> from remat.policies import save_any_names_but_these
+        >>> save_any_names_but_these("scores")
+        save_any_names_but_these('scores')
     """
     who = "save_any_names_but_these"
     return _ByName(who, _checked(who, names), PREFER_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE)
@@ -131,11 +129,10 @@ def save_anything_except_these_names(*names: str) -> Policy:
 
     **Source:** `jax.checkpoint_policies.save_anything_except_these_names`.
 
-    **Example:**
-
-    >>> from remat.policies import save_anything_except_these_names
-    >>> save_anything_except_these_names("scores")
-    save_anything_except_these_names('scores')
+    Examples:
+        >>> from remat.policies import save_anything_except_these_names
+        >>> save_anything_except_these_names("scores")
+        save_anything_except_these_names('scores')
     """
     who = "save_anything_except_these_names"
     return _ByName(who, _checked(who, names), MUST_RECOMPUTE, PREFER_SAVE, PREFER_SAVE)
@@ -164,12 +161,11 @@ def save_and_offload_only_these_names(
 
     **Source:** `jax.checkpoint_policies.save_and_offload_only_these_names`.
 
-    **Example:**
-
-    >>> from remat.policies import save_and_offload_only_these_names
-    >>> policy = save_and_offload_only_these_names(
-    ...     names_which_can_be_saved=["attn"], names_which_can_be_offloaded=["hidden"]
-    ... )
+    Examples:
+        >>> from remat.policies import save_and_offload_only_these_names
+        >>> policy = save_and_offload_only_these_names(
+        ...     names_which_can_be_saved=["attn"], names_which_can_be_offloaded=["hidden"]
+        ... )
     """
     who = "save_and_offload_only_these_names"
     check_places(who, offload_src, offload_dst)

@@ -39,15 +39,14 @@ def save_ops(*ops: Any) -> Policy:
     **Raises:** `TypeError` for what is no op; `ValueError` for an op that does not exist or that no policy
     ever sees, such as `matmul`, which becomes `mm` or `bmm` before.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat.policies import save_ops
-    >>> save_ops("mm", torch.ops.aten.bmm.default)
-    save_ops('aten.bmm.default', 'aten.mm')
-    >>> save_ops("matmul")
-    Traceback (most recent call last):
-    ValueError: save_ops: aten.matmul is never seen... Name what it becomes: aten.mm, aten.bmm, ...
+    Examples:
+        >>> import torch
+        >>> from remat.policies import save_ops
+        >>> save_ops("mm", torch.ops.aten.bmm.default)
+        save_ops('aten.bmm.default', 'aten.mm')
+        >>> save_ops("matmul")
+        Traceback (most recent call last):
+        ValueError: save_ops: aten.matmul is never seen... Name what it becomes: aten.mm, aten.bmm, ...
     """
     return ByOp(_ops.spell_all("save_ops", ops), MUST_SAVE, PREFER_RECOMPUTE)
 
@@ -63,11 +62,10 @@ def recompute_ops(*ops: Any) -> Policy:
 
     **Raises:** as `save_ops`.
 
-    **Example:**
-
-    >>> from remat.policies import dots_saveable, first_of, recompute_ops
-    >>> first_of(recompute_ops("bmm"), dots_saveable)  # dots, but not this one
-    first_of(recompute_ops('aten.bmm'), dots_saveable)
+    Examples:
+        >>> from remat.policies import dots_saveable, first_of, recompute_ops
+        >>> first_of(recompute_ops("bmm"), dots_saveable)  # dots, but not this one
+        first_of(recompute_ops('aten.bmm'), dots_saveable)
     """
     return ByOp(_ops.spell_all("recompute_ops", ops), MUST_RECOMPUTE, PREFER_SAVE)
 
@@ -84,11 +82,10 @@ def offload_ops(*ops: Any, device: str = "cpu") -> Policy:
 
     **Raises:** as `save_ops`, and `ValueError` for another device.
 
-    **Example:**
-
-    >>> from remat.policies import dots_saveable, first_of, offload_ops
-    >>> first_of(offload_ops("bmm"), dots_saveable)
-    first_of(offload_ops('aten.bmm'), dots_saveable)
+    Examples:
+        >>> from remat.policies import dots_saveable, first_of, offload_ops
+        >>> first_of(offload_ops("bmm"), dots_saveable)
+        first_of(offload_ops('aten.bmm'), dots_saveable)
     """
     if device != "cpu":
         raise ValueError(f"offload_ops: device must be 'cpu', the only place to offload to; got {device!r}.")
@@ -124,14 +121,13 @@ def save_if(predicate: Callable[..., bool]) -> Policy:
 
     **Raises:** `TypeError` where `predicate` is not a function, or, when it is asked, does not return a bool.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat.policies import save_if
-    >>> def is_random(ctx, op, *args, **kwargs):
-    ...     return torch.Tag.nondeterministic_seeded in op.tags
-    >>> save_if(is_random)
-    save_if(is_random)
+    Examples:
+        >>> import torch
+        >>> from remat.policies import save_if
+        >>> def is_random(ctx, op, *args, **kwargs):
+        ...     return torch.Tag.nondeterministic_seeded in op.tags
+        >>> save_if(is_random)
+        save_if(is_random)
     """
     if not callable(predicate) or isinstance(predicate, (Policy, _ops.OpOverload, _ops.OpOverloadPacket)):
         raise TypeError(f"save_if: predicate must be a function (ctx, op, *args, **kwargs) -> bool; got {predicate!r}.")
@@ -184,11 +180,10 @@ def save_every(n: int, *ops: Any) -> Policy:
 
     **Source:** selective activation checkpointing in torchtitan.
 
-    **Example:**
-
-    >>> from remat.policies import save_every
-    >>> save_every(2, "mm", "addmm")
-    save_every(2, 'aten.addmm', 'aten.mm')
+    Examples:
+        >>> from remat.policies import save_every
+        >>> save_every(2, "mm", "addmm")
+        save_every(2, 'aten.addmm', 'aten.mm')
     """
     _check_int("save_every", "n", n, 1)
     if not ops:
@@ -226,11 +221,10 @@ def save_at_least(nbytes: int) -> Policy:
 
     **Raises:** `TypeError` where `nbytes` is not an int; `ValueError` where it is negative.
 
-    **Example:**
-
-    >>> from remat.policies import dots_saveable, save_at_least
-    >>> dots_saveable - save_at_least(1_000_000)  # the small ones
-    dots_saveable - save_at_least(1000000)
+    Examples:
+        >>> from remat.policies import dots_saveable, save_at_least
+        >>> dots_saveable - save_at_least(1_000_000)  # the small ones
+        dots_saveable - save_at_least(1000000)
     """
     _check_int("save_at_least", "nbytes", nbytes, 0)
     return _BySize(nbytes, None)
@@ -248,11 +242,10 @@ def save_at_most(nbytes: int) -> Policy:
 
     **Raises:** `TypeError` where `nbytes` is not an int; `ValueError` where it is negative.
 
-    **Example:**
-
-    >>> from remat.policies import save_at_most
-    >>> save_at_most(4096)
-    save_at_most(4096)
+    Examples:
+        >>> from remat.policies import save_at_most
+        >>> save_at_most(4096)
+        save_at_most(4096)
     """
     _check_int("save_at_most", "nbytes", nbytes, 0)
     return _BySize(0, nbytes)

@@ -90,18 +90,17 @@ class _Dots(Policy):
 
     **Source:** `jax.checkpoint_policies`.
 
-    **Example:**
-
-    >>> import torch
-    >>> from torch.func import grad
-    >>> from remat import remat
-    >>> from remat.policies import dots_with_no_batch_dims_saveable
-    >>> @remat(policy=dots_with_no_batch_dims_saveable)
-    ... def attention(w, x):
-    ...     q, k, v = (x @ w).chunk(3, -1)  # kept
-    ...     return (q @ k.mT).softmax(-1) @ v  # computed again
-    >>> grad(lambda w: attention(w, torch.ones(2, 4, 3)).sum())(torch.ones(3, 6)).shape
-    torch.Size([3, 6])
+    Examples:
+        >>> import torch
+        >>> from torch.func import grad
+        >>> from remat import remat
+        >>> from remat.policies import dots_with_no_batch_dims_saveable
+        >>> @remat(policy=dots_with_no_batch_dims_saveable)
+        ... def attention(w, x):
+        ...     q, k, v = (x @ w).chunk(3, -1)  # kept
+        ...     return (q @ k.mT).softmax(-1) @ v  # computed again
+        >>> grad(lambda w: attention(w, torch.ones(2, 4, 3)).sum())(torch.ones(3, 6)).shape
+        torch.Size([3, 6])
     """
 
     batched: bool
@@ -145,10 +144,9 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
 
     **Source:** `jax.checkpoint_policies.offload_dot_with_no_batch_dims`.
 
-    **Example:**
-
-    >>> from remat.policies import offload_dot_with_no_batch_dims
-    >>> policy = offload_dot_with_no_batch_dims("device", "pinned_host")
+    Examples:
+        >>> from remat.policies import offload_dot_with_no_batch_dims
+        >>> policy = offload_dot_with_no_batch_dims("device", "pinned_host")
     """
     check_places("offload_dot_with_no_batch_dims", offload_src, offload_dst)
     return _Dots(False, MUST_CPU_OFFLOAD)

@@ -37,14 +37,13 @@ class Policy(abc.ABC):
     `policy(ctx, op, *args, **kwargs)` is the decision on one op that has run, a `CheckpointPolicy`. It is the
     protocol of `torch.utils.checkpoint.create_selective_checkpoint_contexts`, which takes these policies too.
 
-    **Example:**
-
-    >>> from remat.policies import dots_saveable, save_ops
-    >>> policy = dots_saveable - save_ops("bmm")
-    >>> policy
-    dots_saveable - save_ops('aten.bmm')
-    >>> policy == dots_saveable - save_ops("aten::bmm")
-    True
+    Examples:
+        >>> from remat.policies import dots_saveable, save_ops
+        >>> policy = dots_saveable - save_ops("bmm")
+        >>> policy
+        dots_saveable - save_ops('aten.bmm')
+        >>> policy == dots_saveable - save_ops("aten::bmm")
+        True
     """
 
     @abc.abstractmethod
@@ -94,11 +93,10 @@ class Constant(Policy):
 
     **Source:** `jax.checkpoint_policies`.
 
-    **Example:**
-
-    >>> from remat.policies import everything_saveable, nothing_saveable
-    >>> everything_saveable, nothing_saveable
-    (everything_saveable, nothing_saveable)
+    Examples:
+        >>> from remat.policies import everything_saveable, nothing_saveable
+        >>> everything_saveable, nothing_saveable
+        (everything_saveable, nothing_saveable)
     """
 
     name: str
@@ -171,15 +169,14 @@ def as_policy(value: Any) -> Policy:
 
     **Raises:** `TypeError` for anything else.
 
-    **Example:**
-
-    >>> from remat.policies import as_policy
-    >>> as_policy(["aten.mm", "aten.bmm"])
-    save_ops('aten.bmm', 'aten.mm')
-    >>> def big(ctx, op, *args, **kwargs):
-    ...     return ctx.op_output.numel() > 1000
-    >>> as_policy(big) | ["aten.mm"]
-    any_of(as_policy(big), save_ops('aten.mm'))
+    Examples:
+        >>> from remat.policies import as_policy
+        >>> as_policy(["aten.mm", "aten.bmm"])
+        save_ops('aten.bmm', 'aten.mm')
+        >>> def big(ctx, op, *args, **kwargs):
+        ...     return ctx.op_output.numel() > 1000
+        >>> as_policy(big) | ["aten.mm"]
+        any_of(as_policy(big), save_ops('aten.mm'))
     """
     if value is None:
         return nothing_saveable
@@ -326,11 +323,10 @@ def any_of(*policies: Any) -> Policy:
 
     **Raises:** `TypeError` where one of them is no policy.
 
-    **Example:**
-
-    >>> from remat.policies import any_of, dots_saveable, save_only_these_names
-    >>> any_of(dots_saveable, save_only_these_names("attn"))
-    any_of(dots_saveable, save_only_these_names('attn'))
+    Examples:
+        >>> from remat.policies import any_of, dots_saveable, save_only_these_names
+        >>> any_of(dots_saveable, save_only_these_names("attn"))
+        any_of(dots_saveable, save_only_these_names('attn'))
     """
     parts = _flat(_AnyOf, policies)
     return _AnyOf(tuple(parts)) if len(parts) > 1 else (parts or [nothing_saveable])[0]
@@ -349,11 +345,10 @@ def all_of(*policies: Any) -> Policy:
 
     **Raises:** `TypeError` where one of them is no policy.
 
-    **Example:**
-
-    >>> from remat.policies import all_of, dots_saveable, save_at_most
-    >>> all_of(dots_saveable, save_at_most(1_000_000))
-    all_of(dots_saveable, save_at_most(1000000))
+    Examples:
+        >>> from remat.policies import all_of, dots_saveable, save_at_most
+        >>> all_of(dots_saveable, save_at_most(1_000_000))
+        all_of(dots_saveable, save_at_most(1000000))
     """
     parts = _flat(_AllOf, policies)
     return _AllOf(tuple(parts)) if len(parts) > 1 else (parts or [everything_saveable])[0]
@@ -373,14 +368,13 @@ def first_of(*policies: Any) -> Policy:
 
     **Raises:** `TypeError` where one of them is no policy; `ValueError` where there is none.
 
-    **Example:**
-
-    >>> import torch
-    >>> from remat.policies import everything_saveable, first_of, offload_ops, recompute_ops
-    >>> policy = first_of(recompute_ops("exp"), offload_ops("mm"), everything_saveable)
-    >>> aten = torch.ops.aten
-    >>> [policy(None, op).name for op in (aten.exp.default, aten.mm.default, aten.sin.default)]
-    ['MUST_RECOMPUTE', 'MUST_CPU_OFFLOAD', 'MUST_SAVE']
+    Examples:
+        >>> import torch
+        >>> from remat.policies import everything_saveable, first_of, offload_ops, recompute_ops
+        >>> policy = first_of(recompute_ops("exp"), offload_ops("mm"), everything_saveable)
+        >>> aten = torch.ops.aten
+        >>> [policy(None, op).name for op in (aten.exp.default, aten.mm.default, aten.sin.default)]
+        ['MUST_RECOMPUTE', 'MUST_CPU_OFFLOAD', 'MUST_SAVE']
     """
     parts = _flat(_FirstOf, policies)
     if not parts:
@@ -401,11 +395,10 @@ def save_from_both_policies(policy_1: Any, policy_2: Any) -> Policy:
 
     **Source:** `jax.checkpoint_policies.save_from_both_policies`.
 
-    **Example:**
-
-    >>> from remat.policies import dots_saveable, save_from_both_policies, save_only_these_names
-    >>> policy = save_from_both_policies(dots_saveable, save_only_these_names("attn"))
-    >>> policy == dots_saveable | save_only_these_names("attn")
-    True
+    Examples:
+        >>> from remat.policies import dots_saveable, save_from_both_policies, save_only_these_names
+        >>> policy = save_from_both_policies(dots_saveable, save_only_these_names("attn"))
+        >>> policy == dots_saveable | save_only_these_names("attn")
+        True
     """
     return any_of(policy_1, policy_2)
