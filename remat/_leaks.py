@@ -18,7 +18,7 @@ from remat._errors import RematError
 from remat._replay import Call
 
 
-def _foreign_edges(outputs: Sequence[Tensor], inputs: Sequence[Tensor], since: int) -> list[tuple[Any, int]]:
+def foreign_edges(outputs: Sequence[Tensor], inputs: Sequence[Tensor], since: int) -> list[tuple[Any, int]]:
     """The ends (node, its input) of the edges that lead from the graph of the rerun to what was there before."""
     own = {id(t) for t in inputs}
     seen: set[Any] = {t.grad_fn for t in inputs if t.grad_fn is not None}
@@ -80,7 +80,7 @@ _OUT_OF_SIGHT = (
 def _leaked(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor], since: int) -> set[int]:
     """The operands whose originals the rerun's graph reaches."""
     found = set()
-    for node, number in _foreign_edges(outputs, inputs, since):
+    for node, number in foreign_edges(outputs, inputs, since):
         variable = getattr(node, "variable", None)
         for position, ref in enumerate(call.originals):
             original = ref()

@@ -110,7 +110,7 @@ _ASSIGNMENTS = {"__setitem__", *(f"__i{op}__" for op in _ARITHMETIC + _LOGIC)}
 
 
 @functools.cache
-def _may_write(func: Any) -> bool:
+def may_write(func: Any) -> bool:
     """Whether a torch function writes to an argument, by its name."""
     name = getattr(func, "__name__", "")
     if name in ("requires_grad_", "detach_", "rename_", "share_memory_"):
@@ -130,12 +130,12 @@ def _may_draw(func: Any) -> bool:
     return getattr(func, "__name__", "") in _RANDOM
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that a call of `func` writes to."""
     found: list[Any] = []
     if getattr(func, "__name__", "") in _STATISTICS:
         found += [*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")]
-    elif _may_write(func) or kwargs.get("inplace"):
+    elif may_write(func) or kwargs.get("inplace"):
         found += args[:1] or list(kwargs.values())[:1]
     out = kwargs.get("out")
     found += out if isinstance(out, (tuple, list)) else [out]
@@ -255,8 +255,8 @@ class Run(TorchFunctionMode):
             live, args, kwargs = self._look_closer(args, kwargs or {})
             if self._expected is not None and len(self.outside) > strangers:
                 args, kwargs = self._as_in_forward(self._expected, func, args, kwargs)
-        if kwargs or _may_write(func):
-            self._before_write(_written(func, args, kwargs or {}))
+        if kwargs or may_write(func):
+            self._before_write(written_by(func, args, kwargs or {}))
         if func is Tensor.register_hook and id(args[0]) in self._originals:
             args = (torch.empty(0, requires_grad=True), *args[1:])  # the forward has put the hook on the tensor itself
         self.current = func, args, kwargs or {}

@@ -22,9 +22,9 @@ class DefaultDeviceType:
 
     Examples:
         >>> from remat.compat import DefaultDeviceType
-        >>> DefaultDeviceType.set_device_type("cuda")
+        >>> DefaultDeviceType.set_device_type("cpu")
         >>> DefaultDeviceType.get_device_type()
-        'cuda'
+        'cpu'
     """
 
     _device_type: str | None = None

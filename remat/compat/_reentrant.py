@@ -11,7 +11,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._errors import RematError
-from remat._leaks import _foreign_edges as foreign_edges
+from remat._leaks import foreign_edges
 from remat.compat._call import Call, UsesTransforms, at_the_base
 from remat.compat._devices import warn_without_grad
 from remat.compat._watch import Rerun, version

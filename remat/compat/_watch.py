@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
-from remat._run import _may_write, _written
+from remat._run import may_write, written_by
 from remat.compat._draws import Draws
 
 Meta = tuple[torch.Size, torch.dtype, torch.device]
@@ -45,7 +45,7 @@ def _mutable(func: Any) -> bool:
         return any(getattr(func, name)._schema.is_mutable for name in func.overloads())
     if isinstance(func, _OPS[1]):
         return bool(func._schema.is_mutable)
-    return _may_write(func) or func in _BACKWARDS
+    return may_write(func) or func in _BACKWARDS
 
 
 def _name(func: Any) -> str:
@@ -63,8 +63,8 @@ def _cuttable(func: Any) -> bool:
 
 def _targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call writes to, with those that they are views of."""
-    found = _written(func, args, kwargs)
-    if args and isinstance(args[0], (list, tuple)) and _may_write(func):  # `_foreach_add_`
+    found = written_by(func, args, kwargs)
+    if args and isinstance(args[0], (list, tuple)) and may_write(func):  # `_foreach_add_`
         found += _tensors(args[:1])
     if isinstance(func, _OPS) and _mutable(func):
         found = [*_tensors((*args, *kwargs.values()))]
