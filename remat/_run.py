@@ -485,15 +485,16 @@ class Run(TorchFunctionMode):
         """Note a tensor that was made inside, maybe as another one that has the same value."""
         key = id(tensor)
         known = self.outside.get(key)
-        if known is not None:
-            if known() is tensor:
-                if live:  # written to
-                    self.made.add(key)
-                return
-            del self.outside[key]
+        if known is not None and known() is tensor:
+            if live:  # written to
+                self.made.add(key)
+            return
+        if not (key in self.given and self.given[key]() is tensor):
+            for table in (self.outside, self.given, self.versions, self.snapshots):
+                table.pop(key, None)  # it was of a tensor that has died since
         if key not in self.given and key not in self._originals:
             read = self.reads.get(id(same_as))
-            self.reads.pop(key, None)  # it was of a tensor that has died since
+            self.reads.pop(key, None)
             if read is not None:
                 self.reads[key] = read
         if live:
