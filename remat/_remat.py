@@ -110,7 +110,7 @@ def _with_derivative(out: Any, call: Call, leaves: list[Any], run: Run) -> Any:
     call.returned = [places[0] for places in where.values()]
     values = [results[i] for i in call.returned]
     with internals.DisableTorchFunction():
-        operands = call.operands(leaves, run, values)
+        operands = call.operands(leaves, run, values, [r for r in results if isinstance(r, Tensor)])
     outer = active_runs()
     for other in reversed(outer):
         operands = [other.resolve(t, read=i not in call.handed_on) for i, t in enumerate(operands)]

@@ -103,12 +103,14 @@ class Call:
                 self._key = id(run.resolve(keys.key))
         return out, run
 
-    def operands(self, leaves: list[Any], run: Run, results: Iterable[Tensor]) -> list[Tensor]:
+    def operands(
+        self, leaves: list[Any], run: Run, results: Iterable[Tensor], returned_too: Iterable[Tensor] = ()
+    ) -> list[Tensor]:
         """The tensors that the run depended on: arguments, tensors in cells, and what it read from outside."""
         results = list(results)
         if self._recorder is not None:
             with internals.DisableTorchFunction():
-                self.tape = self._recorder.tape(results)
+                self.tape = self._recorder.tape(results, returned_too)
             self._recorder = None
         found = {id(t): t for i in self.positions if (t := leaves[i]) is not None}
         captured = len(found)

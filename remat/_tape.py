@@ -323,14 +323,20 @@ class Recorder(OpMode):
         """Whether the policy lets anything be kept."""
         return any(map(_keeps, self._decisions.values()))
 
-    def tape(self, results: Iterable[Tensor]) -> Tape:
+    def tape(self, results: Iterable[Tensor], returned_too: Iterable[Tensor] = ()) -> Tape:
         """What to keep, now that the run is over and its graph still there.
 
         **Arguments:**
 
         - `results`: what the run returned. They are alive whether a backward reads them or not.
+        - `returned_too`: other tensors that it returned. The caller may write to them.
         """
-        returned = self._only_returned(list(results))
+        results = list(results)
+        aliases: dict[int, list[Tensor]] = {}
+        for raw in map(internals.innermost, (*results, *returned_too)):
+            if plain(raw):
+                aliases.setdefault(raw.untyped_storage()._cdata, []).append(raw)
+        returned = self._only_returned(results)
         pins, self._pins = self._pins, {}
         pinned = {id(s) for s in pins.values()}
         alive = {c.token: s for c, s in self._reader.all() if c.made and id(s) not in pinned}
@@ -359,6 +365,7 @@ class Recorder(OpMode):
                     self._names.get(token),
                     self._places[token],
                     self._tensor(token, storage),
+                    [t.detach() for t in aliases.get(storage._cdata, ())],
                     offload=self._decisions[token] in _OFFLOAD,
                 )
         return Tape(self._reader.values, self._ops, self._views, plan.runs, kept, self.matched)
@@ -449,13 +456,16 @@ def _keeps(decision: CheckpointPolicy | None) -> bool:
 class Kept:
     """A kept value."""
 
-    def __init__(self, func: Any, name: str | None, where: str, tensor: Tensor, *, offload: bool) -> None:
+    def __init__(
+        self, func: Any, name: str | None, where: str, tensor: Tensor, aliases: list[Tensor], *, offload: bool
+    ) -> None:
+        """`aliases`: what the caller has of the same memory, with version counters of its own."""
         self.func = func
         self.name = name
         self.where = where
         self.size = tensor.size()
         self.dtype = tensor.dtype
-        self._version = tensor._version
+        self._versions = [] if offload else [(t, t._version) for t in (tensor, *aliases)]
         self._offloaded = Offloaded(_bytes_of(tensor.untyped_storage())) if offload else None
         self._tensor = None if offload else tensor
 
@@ -481,7 +491,7 @@ class Kept:
         if self._offloaded is not None:
             return self._offloaded.get().untyped_storage()
         assert self._tensor is not None
-        if self._tensor._version != self._version:
+        if any(t._version != version for t, version in self._versions):
             raise CheckpointError(
                 f"remat: the result of {self.func} that the policy kept for {name} was changed in place after the "
                 "forward run, so the backward would read a wrong value. Change a copy instead: x = x.clone()."

@@ -759,3 +759,28 @@ def test_random_programs_under_random_policies(example: Example, policy: policie
             assert meter.current <= plain_meter.current
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("view", [lambda y: y.view(-1), lambda y: y.mT, lambda y: y.detach()])
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "grad(grad)"])
+def test_a_result_that_shares_memory_with_a_kept_value_is_changed(transform: str, view: Any) -> None:
+    def program(x: Tensor) -> Tensor:
+        y, z = remat(lambda x: (view(h := x @ x), h.sin()), policy=policies.dots_saveable)(x)
+        with torch.no_grad():
+            y.mul_(10)
+        return z
+
+    with pytest.raises((CheckpointError, RuntimeError), match="in.?place"):
+        TRANSFORMS[transform](program, numbers(3, 3))
+
+
+def test_a_value_that_is_computed_twice_is_changed() -> None:
+    def fun(x: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = x @ x, x @ x
+        return a, a.sin() * b.numel()
+
+    x = leaf(numbers(3, 3))
+    a, b = remat(fun, policy=policies.dots_saveable)(x)
+    a.detach().mul_(10)
+    with pytest.raises(CheckpointError, match=r"mm.*in place"):
+        b.sum().backward()
