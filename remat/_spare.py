@@ -62,8 +62,7 @@ class Replay(OpMode):
                 self._fill([raw.untyped_storage(), *self._losing(raw.untyped_storage())])
             self._reader.give_away(raw)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def op(self, func: Any, args: Any, kwargs: Any) -> Any:
         reader = self._reader
         if func is DETACH:
             return func(*args, **kwargs)

@@ -196,8 +196,7 @@ class Recorder(OpMode):
         self._overwritten: set[Token] = set()
         self._read: set[Token] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def op(self, func: Any, args: Any, kwargs: Any) -> Any:
         reader = self._reader
         if func is DETACH:
             return func(*args, **kwargs)

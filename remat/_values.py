@@ -201,6 +201,14 @@ class _Access(TorchFunctionMode):
 class OpMode(internals.TorchDispatchMode):
     """A mode that sees the ops, and also the calls that give away the memory of a tensor, to numpy or to a kernel."""
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with internals.DisableTorchFunction():  # the user has not called what is called here
+            return self.op(func, args, kwargs or {})
+
+    def op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Do an op."""
+        return func(*args, **kwargs)
+
     def accessed(self, tensor: Tensor) -> None:
         """The memory of a tensor is given away: whoever has it may read it, and write to it."""
 

@@ -770,7 +770,7 @@ def test_a_result_that_shares_memory_with_a_kept_value_is_changed(transform: str
             y.mul_(10)
         return z
 
-    with pytest.raises((CheckpointError, RuntimeError), match="in.?place"):
+    with pytest.raises((CheckpointError, RuntimeError), match=r"in.?place"):
         TRANSFORMS[transform](program, numbers(3, 3))
 
 
