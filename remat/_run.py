@@ -265,9 +265,10 @@ class Run(TorchFunctionMode):
         self.current = None
         if _gives_data(func):
             self._owners[id(out)] = weakref.ref(args[0])
-        results = _results(out)
-        if results and func is not Tensor.requires_grad_:  # where the rerun may find that it is so already
-            self._note(func, args, kwargs, results, out, live)
+        with internals.DisableTorchFunction():  # the runs around this one look on
+            results = _results(out)
+            if results and func is not Tensor.requires_grad_:  # where the rerun may find that it is so already
+                self._note(func, args, kwargs, results, out, live)
         return out
 
     # Reading.
