@@ -121,7 +121,7 @@ class Call:
             tensor = ref()
             if tensor is not None and (id(tensor) in run.given or id(tensor) not in inside):
                 found.setdefault(id(tensor), tensor)
-        unread = {id(t) for t in in_cells if id(t) not in run.outside and id(t) not in run.made}
+        unread = {id(t) for t in in_cells if id(t) not in run.outside and not run.is_made(t)}
         self._unread = {i for i, key in enumerate(found) if key in unread}
         self.handed_on = self._unread | set(range(captured))
         originals = list(found.values())

@@ -171,8 +171,8 @@ class Run(TorchFunctionMode):
         """Tensors from outside that count: arguments, and what it was seen to read that is differentiated."""
         self.reads = {key: _Read(i) for i, key in enumerate(self.given)} if forward is None else {}
         """What is compared of the tensors from outside: which one it is."""
-        self.made = set(self.given)
-        """Identities of what depends on them. That of a dead tensor may stay: nothing from outside can have it now."""
+        self.made = dict(self.given)
+        """What depends on them, by identity."""
         self.constants: dict[int, weakref.ref[Tensor]] = {}
         """What was made inside and depends on nothing from outside."""
         self.outside: dict[int, weakref.ref[Tensor]] = {}
@@ -191,6 +191,7 @@ class Run(TorchFunctionMode):
         self._originals: dict[int, int] = {}
         self._swapped: list[Tensor] = []  # keeps the identities in `_swaps`
         self._unread: set[int] = set()
+        self._dispatch_modes = internals.dispatch_modes()
         self._outer = active_runs()
         self._depth = internals.stack_depth()
         self._since = internals.next_sequence_number()
@@ -228,8 +229,13 @@ class Run(TorchFunctionMode):
         if not live:
             self.constants[id(operand)] = weakref.ref(operand)
         if unread:
-            self.made.discard(id(operand))
+            self.made.pop(id(operand), None)
             self._unread |= {id(original), id(operand)}
+
+    def is_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on what was given."""
+        ref = self.made.get(id(tensor))
+        return ref is not None and ref() is tensor
 
     def swapped(self, tensor: Tensor) -> Tensor:
         """The operand that stands for `tensor`, or itself."""
@@ -238,13 +244,14 @@ class Run(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.paused:
+        if self.paused or internals.dispatch_modes() < self._dispatch_modes:  # a mode at work has been popped
             return func(*args, **(kwargs or {}))
         made = self.made
         live, known = False, not kwargs
         for arg in args:
             if isinstance(arg, Tensor):
-                if id(arg) in made:
+                ref = made.get(id(arg))
+                if ref is not None and ref() is arg:
                     live = True
                 else:
                     known = False
@@ -284,7 +291,7 @@ class Run(TorchFunctionMode):
     def _visit(self, arg: Any) -> Any:
         if isinstance(arg, Tensor):
             arg = self.resolve(arg)
-            self._live_reads += id(arg) in self.made
+            self._live_reads += self.is_made(arg)
             return arg
         if isinstance(arg, (list, tuple)) and any(isinstance(a, (Tensor, list, tuple, dict)) for a in arg):
             items = [self._visit(a) for a in arg]
@@ -301,7 +308,7 @@ class Run(TorchFunctionMode):
         `read`: whether a torch call reads it, or it is but handed on to a nested function.
         """
         key = id(tensor)
-        if key in self.made:
+        if self.is_made(tensor):
             return tensor
         if key in self._unread:
             if not read:
@@ -318,7 +325,7 @@ class Run(TorchFunctionMode):
             if inside or (internals.is_dead(tensor) and self._knows(internals.unwrapped(tensor))):
                 return self._resolve_wrapper(tensor)
         if self._made_out_of_sight(tensor):
-            self.made.add(key)
+            self.made[key] = weakref.ref(tensor)
             return tensor
         if not read and self._expected is not None:
             with internals.DisableTorchFunction():
@@ -330,14 +337,14 @@ class Run(TorchFunctionMode):
                 self._numbers += 1
                 self.reads[key] = _Read(self._numbers)
         if tensor.requires_grad or internals.is_wrapper(tensor):
-            self.made.add(key)
+            self.made[key] = weakref.ref(tensor)
             self.given[key] = weakref.ref(tensor)
         return tensor
 
     def _knows(self, tensor: Tensor) -> bool:
         """Whether a tensor was given, or seen to be made."""
         constant = self.constants.get(id(tensor))
-        return id(tensor) in self.made or (constant is not None and constant() is tensor)
+        return self.is_made(tensor) or (constant is not None and constant() is tensor)
 
     def _known_outside(self, key: int) -> bool:
         # Below its forward's stack, a level of that stack may have the number of one that began since.
@@ -351,7 +358,7 @@ class Run(TorchFunctionMode):
                 return False
             # The node of a view is made anew where its base has been changed in place.
             base = tensor._base if tensor._is_view() else None
-            return base is None or id(base) in self.made or self._made_out_of_sight(base)
+            return base is None or self.is_made(base) or self._made_out_of_sight(base)
 
     def _resolve_wrapper(self, wrapper: Tensor) -> Tensor:
         """A transform inside of the function has wrapped a tensor, out of sight."""
@@ -361,10 +368,10 @@ class Run(TorchFunctionMode):
             if resolved is not inner:
                 self._swapped.append(wrapper)
                 self._swaps[id(wrapper)] = result = internals.rewrap_like(wrapper, resolved)
-                self.made.add(id(result))
+                self.made[id(result)] = weakref.ref(result)
                 return result
-        if id(inner) in self.made:
-            self.made.add(id(wrapper))
+        if self.is_made(inner):
+            self.made[id(wrapper)] = weakref.ref(wrapper)
         else:
             self.constants[id(wrapper)] = weakref.ref(wrapper)
         return wrapper
@@ -488,7 +495,7 @@ class Run(TorchFunctionMode):
         known = self.outside.get(key)
         if known is not None and known() is tensor:
             if live:  # written to
-                self.made.add(key)
+                self.made[key] = weakref.ref(tensor)
             return
         if not (key in self.given and self.given[key]() is tensor):
             for table in (self.outside, self.given, self.versions, self.snapshots):
@@ -499,10 +506,10 @@ class Run(TorchFunctionMode):
             if read is not None:
                 self.reads[key] = read
         if live:
-            self.made.add(key)
+            self.made[key] = weakref.ref(tensor)
             self.constants.pop(key, None)
         else:
-            self.made.discard(key)  # it was of a tensor that has died since
+            self.made.pop(key, None)
             self.constants[key] = weakref.ref(tensor)
 
     def computed(self, result: Tensor) -> bool:
@@ -517,7 +524,7 @@ class Run(TorchFunctionMode):
             return False
         if not (result.requires_grad or internals.is_wrapper(result)):
             return False
-        if key not in self.made and (key in self.in_cells or result.is_leaf) and not internals.is_wrapper(result):
+        if not self.is_made(result) and (key in self.in_cells or result.is_leaf) and not internals.is_wrapper(result):
             return False  # never read, and returned as it is
         self.resolve(result)  # made out of sight, or never read: then it is an operand as well
         return result.is_floating_point() or result.is_complex()

@@ -312,6 +312,11 @@ def function_modes() -> list[Any]:
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
 
+def dispatch_modes() -> int:
+    """How many torch-dispatch modes are active. One whose handler is running does not count."""
+    return torch._C._len_torch_dispatch_stack()
+
+
 def default_device() -> torch.device | None:
     """The device of the innermost `with torch.device(...)` (or `set_default_device`), None without one."""
     if torch._C._len_torch_function_stack():

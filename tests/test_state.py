@@ -9,11 +9,12 @@ import pytest
 import torch
 from helpers import assert_same, leaf, numbers, plain
 from torch import Tensor, nn
-from torch.func import grad, vjp
+from torch.func import grad, vjp, vmap
 from torch.nn import functional as F
 
 from remat import CheckpointError, RematError, remat
 from remat.debug import LiveBytes
+from remat.random import key, keyed
 
 Decorator = Callable[[Any], Any]
 CHECKED = pytest.mark.parametrize("transform", [".backward()", "grad"])
@@ -342,3 +343,28 @@ def test_memory_made_out_of_sight(transform: str) -> None:
 
     array = np.arange(3.0)
     agree(lambda ck, x: ck(lambda x: x.sin() * torch.from_numpy(array) + torch.from_numpy(array).exp())(x), transform)
+
+
+def test_a_vmap_inside_under_a_mode_that_sees_ops() -> None:
+    """What the mode calls when the vmap ends is not taken for calls of the function."""
+    w, x = numbers(3, 3), numbers(3, 3, seed=1)
+
+    def loss(ck: Decorator) -> Callable[[Tensor], Tensor]:
+        return lambda w: ck(lambda x: vmap(lambda r: (w @ r).tanh())(x.sin().cos()))(x).sum()
+
+    expected = grad(loss(plain))(w)
+    for _ in range(10):
+        with LiveBytes():
+            assert_same(grad(loss(remat))(w), expected)
+
+
+def test_draws_of_a_keyed_vmap_inside() -> None:
+    def fun(x: Tensor) -> Tensor:
+        return vmap(lambda r: F.dropout(r, 0.5), randomness="different")(x).sin()
+
+    for seed in range(10):
+        gradients = []
+        for ck in (plain, remat):
+            x = leaf(numbers(3, 4))
+            gradients += torch.autograd.grad(ck(keyed(fun))(key(seed), x).sum(), x)
+        assert_same(gradients[1], gradients[0])
