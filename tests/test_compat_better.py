@@ -256,8 +256,7 @@ def test_rrelu() -> None:
         return x.grad
 
     for case in (run, functional):
-        wrong(case)
-        right(case)
+        right(case)  # torch reads memory that nothing has written, and is right by luck at times
 
 
 class Held:
