@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._frozen import Freezer, Frozen, Held, Table, Thawer, cell_contents, parts, written_names
+from remat._frozen import ATOMS, Freezer, Frozen, Held, Table, Thawer, cell_contents, parts, written_names
 
 
 @functools.cache
@@ -137,15 +137,19 @@ def _spaces(roots: Iterable[Any]) -> list[_Space]:
             continue
         if isinstance(obj, types.FunctionType):
             globals_ = obj.__globals__
-            values = {n for n in _globals_of(obj.__code__) if isinstance(globals_.get(n), _VALUES)}
-            if restored := values | written_names(obj.__code__, "STORE_GLOBAL"):
-                found[id(obj)] = _Space(globals_, frozenset(restored))
-            used = (globals_[n] for n in _globals_of(obj.__code__) if n in globals_)
-            for value in used:
-                if isinstance(value, torch.nn.Module):
+            restored = written_names(obj.__code__, "STORE_GLOBAL")
+            for name in _globals_of(obj.__code__) & globals_.keys():
+                value = globals_[name]
+                if isinstance(value, types.ModuleType):
+                    continue
+                if isinstance(value, _VALUES):
+                    restored |= {name}
+                elif isinstance(value, torch.nn.Module):
                     todo.append((value, depth))
                 elif type(value).__module__ == obj.__module__ or type(value) in (list, dict):
                     todo.append((value, 1))
+            if restored:
+                found[id(obj)] = _Space(globals_, restored)
             if obj.__closure__:
                 cells = written_names(obj.__code__, "STORE_DEREF")
                 for name, cell in zip(obj.__code__.co_freevars, obj.__closure__, strict=True):
@@ -231,8 +235,9 @@ class Closure:
 
     def __init__(self, fun: Callable[..., Any], statics: Iterable[Any]) -> None:
         self._live: Any = [fun, *statics]  # until it is frozen
-        self._contents = cell_contents(self._live)
-        self._spaces = _spaces(self._live)
+        roots = [x for x in self._live if type(x) not in ATOMS]
+        self._contents = cell_contents(roots)
+        self._spaces = _spaces(roots)
         self._slots: list[_Slot] = []
         self._replaced: set[int] = set()
         self._originals: list[weakref.ref[Tensor]] = []
@@ -293,9 +298,14 @@ class Closure:
         """What puts functions together again for one rerun."""
         return Thawer(self._table, operands)
 
-    @contextlib.contextmanager
-    def restored(self, operands: Sequence[Tensor], thaw: Thawer) -> Iterator[list[Any]]:
+    def restored(self, operands: Sequence[Tensor], thaw: Thawer) -> contextlib.AbstractContextManager[list[Any]]:
         """The function and its static arguments as they were, reading `operands`. What they assign is taken back."""
+        if not self._spaces and not self._slots:
+            return contextlib.nullcontext([thaw(x) for x in self._frozen])
+        return self._restored(operands, thaw)
+
+    @contextlib.contextmanager
+    def _restored(self, operands: Sequence[Tensor], thaw: Thawer) -> Iterator[list[Any]]:
         spaces = [(space, space.now()) for space in self._spaces]
         slots = []
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -33,10 +34,13 @@ class Ambient(NamedTuple):
             )
         return Ambient(torch.get_default_dtype(), internals.default_device(), autocast)
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> contextlib.AbstractContextManager[None]:
         """Within it, the settings are these again."""
         now = Ambient.current()
+        return contextlib.nullcontext() if now == self and not self.autocast else self._restored(now)
+
+    @contextlib.contextmanager
+    def _restored(self, now: Ambient) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self.autocast:  # it would keep casts of the rerun's leaves for as long as it lasts
                 stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
@@ -56,10 +60,14 @@ def _off(autocast: tuple[tuple[str, bool, torch.dtype, bool], ...]) -> tuple[tup
     return tuple((device, False, dtype, cache) for device, _, dtype, cache in autocast)
 
 
+has_accelerator = functools.cache(torch.accelerator.is_available)
+_CPU = torch.device("cpu")
+
+
 def _accelerators(tensors: Iterable[Tensor]) -> set[torch.device]:
     """The accelerators in play: those of the tensors, and the current one once it is in use."""
-    devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
-    if torch.accelerator.is_available():
+    devices = {t.device for t in tensors if not (t.is_cpu or t.is_meta)}
+    if has_accelerator():
         kind = torch.accelerator.current_accelerator()
         if kind is not None and getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
             devices.add(torch.device(kind.type, torch.accelerator.current_device_index()))
@@ -75,7 +83,7 @@ class RandomState:
 
     def __init__(self, tensors: Iterable[Tensor], *, keyed: bool = False) -> None:
         """`keyed`: whether the draws come from a key, so that the global generators do not count."""
-        devices = () if keyed else (torch.device("cpu"), *_accelerators(tensors))
+        devices = () if keyed else (_CPU, *_accelerators(tensors))
         self._globals = {device: global_state(device) for device in devices}
         self.generators: dict[torch.Generator, Tensor] = {}
         self._drawn = False

@@ -30,6 +30,9 @@ def written_names(code: types.CodeType, opcode: str) -> frozenset[str]:
     return frozenset(names)
 
 
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
 def parts(obj: Any) -> tuple[Any, ...]:
     """The objects that a callable is put together from."""
     if isinstance(obj, types.MethodType):
@@ -131,6 +134,8 @@ class Freezer:
         self.table = Table()
 
     def __call__(self, obj: Any) -> Any:
+        if type(obj) in ATOMS:
+            return obj
         if isinstance(obj, Tensor):
             return Held(obj, self._position.get(id(obj)))
         if isinstance(obj, types.FunctionType):
@@ -190,14 +195,15 @@ class Thawer:
         self._functions: dict[int, types.FunctionType] = {}
 
     def __call__(self, frozen: Any) -> Any:
+        if not isinstance(frozen, Frozen):
+            return frozen
         if isinstance(frozen, Held):
             return frozen.operand(self._operands)
         if isinstance(frozen, _Reference):
             return self._functions.get(frozen.key) or self._function(frozen.key)
-        if isinstance(frozen, _Made):
-            kwargs = {k: self(v) for k, v in frozen.kwargs.items()}
-            return frozen.maker(*map(self, frozen.args), **kwargs)
-        return frozen
+        assert isinstance(frozen, _Made)
+        kwargs = {k: self(v) for k, v in frozen.kwargs.items()}
+        return frozen.maker(*map(self, frozen.args), **kwargs)
 
     def _function(self, key: int) -> types.FunctionType:
         old = self._table.functions[key]

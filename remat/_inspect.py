@@ -486,7 +486,7 @@ def _watch() -> Watch | None:
     warn = _watching.get()
     if warn is not None:
         return _Watched(warn)
-    if "residuals" in os.environ.get("REMAT_LOG", "").split(","):
+    if "REMAT_LOG" in os.environ and "residuals" in os.environ["REMAT_LOG"].split(","):
         _make_visible()
         return _Watched(_warn_once, _log.info)
     return None

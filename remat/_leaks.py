@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from remat import _torch_internals as internals
 from remat._errors import RematError
@@ -47,7 +47,7 @@ def graph_alone(
 
     `values` is emptied: they are not needed again.
     """
-    pairs = [(get_gradient_edge(values[o]) if values[o].requires_grad else None, c) for o, c in cotangents]
+    pairs = [(internals.gradient_edge(values[o]) if values[o].requires_grad else None, c) for o, c in cotangents]
     values.clear()
     call.settle()
     return [e for e, _ in pairs], [c for e, c in pairs if e is not None]

@@ -101,7 +101,9 @@ def _at_base(call: Call, operands: Sequence[Tensor], cotangents: Sequence[Tensor
 
 def _leaves(operands: Sequence[Tensor], wrt: Sequence[int], record: bool) -> list[Tensor]:
     """The operands as inputs of a rerun: leaves of its graph, or connected to their own when that is recorded."""
-    inputs = list(operands) if record else [_detached(t) for t in operands]
+    if not record:
+        return [_detached(t, i in wrt) for i, t in enumerate(operands)]
+    inputs = list(operands)
     for i in wrt:
         inputs[i] = inputs[i].view_as(inputs[i]) if inputs[i].requires_grad else _detached(inputs[i], leaf=True)
     return inputs
@@ -117,9 +119,7 @@ def _engine(
 ) -> list[Any]:
     """Run the backward pass, under a `vmap` for each batch of cotangents."""
     if not batches:
-        return list(
-            torch.autograd.grad(edges, inputs, cotangents, retain_graph=keep, create_graph=record, allow_unused=True)
-        )
+        return list(internals.run_backward(edges, inputs, cotangents, keep, record))
     (size, dims), *inner = batches
     with internals.vmap_level(size, "same") as level:
         wrapped = [

@@ -69,8 +69,9 @@ def _results(out: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:
 
 def _differentiated(out: Any) -> bool:
     """Whether a result of a call is differentiated."""
-    tensors = (out,) if isinstance(out, Tensor) else out
-    return any(isinstance(t, Tensor) and internals.requires_grad_at_any_level(t) for t in tensors)
+    if isinstance(out, Tensor):
+        return internals.requires_grad_at_any_level(out)
+    return any(isinstance(t, Tensor) and internals.requires_grad_at_any_level(t) for t in out)
 
 
 _PLAIN = frozenset({bool, int, str, type(None), torch.Size, torch.dtype, torch.device})
@@ -96,6 +97,7 @@ def call_site() -> str:
     return "unknown"
 
 
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _STATISTICS = ("batch_norm", "instance_norm")
 _ARITHMETIC = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
 _LOGIC = ["and", "or", "xor", "lshift", "rshift"]
@@ -118,16 +120,19 @@ def may_write(func: Any) -> bool:
     return name in _STATISTICS or name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__"))
 
 
-@functools.cache
-def _gives_data(func: Any) -> bool:
+class _Kind(NamedTuple):
+    """What a torch function may do besides computing."""
+
+    writes: bool
+    draws: bool
+    gives_data: bool
     """Whether it is `x.data`: the same memory, out of autograd's sight."""
-    return func == Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _may_draw(func: Any) -> bool:
-    """Whether a torch function draws from a random generator, by its name."""
-    return getattr(func, "__name__", "") in _RANDOM
+def _kind(func: Any) -> _Kind:
+    is_data = func == Tensor.data.__get__  # type: ignore[attr-defined]
+    return _Kind(may_write(func), getattr(func, "__name__", "") in _RANDOM, is_data)
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -262,15 +267,16 @@ class Run(TorchFunctionMode):
             live, args, kwargs = self._look_closer(args, kwargs or {})
             if self._expected is not None and len(self.outside) > strangers:
                 args, kwargs = self._as_in_forward(self._expected, func, args, kwargs)
-        if kwargs or may_write(func):
+        kind = _kind(func)
+        if kwargs or kind.writes:
             self._before_write(written_by(func, args, kwargs or {}))
         if func is Tensor.register_hook and id(args[0]) in self._originals:
             args = (torch.empty(0, requires_grad=True), *args[1:])  # the forward has put the hook on the tensor itself
         self.current = func, args, kwargs or {}
-        with self.random.watched() if self.random is not None and _may_draw(func) else contextlib.nullcontext():
+        with self.random.watched() if kind.draws and self.random is not None else _NOTHING:
             out = func(*args, **kwargs) if kwargs else func(*args)
         self.current = None
-        if _gives_data(func):
+        if kind.gives_data:
             self._owners[id(out)] = weakref.ref(args[0])
         with internals.DisableTorchFunction():  # the runs around this one look on
             results = _results(out)
@@ -325,7 +331,7 @@ class Run(TorchFunctionMode):
             if inside or (internals.is_dead(tensor) and self._knows(internals.unwrapped(tensor))):
                 return self._resolve_wrapper(tensor)
         if self._made_out_of_sight(tensor):
-            self.made[key] = weakref.ref(tensor)
+            self._note_made(tensor)
             return tensor
         if not read and self._expected is not None:
             with internals.DisableTorchFunction():
@@ -358,7 +364,9 @@ class Run(TorchFunctionMode):
                 return False
             # The node of a view is made anew where its base has been changed in place.
             base = tensor._base if tensor._is_view() else None
-            return base is None or self.is_made(base) or self._made_out_of_sight(base)
+            if base is None or (self.is_made(base) and id(base) not in self.given):
+                return True
+            return self._made_out_of_sight(base)
 
     def _resolve_wrapper(self, wrapper: Tensor) -> Tensor:
         """A transform inside of the function has wrapped a tensor, out of sight."""
@@ -368,13 +376,17 @@ class Run(TorchFunctionMode):
             if resolved is not inner:
                 self._swapped.append(wrapper)
                 self._swaps[id(wrapper)] = result = internals.rewrap_like(wrapper, resolved)
-                self.made[id(result)] = weakref.ref(result)
+                self._note_made(result)
                 return result
         if self.is_made(inner):
-            self.made[id(wrapper)] = weakref.ref(wrapper)
+            self._note_made(wrapper)
         else:
             self.constants[id(wrapper)] = weakref.ref(wrapper)
         return wrapper
+
+    def _note_made(self, tensor: Tensor) -> None:
+        self.made[id(tensor)] = weakref.ref(tensor)
+        self.reads.pop(id(tensor), None)  # it was of a tensor that has died since
 
     # Writing.
 
@@ -395,7 +407,7 @@ class Run(TorchFunctionMode):
         reads = self._reads((*args, *kwargs.values()) if kwargs else args) if live else ()
         for tensor in (out,) if isinstance(out, Tensor) else out:
             if isinstance(tensor, Tensor):
-                self.adopt(tensor, live, same_as=tensor if any(tensor is a for a in args) else None)
+                self.adopt(tensor, live, same_as=tensor if id(tensor) in map(id, args) else None)
         if not live:
             self._note_constant(func, args)
         # Inside of an autograd.Function grad mode is off. Under a transform, unlike at the base, all of it is one call.
@@ -458,6 +470,9 @@ class Run(TorchFunctionMode):
         return tuple(found)
 
     def _compare(self, forward: Log, actual: Signature, out: Any) -> None:
+        if actual == forward.call(self._position):
+            self._position += 1
+            return
         position = self._position
         while (expected := forward.call(position)) is not None and actual[:2] != expected[:2]:
             if position not in forward.incidental:
@@ -497,14 +512,17 @@ class Run(TorchFunctionMode):
             if live:  # written to
                 self.made[key] = weakref.ref(tensor)
             return
-        if not (key in self.given and self.given[key]() is tensor):
+        given = self.given.get(key)
+        if given is None or given() is not tensor:
             for table in (self.outside, self.given, self.versions, self.snapshots):
-                table.pop(key, None)  # it was of a tensor that has died since
-        if key not in self.given and key not in self._originals:
-            read = self.reads.get(id(same_as))
-            self.reads.pop(key, None)
-            if read is not None:
-                self.reads[key] = read
+                if key in table:
+                    del table[key]  # it was of a tensor that has died since
+            if key not in self._originals:
+                read = self.reads.get(id(same_as))
+                if read is not None:
+                    self.reads[key] = read
+                elif key in self.reads:
+                    del self.reads[key]
         if live:
             self.made[key] = weakref.ref(tensor)
             self.constants.pop(key, None)
@@ -576,13 +594,19 @@ def version(tensor: Tensor) -> int:
 
 def active_runs() -> list[Run]:
     """The runs that the current code is part of, innermost last."""
+    if not internals.function_modes_active():
+        return []
     return [mode for mode in internals.function_modes() if isinstance(mode, Run) and not mode.paused]
 
 
-@contextlib.contextmanager
-def paused_runs() -> Iterator[None]:
+def paused_runs() -> contextlib.AbstractContextManager[None]:
     """Within it, the active runs look away: what happens in a node's backward was not called by the user."""
     runs = active_runs()
+    return _paused(runs) if runs else _NOTHING
+
+
+@contextlib.contextmanager
+def _paused(runs: list[Run]) -> Iterator[None]:
     for run in runs:
         run.paused = True
     try:

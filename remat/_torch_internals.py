@@ -12,7 +12,7 @@ import inspect
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_clear_
 from torch.autograd import forward_ad as fwad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 # Whether `make_fx` is at work.
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
@@ -266,13 +267,25 @@ _LAST_BACKWARD = _eager._autograd_grad.__code__
 _TRANSFORM = inspect.unwrap(_eager.grad_and_value_impl).__code__
 
 
+def run_backward(
+    edges: Sequence[GradientEdge], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], keep: bool, record: bool
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad(allow_unused=True)` for cotangents that are known to fit: its checks cost more than it."""
+    return torch.autograd.Variable._execution_engine.run_backward(
+        tuple(edges), tuple(cotangents), keep, record, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+
+
+_ENGINES = {_ENGINE, run_backward.__code__}
+
+
 def _engine_frame(thread: int) -> Any:
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not _ENGINE:
+    while frame is not None and frame.f_code not in _ENGINES:
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None and thread != threading.get_ident():
         frame = sys._current_frames().get(thread)  # type: ignore[assignment]
-        while frame is not None and frame.f_code is not _ENGINE:
+        while frame is not None and frame.f_code not in _ENGINES:
             frame = frame.f_back  # type: ignore[assignment]
     return frame
 
@@ -296,6 +309,12 @@ def called_by_grad_transform(thread: int) -> bool:
         and caller.f_back is not None
         and caller.f_back.f_code is _TRANSFORM
     )
+
+
+def gradient_edge(tensor: Tensor) -> GradientEdge:
+    """Where the graph of a tensor that requires grad ends."""
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
 
 
 graph_is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph

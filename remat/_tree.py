@@ -13,15 +13,21 @@ from remat import _torch_internals as internals  # makes torch's node types know
 _leaf_types: set[type] = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.Size}
 
 
+_, _LEAF = optree.tree_flatten(0, none_is_leaf=True, namespace="torch")  # type: ignore[arg-type]
+
+
 def _is_size(node: Any) -> bool:
     return type(node) is torch.Size  # torch takes it apart and puts a tuple together
 
 
 def flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
     """The leaves of `tree` and its structure."""
+    if type(tree) is torch.Tensor:
+        return [tree], _LEAF
     leaves, spec = optree.tree_flatten(tree, is_leaf=_is_size, none_is_leaf=True, namespace="torch")
-    unknown = {type(x) for x in leaves} - _leaf_types
-    adopted = [kind for kind in unknown if _adopted(kind)]
+    if _leaf_types.issuperset(map(type, leaves)):
+        return leaves, spec
+    adopted = [kind for kind in {type(x) for x in leaves} - _leaf_types if _adopted(kind)]
     return flatten(tree) if adopted else (leaves, spec)
 
 

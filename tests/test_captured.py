@@ -723,3 +723,21 @@ def test_hooks_of_modules() -> None:
         layer.register_full_backward_hook(lambda *_: seen.update(backward=seen["backward"] + 1))
         ck(layer)(torch.randn(2, 3, requires_grad=True)).sum().backward()
         assert seen == {"forward": runs, "backward": 1}
+
+
+def test_a_view_taken_before_its_base_was_changed() -> None:
+    def loss(ck: Any, x: Tensor) -> Tensor:
+        base = x.detach().sin()
+        base.add_(x)
+        row = base[1]
+        base[0] = 2 * x[0]
+
+        def outer() -> Tensor:
+            total = ck(lambda: base.sum())()
+            return total * ck(lambda: row.amax(0) * total)()
+
+        return ck(outer)()
+
+    for transform in (grad, lambda f: lambda x: torch.autograd.grad(f(x), x)[0]):
+        x = leaf(numbers(3, 3))
+        assert_same(transform(lambda x: loss(remat, x))(x), transform(lambda x: loss(plain, x))(x))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import random
 import struct
 import sys
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remat._context import RandomState
+from remat._context import RandomState, has_accelerator
 from remat._errors import CheckpointError
 from remat.random._generators import global_state
 
@@ -69,7 +68,7 @@ class Draws:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """`tensors`: what the run is given; the generators of their devices count."""
         self._torch = torch.default_generator.get_state()
-        self._others = RandomState(tensors) if _has_accelerator() else None
+        self._others = RandomState(tensors) if has_accelerator() else None
         self._python, self._gauss = _python_bytes(), _PYTHON.gauss_next
         self._late: set[torch.device] = set()
 
@@ -142,6 +141,3 @@ class _Before(NamedTuple):
     numpy: Any
     late: dict[torch.device, Tensor]
     others: contextlib.ExitStack | None
-
-
-_has_accelerator = functools.cache(torch.accelerator.is_available)

@@ -149,6 +149,8 @@ def _may_draw(func: Any) -> bool:
 
 def _active() -> list[Threading]:
     """The active threadings of keys, innermost last."""
+    if not internals.function_modes_active():
+        return []
     return [mode for mode in internals.function_modes() if isinstance(mode, Threading) and not mode.suspended]
 
 
@@ -166,10 +168,14 @@ def resumed(key: Tensor, position: Position) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def suspended() -> Iterator[None]:
+def suspended() -> contextlib.AbstractContextManager[None]:
     """Within it, draws are as they are outside of `keyed`."""
     active = _active()
+    return _suspended(active) if active else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _suspended(active: list[Threading]) -> Iterator[None]:
     for threading in active:
         threading.suspended = True
     try:
