@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat.random._generators import global_state, set_global_state
+from remat.random._generators import global_state, same_state, set_global_state
 
 
 class Ambient(NamedTuple):
@@ -75,7 +75,7 @@ def _accelerators(tensors: Iterable[Tensor]) -> set[torch.device]:
 
 
 def _differs(states: dict[torch.device, Tensor]) -> bool:
-    return any(not torch.equal(state, global_state(device)) for device, state in states.items())
+    return any(not same_state(state, global_state(device)) for device, state in states.items())
 
 
 class RandomState:
@@ -137,7 +137,7 @@ def replayed(state: RandomState | None) -> Iterator[None]:
         try:
             yield
         finally:
-            if not torch.equal(seed, torch.default_generator.get_state()):
+            if not same_state(seed, torch.default_generator.get_state()):
                 torch.default_generator.set_state(seed)
         return
     with _replaying, state.replayed():

@@ -134,7 +134,8 @@ class Call:
         self._reads = [run.reads.get(id(t)) for t in originals]
         operands = []
         for i, t in enumerate(originals):
-            if version(t) != run.versions.get(id(t), version(t)) or id(t) in run.snapshots:
+            then = run.versions.get(id(t))
+            if (then is not None and version(t) != then) or id(t) in run.snapshots:
                 if id(t) not in run.snapshots:
                     raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
                 self._written.add(i)

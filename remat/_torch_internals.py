@@ -395,7 +395,9 @@ def registered_with_torch(kind: type) -> tuple[Any, Any] | None:
 
 def innermost(tensor: Tensor) -> Tensor:
     """The plain tensor below all transforms."""
-    return [*_layers(tensor)][-1]
+    while _C.is_functorch_wrapped_tensor(tensor):
+        tensor = _C.get_unwrapped(tensor)
+    return tensor
 
 
 def no_transforms() -> contextlib.AbstractContextManager[Any]:

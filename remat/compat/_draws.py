@@ -20,7 +20,7 @@ from torch import Tensor
 
 from remat._context import RandomState, has_accelerator
 from remat._errors import CheckpointError
-from remat.random._generators import global_state
+from remat.random._generators import global_state, same_state
 
 _PYTHON = random.seed.__self__  # type: ignore[attr-defined]  # the generator behind the module's functions
 _WORDS = struct.Struct("=i624I")
@@ -126,7 +126,7 @@ class Draws:
                 "of the function, or from one of torch's generators; with preserve_rng_state=False nothing is repeated."
             )
         for device, state in before.late.items():
-            if not torch.equal(state, global_state(device)):
+            if not same_state(state, global_state(device)):
                 raise CheckpointError(
                     f"checkpoint: the function draws from the generator of {device}, whose state was not kept: the "
                     "device came into play inside of the function. Give the function a tensor on it, or draw outside."

@@ -22,7 +22,7 @@ from remat import _torch_internals as internals
 from remat._errors import RematError
 from remat.random import _stateful, _stateful_layers  # noqa: F401  # they fill the table
 from remat.random._check import check_key
-from remat.random._generators import global_state, is_global, set_global_state
+from remat.random._generators import global_state, is_global, same_state, set_global_state
 from remat.random._key import fold_in
 from remat.random._rules import COMPOSITES, DRAWS, FRESH
 
@@ -129,7 +129,7 @@ class _Guard(internals.TorchDispatchMode):
         before = {device: global_state(device) for device in devices if device.type != "meta"}
         out = func(*args, **kwargs)
         with internals.DisableTorchFunction():
-            moved = [device for device, state in before.items() if not torch.equal(state, global_state(device))]
+            moved = [device for device, state in before.items() if not same_state(state, global_state(device))]
         for device in moved:
             set_global_state(device, before[device])
             raise RematError(
