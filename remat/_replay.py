@@ -60,6 +60,8 @@ class Call:
         self.handed_on: set[int] = set()
         """Operands that no torch call may have read: arguments, and tensors in cells."""
         self._written: set[int] = set()
+        self._interior: set[int] = set()
+        """Operands that were results of other ops: `is_leaf` tells, and hooks go by it."""
         self._strangers: list[weakref.ref[Tensor]] = []
         self._thawed: list[Thawer] = []
         self.policy = policy
@@ -129,6 +131,7 @@ class Call:
         self._argument_of = [list(found).index(id(leaves[i])) for i in self.positions]
         self.closure.freeze(originals, captured, run.in_rerun)
         self.originals = [weakref.ref(t) for t in originals]
+        self._interior = {i for i, t in enumerate(originals) if t.grad_fn is not None}
         self._live = [id(t) in run.given for t in originals]
         self._keys = list(found)
         self._reads = [run.reads.get(id(t)) for t in originals]
@@ -156,6 +159,9 @@ class Call:
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
         inputs = [t.clone() if i in self._written else t for i, t in enumerate(operands)]
+        for i in self._interior:
+            if inputs[i].requires_grad and inputs[i].is_leaf:
+                inputs[i] = inputs[i].view_as(inputs[i])
         draws = suspended() if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
         with self.ambient.restored(), replayed(self.random), draws:
             return self._rerun(inputs)
