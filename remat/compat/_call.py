@@ -74,14 +74,19 @@ class Call:
         if self._draws is not None:
             self._draws.undo()
 
-    def is_written(self, position: int) -> bool:
-        """Whether the forward changed the given tensor at this position in place."""
-        return self._identities[position] in self.record.written
-
-    def written(self, position: int) -> Tensor:
-        """A copy of what such a tensor was before."""
-        before = self.record.written[self._identities[position]][1]
-        return copy_of(before, before.requires_grad)
+    def given(self, operand: Callable[[int], Tensor]) -> list[Tensor]:
+        """What to give the rerun: operands, by their positions; and copies of what the forward changed in place."""
+        copies: dict[int, Tensor] = {}  # a tensor that was given twice is one tensor
+        written = self.record.written
+        found = []
+        for position, key in enumerate(self._identities):
+            if key not in written:
+                found.append(operand(position))
+                continue
+            if key not in copies:
+                copies[key] = copy_of(written[key][1])
+            found.append(copies[key])
+        return found
 
     def rerun(
         self,
@@ -99,7 +104,7 @@ class Call:
             for key, (ref, before) in self.record.written.items():
                 original = ref()
                 if original is not None and key not in self._identities:
-                    rerun.swap(original, copy_of(before, original.requires_grad))
+                    rerun.swap(original, copy_of(before))
         captured, draws = self._captured, self._draws
         fun, leaves, thaw = captured.thawed(self._leaves, tensors)
         for i, tensor in zip(self._positions, tensors, strict=False):

@@ -197,12 +197,23 @@ class Captured:
         return thaw(self._fun), [*map(thaw, leaves)], thaw
 
 
+_MISSING = object()
+
+
 def _look(container: Any, name: Any) -> Any:
-    return container.cell_contents if name is None else container.get(name)
+    try:
+        return container.cell_contents if name is None else container.get(name, _MISSING)
+    except ValueError:  # an empty cell
+        return _MISSING
 
 
 def _put(container: Any, name: Any, value: Any) -> None:
     if name is None:
-        container.cell_contents = value
+        if value is _MISSING:
+            del container.cell_contents
+        else:
+            container.cell_contents = value
+    elif value is _MISSING:
+        container.pop(name, None)
     elif container.get(name) is not value:
         container[name] = value

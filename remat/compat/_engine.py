@@ -133,7 +133,7 @@ class Region:
         """Run the function again: the tensors that its graph saves."""
         call = self._call
         with at_the_base():
-            tensors = [call.written(i) if call.is_written(i) else s.unpack() for i, s in enumerate(self._saved)]
+            tensors = call.given(lambda i: self._saved[i].unpack())
             early_stop = self._options.early_stop and self._is_complete
             rerun: Rerun | None = None
             if call.record.is_simple:

@@ -107,7 +107,7 @@ def _gradients(
     """The gradients of the operands: the tensors that the function was given, `count` of them, and those it read."""
     create_graph = torch.is_grad_enabled()
     stand_ins = [_stand_in(t, create_graph) for t in operands]
-    given = [call.written(i) if call.is_written(i) else t for i, t in enumerate(stand_ins[:count])]
+    given = call.given(stand_ins.__getitem__)
     rerun = Rerun(call.record, given, early_stop=False)
     for original, stand_in in zip(originals[count:], stand_ins[count:], strict=True):
         if original is not None:

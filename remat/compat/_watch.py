@@ -288,7 +288,7 @@ class Forward(TorchFunctionMode):
         with internals.DisableTorchFunction(), self._unseen(), torch.no_grad():
             for t in _targets(func, args, kwargs):
                 if (id(t) in self.given or id(t) not in self.made) and id(t) not in written:
-                    written[id(t)] = weakref.ref(t), t.clone()
+                    written[id(t)] = weakref.ref(t), t.clone().requires_grad_(t.requires_grad)
 
     def finish(self) -> None:
         """The run is over: hold what it read."""
@@ -501,7 +501,7 @@ class Rerun(Collector, TorchFunctionMode):
         with internals.DisableTorchFunction(), self._unseen():
             strange = [t for t in _targets(func, args, kwargs) if id(t) not in self.made]
             for t in strange:
-                self.swap(t, copy_of(t, t.requires_grad))
+                self.swap(t, copy_of(t))
         if strange:
             return self._resolve(args, kwargs, None)
         return args, kwargs
@@ -600,11 +600,11 @@ def _rebuilt(kind: Any, items: list[Any]) -> Any:
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
-def copy_of(tensor: Tensor, requires_grad: bool) -> Tensor:
+def copy_of(tensor: Tensor) -> Tensor:
     """A copy that can be changed in place, also where it is differentiated."""
     with internals.DisableTorchFunction(), torch.enable_grad():
         copy = tensor.detach().clone()
-        return copy.requires_grad_().clone() if requires_grad else copy
+        return copy.requires_grad_().clone() if tensor.requires_grad else copy
 
 
 def watched_runs() -> list[Any]:
