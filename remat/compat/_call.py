@@ -117,12 +117,10 @@ class Call:
         internals.set_grad_enabled(True)
         random_before = None if draws is None else draws.begin()
         try:
-            with ambient, restored, context:
-                if rerun is None:
+            with ambient, context:
+                with rerun or _NOTHING, restored:
                     out = fun(*args, **kwargs)
-                else:
-                    with rerun:
-                        out = fun(*args, **kwargs)
+                if rerun is not None:
                     if rerun.drops_result:
                         out = None
                     rerun.finish()

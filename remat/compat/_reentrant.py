@@ -59,12 +59,13 @@ class CheckpointFunction(torch.autograd.Function):
             for outside in call.record.outside
             if (t := outside.ref()) is not None and t.requires_grad and id(t) not in identities
         ]
+        written = call.record.written
         changed = [
             t
             for t, before, now in zip(given, versions, _versions(given), strict=True)
-            if t.requires_grad and now != before
+            if now != before and (t.requires_grad or id(t) not in written)
         ]
-        for t in changed or [t for t in captured if id(t) in call.record.written]:
+        for t in changed or [t for t in captured if id(t) in written]:
             raise RematError(
                 f"checkpoint: with use_reentrant=True, the function changes a tensor of shape {list(t.shape)}, "
                 f"{t.dtype} in place that it was given or has read from outside. Its rerun would start from the "
