@@ -400,8 +400,6 @@ class Rerun(Collector, TorchFunctionMode):
     """Its function, while it is running."""
     _lazy = False
     """Whether calls are spared from then on."""
-    _has_spared = False
-    """Whether one was."""
 
     def _stop(self) -> None:
         func = self._running
@@ -537,14 +535,11 @@ class Rerun(Collector, TorchFunctionMode):
             # A view of spared memory will be right once that is. What is small is spared where it reads such memory.
             if not any(r.is_view for r in results) and (self._spared or any(r.is_large for r in results)):
                 return self._spare(func, args, kwargs, noted)
-        # Spared memory is a leaf; and what comes after it is not differentiated.
-        with torch.no_grad() if self._has_spared and _mutable(func) else contextlib.nullcontext():
-            out = func(*args, **kwargs)
+        out = func(*args, **kwargs)
         self._adopt(out)
         return out
 
     def _spare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        self._has_spared = True
         with internals.DisableTorchFunction(), self._unseen():
             many = type(result) is list
             out = [r.allocate() if type(r) is Result else r[0] for r in (result[1:] if many else [result])]
@@ -558,14 +553,15 @@ class Rerun(Collector, TorchFunctionMode):
         """Compute what was spared: somebody reads it."""
         spared, self._spared = self._spared, []
         self._lazy = False
-        with torch.no_grad():
-            for func, args, kwargs, results in spared:
+        for func, args, kwargs, results in spared:
+            memories = [ref() if ref is not None else None for ref in results]
+            differentiated = any(m is not None and m.requires_grad for m in memories)
+            with torch.enable_grad() if differentiated else torch.no_grad():
                 out = func(*args, **kwargs)
                 with internals.DisableTorchFunction(), self._unseen():
-                    for t, ref in zip(out if isinstance(out, (list, tuple)) else (out,), results, strict=True):
-                        memory = ref() if ref is not None else None
+                    for t, memory in zip(out if isinstance(out, (list, tuple)) else (out,), memories, strict=True):
                         if memory is not None:
-                            memory.copy_(t)
+                            memory.requires_grad_(False).copy_(t)  # it is differentiated if the result is
 
     def restore_grads(self) -> None:
         """Take back what a backward inside of the function has added to `.grad`."""
