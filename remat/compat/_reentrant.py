@@ -108,13 +108,20 @@ def _gradients(
     """The gradients of the operands: the tensors that the function was given, `count` of them, and those it read."""
     create_graph = torch.is_grad_enabled()
     stand_ins = [_stand_in(t, create_graph) for t in operands]
-    given = call.given(stand_ins.__getitem__)
-    rerun = Rerun(call.record, given, early_stop=False)
-    for original, stand_in in zip(originals[count:], stand_ins[count:], strict=True):
-        if original is not None:
-            rerun.swap(original, stand_in)
-    since = internals.next_sequence_number()
-    out = call.rerun(rerun, given)
+    for trusting in (True, False):
+        given = call.given(stand_ins.__getitem__)
+        rerun = Rerun(call.record, given, early_stop=False, trusting=trusting)
+        for original, stand_in in zip(originals[count:], stand_ins[count:], strict=True):
+            if original is not None:
+                rerun.swap(original, stand_in)
+        since = internals.next_sequence_number()
+        try:
+            out = call.rerun(rerun, given)
+        except Exception:
+            if not rerun.was_misled:
+                raise
+        if not rerun.was_misled:
+            break
     pairs = [
         (o, c)
         for o, c in zip(out if isinstance(out, (tuple, list)) else (out,), cotangents, strict=False)

@@ -374,8 +374,23 @@ class Collector:
 class Rerun(Collector, TorchFunctionMode):
     """Repeats a forward run: it reads and writes what that did, and does no more than it has to."""
 
-    def __init__(self, record: Record, given: Sequence[Tensor], early_stop: bool, under_context: bool = False) -> None:
-        """A rerun that is given tensors. `under_context`: as for the forward."""
+    def __init__(
+        self,
+        record: Record,
+        given: Sequence[Tensor],
+        early_stop: bool,
+        under_context: bool = False,
+        trusting: bool = True,
+    ) -> None:
+        """A rerun that is given tensors.
+
+        **Arguments:**
+
+        - `under_context`: as for the forward.
+        - `trusting`: whether a call that reads another tensor from outside than the same call of the forward is given
+            that of the forward. It is right, for something may have been put in the place of the tensor, if all calls
+            turn out to be the same. Otherwise the rerun `was_misled`: a cache is filled by now, and calls are left out.
+        """
         super().__init__(record, early_stop)
         self.drops_result = early_stop
         """Whether nobody needs what the function returns: spared memory in it need not be computed."""
@@ -383,6 +398,8 @@ class Rerun(Collector, TorchFunctionMode):
         self.given = set(map(id, given))
         self.made = set(self.given)
         self._inner = {id(o): o.saved.unpack() for o in record.outside if o.saved is not None}
+        self._outside = {id(o.tensor): o for o in record.outside if o.tensor is not None}
+        self._trusting = trusting
         self._swaps: dict[int, Tensor] = {}
         self._swapped: list[Tensor] = []  # keeps the identities
         self._unseen: Any = internals.DisableTorchDispatch if under_context else contextlib.nullcontext
@@ -398,6 +415,8 @@ class Rerun(Collector, TorchFunctionMode):
     """Whether the forward made the same calls up to there."""
     _running: Any = None
     """Its function, while it is running."""
+    _replaced = False
+    """Whether a call was given another tensor than it asked for."""
     _lazy = False
     """Whether calls are spared from then on."""
 
@@ -451,6 +470,11 @@ class Rerun(Collector, TorchFunctionMode):
             if isinstance(item, Tensor):
                 self.made.add(id(item))
 
+    @property
+    def was_misled(self) -> bool:
+        """Whether the calls were not those of the forward, and tensors were replaced as if they were."""
+        return self._replaced and not (self._aligned and self._position + 1 == len(self._record.calls))
+
     # Reading and writing.
 
     def _reads_the_same(self, args: tuple[Any, ...], reads: dict[int, Outside] | None) -> bool:
@@ -483,12 +507,19 @@ class Rerun(Collector, TorchFunctionMode):
         """What to read in the place of a tensor; None: itself."""
         if id(tensor) in self._swaps:
             return self._swaps[id(tensor)]
-        if expected is None or id(tensor) in self.made:
+        if id(tensor) in self.made:
+            return None
+        if expected is None or not self._trusting:
+            expected = self._outside.get(id(tensor))
+        if expected is None:
             return None
         with internals.DisableTorchFunction():
             expected.check()
-            found = self._inner.get(id(expected), expected.tensor)
-            return None if found is tensor or found is None or found.shape != tensor.shape else found
+        found = self._inner.get(id(expected), expected.tensor)
+        if found is tensor or found is None:
+            return None
+        self._replaced = True
+        return self._swaps.get(id(found), found)
 
     def _before_write(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Nothing from outside is changed a second time: a copy is."""
