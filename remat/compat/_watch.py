@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -34,6 +35,8 @@ _PLAIN = (bool, int, float, complex, str, torch.Size, torch.dtype, torch.device,
 _TENSOR_ATTRIBUTES = {"T", "mT", "H", "mH", "data", "real", "imag", "grad", "_base"}
 _CONTAINERS = (list, tuple, dict)
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_RENORMALIZING = (F.embedding, F.embedding_bag)  # with `max_norm`, their fourth parameter
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OPS = (torch.ops.aten.mm.__class__, torch.ops.aten.mm.default.__class__)
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, *_OPS)
 
@@ -45,7 +48,7 @@ def _mutable(func: Any) -> bool:
         return any(getattr(func, name)._schema.is_mutable for name in func.overloads())
     if isinstance(func, _OPS[1]):
         return bool(func._schema.is_mutable)
-    return may_write(func) or func in _BACKWARDS
+    return may_write(func) or func in _BACKWARDS or func in _RENORMALIZING or func == _SET_DATA
 
 
 def _name(func: Any) -> str:
@@ -66,6 +69,10 @@ def _targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     found = written_by(func, args, kwargs)
     if args and isinstance(args[0], (list, tuple)) and may_write(func):  # `_foreach_add_`
         found += _tensors(args[:1])
+    if func == _SET_DATA:
+        found = [args[0]]
+    if func in _RENORMALIZING and (kwargs.get("max_norm") or any(args[3:4])):
+        found = [args[1] if len(args) > 1 else kwargs["weight"]]
     if isinstance(func, _OPS) and _mutable(func):
         found = [*_tensors((*args, *kwargs.values()))]
     return [x for t in found for x in ((t, t._base) if t._is_view() else (t,)) if x is not None]
@@ -181,7 +188,7 @@ class Forward(TorchFunctionMode):
     def __init__(
         self,
         record: Record,
-        given: Iterable[Tensor],
+        given: Sequence[Tensor],
         draws: Draws | None,
         owner: Any,
         under_context: bool,
@@ -194,6 +201,7 @@ class Forward(TorchFunctionMode):
         - `under_context`: whether a context of the user's is around it, which must see the function's own ops alone.
         """
         self.record = record
+        self._given = given
         self.given = set(map(id, given))
         self.made = set(self.given)
         self.saw_wrappers = False
@@ -284,14 +292,26 @@ class Forward(TorchFunctionMode):
         if func in _BACKWARDS:
             self._goes_backward = self._went_backward = True
             return
+        if func in _RENORMALIZING and self._owner is None:
+            return  # the reentrant variant may renormalize again: it comes to the same, and is differentiated
         written = self.record.written
         with internals.DisableTorchFunction(), self._unseen(), torch.no_grad():
-            for t in _targets(func, args, kwargs):
+            for target in _targets(func, args, kwargs):
+                t = self._source(target)
                 if (id(t) in self.given or id(t) not in self.made) and id(t) not in written:
                     written[id(t)] = weakref.ref(t), t.clone().requires_grad_(t.requires_grad)
 
+    def _source(self, target: Tensor) -> Tensor:
+        """The tensor from outside that a target is `.data` of, or detached from; else the target itself."""
+        if id(target) in self.made and id(target) not in self.given and target.grad_fn is None:
+            for t in (*self._given, *(o.ref() for o in self.record.outside)):
+                if t is not None and target.is_set_to(t):
+                    return t
+        return target
+
     def finish(self) -> None:
         """The run is over: hold what it read."""
+        self._given = ()
         record = self.record
         if record.outside:
             around = [] if self._alone else watched_runs()[-1:]
