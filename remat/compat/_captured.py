@@ -29,7 +29,8 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...]]:
     return written_names(code, "STORE_DEREF"), tuple(names)
 
 
-_CONSTANT = (Tensor, types.ModuleType, type, types.BuiltinFunctionType)
+_MISSING = object()
+_CONSTANT = (types.ModuleType, type, types.BuiltinFunctionType)
 
 
 def _slots(fun: types.FunctionType) -> Iterator[_Slot]:
@@ -42,8 +43,8 @@ def _slots(fun: types.FunctionType) -> Iterator[_Slot]:
                     yield cell, None, cell.cell_contents
     namespace = fun.__globals__
     for name in read:
-        value = namespace.get(name)
-        if value is not None and not isinstance(value, _CONSTANT):
+        value = namespace.get(name, _MISSING)
+        if value is not _MISSING and not isinstance(value, _CONSTANT):
             yield namespace, name, value
 
 
@@ -207,9 +208,6 @@ class Captured:
             return fun(tensors) if type(fun) is _Closure else fun, list(leaves), None
         thaw = Thawer(self._table, tensors)
         return thaw(self._fun), [*map(thaw, leaves)], thaw
-
-
-_MISSING = object()
 
 
 def _look(container: Any, name: Any) -> Any:
