@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
+from remat._errors import CheckpointError
 from remat._run import may_write, written_by
 from remat.compat._draws import Draws
 
@@ -339,12 +340,35 @@ class _Cut(BaseException):
 
 
 class _Spared(NamedTuple):
-    """A call that did not run, and the memory that its results belong into."""
+    """A call that did not run, and the memory that its results belong into; or a view of such memory."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: list[weakref.ref[Tensor] | None]
+
+
+class _Later(NamedTuple):
+    """In the arguments of a spared call, the result of another: its memory is not held."""
+
+    call: int
+    number: int
+
+
+class _OfRerun(torch.autograd.Function):
+    """The node of a tensor that the rerun made after the last one that the backward needs, and that outlives it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        raise CheckpointError(
+            "checkpoint: a tensor is differentiated that a checkpointed function put somewhere (an attribute, a list) "
+            "when it was run again, in an earlier backward pass: it has its values, and no graph. Return the tensor "
+            "from the function, or pass early_stop=False."
+        )
 
 
 class Collector:
@@ -426,6 +450,7 @@ class Rerun(Collector, TorchFunctionMode):
         # A context may count the function's ops: those that are computed later have to come in the same order.
         self._may_spare = not under_context or not any(r.is_view for result in record.tail for r in _results(result))
         self._spared: list[_Spared] = []
+        self._later: dict[int, tuple[weakref.ref[Tensor], _Later]] = {}  # by identity
         self._tail_begin = len(record.calls) - len(record.tail)
         self._grads: list[tuple[Tensor, Tensor | None]] = []
 
@@ -588,6 +613,8 @@ class Rerun(Collector, TorchFunctionMode):
                 return self._spare(func, args, kwargs, noted)
         out = func(*args, **kwargs)
         self._adopt(out)
+        if self._later and not _mutable(func):
+            self._remember(func, args, kwargs, out if isinstance(out, (list, tuple)) else (out,), is_view=True)
         return out
 
     def _spare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
@@ -595,24 +622,43 @@ class Rerun(Collector, TorchFunctionMode):
             many = type(result) is list
             out = [r.allocate() if type(r) is Result else r[0] for r in (result[1:] if many else [result])]
             self._adopt(out)
-            self._spared.append(
-                _Spared(func, args, kwargs, [weakref.ref(t) if isinstance(t, Tensor) else None for t in out])
-            )
+            self._remember(func, args, kwargs, out, is_view=False)
         return _rebuilt(result[0], out) if many else out[0]
+
+    def _remember(self, func: Any, args: Any, kwargs: Any, out: Sequence[Any], is_view: bool) -> None:
+        """A call was spared, or is a view of spared memory: it may have to be made later."""
+        known = [(t, *self._later.get(id(t), (None, None))) for t in _tensors(_all(args, kwargs))]
+        places = [place if ref is not None and ref() is t else None for t, ref, place in known]
+        if is_view and not any(places):
+            return
+        later = iter(places)
+        args, kwargs = tuple([_replace(a, later) for a in args]), {k: _replace(v, later) for k, v in kwargs.items()}
+        refs = [weakref.ref(t) if isinstance(t, Tensor) else None for t in out]
+        for number, (t, ref) in enumerate(zip(out, refs, strict=True)):
+            if ref is not None:
+                self._later[id(t)] = ref, _Later(len(self._spared), number)
+        self._spared.append(_Spared(func, args, kwargs, [None] * len(refs) if is_view else refs))
 
     def compute(self) -> None:
         """Compute what was spared: somebody reads it."""
-        spared, self._spared = self._spared, []
+        spared, self._spared, self._later = self._spared, [], {}
         self._lazy = False
+        found: list[Any] = []
         for func, args, kwargs, results in spared:
-            memories = [ref() if ref is not None else None for ref in results]
-            differentiated = any(m is not None and m.requires_grad for m in memories)
-            with torch.enable_grad() if differentiated else torch.no_grad():
+            args, kwargs = _filled(args, found), _filled(kwargs, found)
+            with torch.no_grad():
                 out = func(*args, **kwargs)
-                with internals.DisableTorchFunction(), self._unseen():
-                    for t, memory in zip(out if isinstance(out, (list, tuple)) else (out,), memories, strict=True):
-                        if memory is not None:
-                            memory.requires_grad_(False).copy_(t)  # it is differentiated if the result is
+            found.append(out if isinstance(out, (list, tuple)) else (out,))
+            with internals.DisableTorchFunction(), self._unseen():
+                for t, ref in zip(found[-1], results, strict=True):
+                    memory = ref() if ref is not None else None
+                    if memory is None:
+                        continue
+                    with torch.set_grad_enabled(memory.requires_grad):
+                        if memory.requires_grad:
+                            memory.requires_grad_(False)
+                            t = _OfRerun.apply(t, torch.empty(0, requires_grad=True))
+                        memory.copy_(t)
 
     def restore_grads(self) -> None:
         """Take back what a backward inside of the function has added to `.grad`."""
@@ -632,7 +678,7 @@ def _all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return (*args, *kwargs.values()) if kwargs else args
 
 
-def _replace(arg: Any, tensors: Iterator[Tensor | None]) -> Any:
+def _replace(arg: Any, tensors: Iterator[Any]) -> Any:
     if isinstance(arg, Tensor):
         other = next(tensors)
         return arg if other is None else other
@@ -640,6 +686,16 @@ def _replace(arg: Any, tensors: Iterator[Tensor | None]) -> Any:
         return type(arg)([_replace(a, tensors) for a in arg])
     if type(arg) is dict:
         return {k: _replace(v, tensors) for k, v in arg.items()}
+    return arg
+
+
+def _filled(arg: Any, found: list[Any]) -> Any:
+    if type(arg) is _Later:
+        return found[arg.call][arg.number]
+    if type(arg) in (list, tuple):
+        return type(arg)([_filled(a, found) for a in arg])
+    if type(arg) is dict:
+        return {k: _filled(v, found) for k, v in arg.items()}
     return arg
 
 
