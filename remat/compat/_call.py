@@ -88,6 +88,13 @@ class Call:
             found.append(copies[key])
         return found
 
+    def unwritten(self, operands: list[Any]) -> list[Any]:
+        """The operands, without those that the forward changed in place: they may lead to what holds this call."""
+        written = self.record.written
+        if not written:
+            return operands
+        return [None if key in written else o for key, o in zip(self._identities, operands, strict=True)]
+
     def rerun(
         self,
         rerun: Rerun | None,
@@ -129,7 +136,7 @@ class Call:
                 draws.end(random_before)
             internals.set_grad_enabled(grad_mode)
             if rerun is not None:
-                rerun.restore_grads()
+                rerun.close()
             if thaw is not None:
                 thaw.empty()
         if draws is not None and random_before is not None:

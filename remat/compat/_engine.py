@@ -98,6 +98,7 @@ class Region:
                 raise UsesTransforms from None
             raise
         self._call.finish(forward)
+        self._saved = self._call.unwritten(self._saved)
         self._is_complete = True
         return out
 

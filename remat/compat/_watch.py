@@ -318,7 +318,9 @@ class Forward(TorchFunctionMode):
             around = [] if self._alone else watched_runs()[-1:]
             with internals.DisableTorchFunction():
                 for outside in record.outside:
-                    outside.keep(around[0] if around else None)
+                    t = outside.ref()
+                    if t is None or not (t.requires_grad and id(t) in record.written):  # it may lead to this record
+                        outside.keep(around[0] if around else None)
         record.is_simple = not (
             self._went_backward
             or record.outside
@@ -660,10 +662,15 @@ class Rerun(Collector, TorchFunctionMode):
                             t = _OfRerun.apply(t, torch.empty(0, requires_grad=True))
                         memory.copy_(t)
 
-    def restore_grads(self) -> None:
-        """Take back what a backward inside of the function has added to `.grad`."""
+    def close(self) -> None:
+        """Take back what a backward inside of the function has added to `.grad`, and let go of all tensors.
+
+        The graph may hold its hooks, and so this rerun, which must not hold the graph.
+        """
         for t, grad in self._grads:
             t.grad = grad
+        self._grads, self._given, self._swapped, self._swaps, self._spared = [], (), [], {}, []
+        self._inner, self._outside = {}, {}
 
     def finish(self) -> None:
         """The function has returned and its result is gone: what is left of spared memory belongs to somebody."""
