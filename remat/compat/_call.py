@@ -74,14 +74,26 @@ class Call:
         if self._draws is not None:
             self._draws.undo()
 
-    def is_written(self, position: int) -> bool:
-        """Whether the forward changed the given tensor at this position in place."""
-        return self._identities[position] in self.record.written
+    def given(self, operand: Callable[[int], Tensor]) -> list[Tensor]:
+        """What to give the rerun: operands, by their positions; and copies of what the forward changed in place."""
+        copies: dict[int, Tensor] = {}  # a tensor that was given twice is one tensor
+        written = self.record.written
+        found = []
+        for position, key in enumerate(self._identities):
+            if key not in written:
+                found.append(operand(position))
+                continue
+            if key not in copies:
+                copies[key] = copy_of(written[key][1])
+            found.append(copies[key])
+        return found
 
-    def written(self, position: int) -> Tensor:
-        """A copy of what such a tensor was before."""
-        before = self.record.written[self._identities[position]][1]
-        return copy_of(before, before.requires_grad)
+    def unwritten(self, operands: list[Any]) -> list[Any]:
+        """The operands, without those that the forward changed in place: they may lead to what holds this call."""
+        written = self.record.written
+        if not written:
+            return operands
+        return [None if key in written else o for key, o in zip(self._identities, operands, strict=True)]
 
     def rerun(
         self,
@@ -99,7 +111,7 @@ class Call:
             for key, (ref, before) in self.record.written.items():
                 original = ref()
                 if original is not None and key not in self._identities:
-                    rerun.swap(original, copy_of(before, original.requires_grad))
+                    rerun.swap(original, copy_of(before))
         captured, draws = self._captured, self._draws
         fun, leaves, thaw = captured.thawed(self._leaves, tensors)
         for i, tensor in zip(self._positions, tensors, strict=False):
@@ -112,12 +124,10 @@ class Call:
         internals.set_grad_enabled(True)
         random_before = None if draws is None else draws.begin()
         try:
-            with ambient, restored, context:
-                if rerun is None:
+            with ambient, context:
+                with rerun or _NOTHING, restored:
                     out = fun(*args, **kwargs)
-                else:
-                    with rerun:
-                        out = fun(*args, **kwargs)
+                if rerun is not None:
                     if rerun.drops_result:
                         out = None
                     rerun.finish()
@@ -126,7 +136,7 @@ class Call:
                 draws.end(random_before)
             internals.set_grad_enabled(grad_mode)
             if rerun is not None:
-                rerun.restore_grads()
+                rerun.close()
             if thaw is not None:
                 thaw.empty()
         if draws is not None and random_before is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import operator
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,7 +29,8 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...]]:
     return written_names(code, "STORE_DEREF"), tuple(names)
 
 
-_CONSTANT = (Tensor, types.ModuleType, type, types.BuiltinFunctionType)
+_MISSING = object()
+_CONSTANT = (types.ModuleType, type, types.BuiltinFunctionType)
 
 
 def _slots(fun: types.FunctionType) -> Iterator[_Slot]:
@@ -41,8 +43,8 @@ def _slots(fun: types.FunctionType) -> Iterator[_Slot]:
                     yield cell, None, cell.cell_contents
     namespace = fun.__globals__
     for name in read:
-        value = namespace.get(name)
-        if value is not None and not isinstance(value, _CONSTANT):
+        value = namespace.get(name, _MISSING)
+        if value is not _MISSING and not isinstance(value, _CONSTANT):
             yield namespace, name, value
 
 
@@ -100,12 +102,13 @@ class Captured:
     - `tensors`: those in cells, until `freeze`.
     """
 
-    __slots__ = ("_contents", "_fun", "_given", "_slots", "_table", "tensors")
+    __slots__ = ("_contents", "_fun", "_given", "_modules", "_slots", "_table", "tensors")
 
     def __init__(self, fun: Any, leaves: list[Any]) -> None:
         self._fun = fun
         self._table: Table | None = None
         self._slots: list[_Slot] = []
+        self._modules: list[torch.nn.Module] = []
         self.tensors: list[Tensor] = []
         self._given: list[Any] = []
         self._contents: Any = None
@@ -118,12 +121,12 @@ class Captured:
             if type(fun) is types.FunctionType:
                 self._slots += _slots(fun)
             elif isinstance(fun, torch.nn.Module):
-                self._slots += _buffers(fun)
+                self._look_at_module(fun)
             for content in self._contents:
                 if isinstance(content, Tensor):
                     self.tensors.append(content)
                 elif isinstance(content, torch.nn.Module):
-                    self._slots += _buffers(content)
+                    self._look_at_module(content)
         else:
             self._given = [fun, *functions]
             self._contents = cell_contents(self._given)
@@ -140,11 +143,15 @@ class Captured:
             elif isinstance(obj, Tensor):
                 self.tensors.append(obj)
             elif isinstance(obj, torch.nn.Module):
-                self._slots += _buffers(obj)
+                self._look_at_module(obj)
             elif isinstance(obj, tuple):
                 todo += obj
             else:
                 todo += parts(obj)
+
+    def _look_at_module(self, module: torch.nn.Module) -> None:
+        self._modules.append(module)
+        self._slots += _buffers(module)
 
     def freeze(self, leaves: list[Any], tensors: Sequence[Tensor]) -> None:
         """Let go of functions: they are put together again.
@@ -174,6 +181,7 @@ class Captured:
         So a loop variable has not moved on for the rerun, and what the function itself assigns comes about once.
         """
         now: list[_Slot] = []
+        attributes = [(vars(m), dict(vars(m))) for root in self._modules for m in root.modules()]
         try:
             for container, name, value in self._slots:
                 now.append((container, name, _look(container, name)))
@@ -182,11 +190,16 @@ class Captured:
         finally:
             for slot in now:
                 _put(*slot)
+            for after, before in attributes:
+                if len(after) != len(before) or any(map(operator.is_not, after.values(), before.values())):
+                    for name in after.keys() - before.keys():
+                        del after[name]
+                    after.update(before)
 
     @property
     def has_slots(self) -> bool:
         """Whether there is something to restore."""
-        return bool(self._slots)
+        return bool(self._slots or self._modules)
 
     def thawed(self, leaves: list[Any], tensors: Sequence[Tensor]) -> tuple[Any, list[Any], Thawer | None]:
         """The function and the leaves, with `tensors` in the place of those in cells; and what put them together."""
@@ -198,11 +211,19 @@ class Captured:
 
 
 def _look(container: Any, name: Any) -> Any:
-    return container.cell_contents if name is None else container.get(name)
+    try:
+        return container.cell_contents if name is None else container.get(name, _MISSING)
+    except ValueError:  # an empty cell
+        return _MISSING
 
 
 def _put(container: Any, name: Any, value: Any) -> None:
     if name is None:
-        container.cell_contents = value
+        if value is _MISSING:
+            del container.cell_contents
+        else:
+            container.cell_contents = value
+    elif value is _MISSING:
+        container.pop(name, None)
     elif container.get(name) is not value:
         container[name] = value

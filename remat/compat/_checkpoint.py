@@ -117,7 +117,7 @@ def checkpoint(
             return _reentrant_under_transforms(function, args, preserve_rng_state)
     if determinism_check not in _DETERMINISM_CHECKS:
         raise ValueError(f"determinism_check should be one of {list(_DETERMINISM_CHECKS)}, but got {determinism_check}")
-    contexts = NO_CONTEXTS if context_fn is noop_context_fn else for_one_region(context_fn())
+    contexts = NO_CONTEXTS if context_fn is noop_context_fn else for_one_region(context_fn(), preserve_rng_state)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if _needs_transforms(function):
@@ -166,7 +166,9 @@ def _key(function: Any) -> Any:
         return _key(function.func)
     if isinstance(function, types.MethodType):
         return _key(function.__func__)
-    return getattr(function, "__code__", function)
+    if isinstance(function, torch.nn.Module):
+        return function
+    return getattr(function, "__code__", type(function))
 
 
 def _needs_transforms(function: Any) -> bool:

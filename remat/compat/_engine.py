@@ -98,6 +98,7 @@ class Region:
                 raise UsesTransforms from None
             raise
         self._call.finish(forward)
+        self._saved = self._call.unwritten(self._saved)
         self._is_complete = True
         return out
 
@@ -131,26 +132,35 @@ class Region:
 
     def _rerun(self) -> list[tuple[Tensor, int] | None]:
         """Run the function again: the tensors that its graph saves."""
-        call = self._call
         with at_the_base():
-            tensors = [call.written(i) if call.is_written(i) else s.unpack() for i, s in enumerate(self._saved)]
-            early_stop = self._options.early_stop and self._is_complete
-            rerun: Rerun | None = None
-            if call.record.is_simple:
-                collector = Collector(call.record, early_stop)
-            else:
-                collector = rerun = Rerun(call.record, tensors, early_stop, self._under_context)
-            context = self.rerun_context
-            if self._under_context and not self._is_complete:  # a backward inside of the forward, and of its context
-                context = internals.DisableTorchDispatch()
-            internals.push_saved_tensors_hooks(collector.pack, _same)
-            try:
-                call.rerun(rerun, tensors, context)
-            finally:
-                internals.pop_saved_tensors_hooks()
+            collector = self._collect()
+            if isinstance(collector, Rerun) and collector.was_misled:
+                collector = self._collect(trusting=False)
         if self._is_complete:
             self._check(collector)
         return collector.saved
+
+    def _collect(self, trusting: bool = True) -> Collector:
+        call = self._call
+        tensors = call.given(lambda i: self._saved[i].unpack())
+        early_stop = self._options.early_stop and self._is_complete
+        rerun: Rerun | None = None
+        if call.record.is_simple:
+            collector = Collector(call.record, early_stop)
+        else:
+            collector = rerun = Rerun(call.record, tensors, early_stop, self._under_context, trusting)
+        context = self.rerun_context
+        if self._under_context and not self._is_complete:  # a backward inside of the forward, and of its context
+            context = internals.DisableTorchDispatch()
+        internals.push_saved_tensors_hooks(collector.pack, _same)
+        try:
+            call.rerun(rerun, tensors, context)
+        except Exception:
+            if rerun is None or not rerun.was_misled:
+                raise
+        finally:
+            internals.pop_saved_tensors_hooks()
+        return collector
 
     def _check(self, rerun: Collector) -> None:
         """Raise unless the rerun saved what the forward saved."""

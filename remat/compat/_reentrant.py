@@ -59,12 +59,13 @@ class CheckpointFunction(torch.autograd.Function):
             for outside in call.record.outside
             if (t := outside.ref()) is not None and t.requires_grad and id(t) not in identities
         ]
+        written = call.record.written
         changed = [
             t
             for t, before, now in zip(given, versions, _versions(given), strict=True)
-            if t.requires_grad and now != before
+            if now != before and (t.requires_grad or id(t) not in written)
         ]
-        for t in changed or [t for t in captured if id(t) in call.record.written]:
+        for t in changed or [t for t in captured if id(t) in written]:
             raise RematError(
                 f"checkpoint: with use_reentrant=True, the function changes a tensor of shape {list(t.shape)}, "
                 f"{t.dtype} in place that it was given or has read from outside. Its rerun would start from the "
@@ -107,13 +108,20 @@ def _gradients(
     """The gradients of the operands: the tensors that the function was given, `count` of them, and those it read."""
     create_graph = torch.is_grad_enabled()
     stand_ins = [_stand_in(t, create_graph) for t in operands]
-    given = [call.written(i) if call.is_written(i) else t for i, t in enumerate(stand_ins[:count])]
-    rerun = Rerun(call.record, given, early_stop=False)
-    for original, stand_in in zip(originals[count:], stand_ins[count:], strict=True):
-        if original is not None:
-            rerun.swap(original, stand_in)
-    since = internals.next_sequence_number()
-    out = call.rerun(rerun, given)
+    for trusting in (True, False):
+        given = call.given(stand_ins.__getitem__)
+        rerun = Rerun(call.record, given, early_stop=False, trusting=trusting)
+        for original, stand_in in zip(originals[count:], stand_ins[count:], strict=True):
+            if original is not None:
+                rerun.swap(original, stand_in)
+        since = internals.next_sequence_number()
+        try:
+            out = call.rerun(rerun, given)
+        except Exception:
+            if not rerun.was_misled:
+                raise
+        if not rerun.was_misled:
+            break
     pairs = [
         (o, c)
         for o, c in zip(out if isinstance(out, (tuple, list)) else (out,), cotangents, strict=False)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat import _tree
+from remat._context import RandomState
 from remat._errors import CheckpointError
 from remat.compat._call import Contexts
 from remat.policies import CheckpointPolicy, Policy, as_policy
@@ -137,8 +138,11 @@ class _Counter(internals.TorchDispatchMode):
 class Selective(_Counter):
     """The context of the forward: asks the policy about each op, and keeps what it returned."""
 
-    def __init__(self, policy: Policy, allow_cache_entry_mutation: bool, cache: _Cache) -> None:
+    def __init__(
+        self, policy: Policy, allow_cache_entry_mutation: bool, cache: _Cache, preserve_rng_state: bool
+    ) -> None:
         super().__init__()
+        self.preserve_rng_state = preserve_rng_state
         self.policy = policy
         self.allow_cache_entry_mutation = allow_cache_entry_mutation
         self.cache = cache
@@ -180,8 +184,9 @@ class Selective(_Counter):
         except TypeError as error:
             self._error = error
             raise
-        if (decision in _SAVE or decision in _OFFLOAD) and _can_be_kept(func):
-            self.cache.entries[key] = _signature(args, kwargs), *self._keep(out, decision in _OFFLOAD, mutable)
+        if (decision in _SAVE or decision in _OFFLOAD) and _can_be_kept(func) and _is_strided(out):
+            drawn = _state_after(func, args, kwargs) if self.preserve_rng_state else None
+            self.cache.entries[key] = _signature(args, kwargs), drawn, *self._keep(out, decision in _OFFLOAD, mutable)
         else:
             self.cache.entries[key] = None
         return out
@@ -224,12 +229,14 @@ class _GivenBack(_Counter):
         entry = self._cache.entries[key]
         if entry is None:
             return func(*args, **kwargs)
-        signature, kept, spec = entry
+        signature, drawn, kept, spec = entry
         if signature != _signature(args, kwargs):
             raise CheckpointError(
                 f"checkpoint: call {key[1] + 1} of {func} in the rerun has other arguments than in the forward: the "
                 "function is not deterministic, or depends on something that changed in the meantime."
             )
+        if drawn is not None:  # so that the ops after it draw what they drew
+            drawn._set()
         leaves = [x.get(func) if isinstance(x, _Kept) else x for x in kept]
         if _is_mutable(func):
             return args[0].copy_(leaves[0])
@@ -240,6 +247,23 @@ def _signature(args: Any, kwargs: Any) -> list[Any]:
     """What is compared of the arguments of an op."""
     leaves, _ = _tree.flatten((args, kwargs))
     return [(x.shape, x.dtype) if isinstance(x, Tensor) else None for x in leaves]
+
+
+def _state_after(func: Any, args: Any, kwargs: Any) -> RandomState | None:
+    """The state of the generators after an op that draws."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return None
+    leaves, _ = _tree.flatten((args, kwargs))
+    state = RandomState(x for x in leaves if isinstance(x, Tensor))
+    for x in leaves:
+        if isinstance(x, torch.Generator):
+            state.notice(x)
+    return state
+
+
+def _is_strided(out: Any) -> bool:
+    leaves, _ = _tree.flatten(out)
+    return all(x.layout is torch.strided for x in leaves if isinstance(x, Tensor))
 
 
 @functools.cache
@@ -303,16 +327,16 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
     return _contexts(policy, allow_cache_entry_mutation)
 
 
-def _contexts(policy: Policy, allow_cache_entry_mutation: bool) -> Contexts:
+def _contexts(policy: Policy, allow_cache_entry_mutation: bool, preserve_rng_state: bool = False) -> Contexts:
     cache = _Cache()
-    return Selective(policy, allow_cache_entry_mutation, cache), _GivenBack(cache)
+    return Selective(policy, allow_cache_entry_mutation, cache, preserve_rng_state), _GivenBack(cache)
 
 
-def for_one_region(contexts: Contexts) -> Contexts:
+def for_one_region(contexts: Contexts, preserve_rng_state: bool) -> Contexts:
     """The contexts, for one call of `checkpoint` alone: a pair may be given to several."""
     forward = contexts[0]
     if isinstance(forward, Selective):
-        return _contexts(forward.policy, forward.allow_cache_entry_mutation)
+        return _contexts(forward.policy, forward.allow_cache_entry_mutation, preserve_rng_state)
     return contexts
 
 

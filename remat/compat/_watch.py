@@ -19,10 +19,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
+from remat._errors import CheckpointError
 from remat._run import may_write, written_by
 from remat.compat._draws import Draws
 
@@ -34,6 +36,8 @@ _PLAIN = (bool, int, float, complex, str, torch.Size, torch.dtype, torch.device,
 _TENSOR_ATTRIBUTES = {"T", "mT", "H", "mH", "data", "real", "imag", "grad", "_base"}
 _CONTAINERS = (list, tuple, dict)
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_RENORMALIZING = (F.embedding, F.embedding_bag)  # with `max_norm`, their fourth parameter
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OPS = (torch.ops.aten.mm.__class__, torch.ops.aten.mm.default.__class__)
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, *_OPS)
 
@@ -45,7 +49,7 @@ def _mutable(func: Any) -> bool:
         return any(getattr(func, name)._schema.is_mutable for name in func.overloads())
     if isinstance(func, _OPS[1]):
         return bool(func._schema.is_mutable)
-    return may_write(func) or func in _BACKWARDS
+    return may_write(func) or func in _BACKWARDS or func in _RENORMALIZING or func == _SET_DATA
 
 
 def _name(func: Any) -> str:
@@ -66,6 +70,10 @@ def _targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     found = written_by(func, args, kwargs)
     if args and isinstance(args[0], (list, tuple)) and may_write(func):  # `_foreach_add_`
         found += _tensors(args[:1])
+    if func == _SET_DATA:
+        found = [args[0]]
+    if func in _RENORMALIZING and (kwargs.get("max_norm") or any(args[3:4])):
+        found = [args[1] if len(args) > 1 else kwargs["weight"]]
     if isinstance(func, _OPS) and _mutable(func):
         found = [*_tensors((*args, *kwargs.values()))]
     return [x for t in found for x in ((t, t._base) if t._is_view() else (t,)) if x is not None]
@@ -181,7 +189,7 @@ class Forward(TorchFunctionMode):
     def __init__(
         self,
         record: Record,
-        given: Iterable[Tensor],
+        given: Sequence[Tensor],
         draws: Draws | None,
         owner: Any,
         under_context: bool,
@@ -194,6 +202,7 @@ class Forward(TorchFunctionMode):
         - `under_context`: whether a context of the user's is around it, which must see the function's own ops alone.
         """
         self.record = record
+        self._given = given
         self.given = set(map(id, given))
         self.made = set(self.given)
         self.saw_wrappers = False
@@ -284,20 +293,34 @@ class Forward(TorchFunctionMode):
         if func in _BACKWARDS:
             self._goes_backward = self._went_backward = True
             return
+        if func in _RENORMALIZING and self._owner is None:
+            return  # the reentrant variant may renormalize again: it comes to the same, and is differentiated
         written = self.record.written
         with internals.DisableTorchFunction(), self._unseen(), torch.no_grad():
-            for t in _targets(func, args, kwargs):
+            for target in _targets(func, args, kwargs):
+                t = self._source(target)
                 if (id(t) in self.given or id(t) not in self.made) and id(t) not in written:
-                    written[id(t)] = weakref.ref(t), t.clone()
+                    written[id(t)] = weakref.ref(t), t.clone().requires_grad_(t.requires_grad)
+
+    def _source(self, target: Tensor) -> Tensor:
+        """The tensor from outside that a target is `.data` of, or detached from; else the target itself."""
+        if id(target) in self.made and id(target) not in self.given and target.grad_fn is None:
+            for t in (*self._given, *(o.ref() for o in self.record.outside)):
+                if t is not None and target.is_set_to(t):
+                    return t
+        return target
 
     def finish(self) -> None:
         """The run is over: hold what it read."""
+        self._given = ()
         record = self.record
         if record.outside:
             around = [] if self._alone else watched_runs()[-1:]
             with internals.DisableTorchFunction():
                 for outside in record.outside:
-                    outside.keep(around[0] if around else None)
+                    t = outside.ref()
+                    if t is None or not (t.requires_grad and id(t) in record.written):  # it may lead to this record
+                        outside.keep(around[0] if around else None)
         record.is_simple = not (
             self._went_backward
             or record.outside
@@ -319,12 +342,35 @@ class _Cut(BaseException):
 
 
 class _Spared(NamedTuple):
-    """A call that did not run, and the memory that its results belong into."""
+    """A call that did not run, and the memory that its results belong into; or a view of such memory."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: list[weakref.ref[Tensor] | None]
+
+
+class _Later(NamedTuple):
+    """In the arguments of a spared call, the result of another: its memory is not held."""
+
+    call: int
+    number: int
+
+
+class _OfRerun(torch.autograd.Function):
+    """The node of a tensor that the rerun made after the last one that the backward needs, and that outlives it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        raise CheckpointError(
+            "checkpoint: a tensor is differentiated that a checkpointed function put somewhere (an attribute, a list) "
+            "when it was run again, in an earlier backward pass: it has its values, and no graph. Return the tensor "
+            "from the function, or pass early_stop=False."
+        )
 
 
 class Collector:
@@ -374,8 +420,23 @@ class Collector:
 class Rerun(Collector, TorchFunctionMode):
     """Repeats a forward run: it reads and writes what that did, and does no more than it has to."""
 
-    def __init__(self, record: Record, given: Sequence[Tensor], early_stop: bool, under_context: bool = False) -> None:
-        """A rerun that is given tensors. `under_context`: as for the forward."""
+    def __init__(
+        self,
+        record: Record,
+        given: Sequence[Tensor],
+        early_stop: bool,
+        under_context: bool = False,
+        trusting: bool = True,
+    ) -> None:
+        """A rerun that is given tensors.
+
+        **Arguments:**
+
+        - `under_context`: as for the forward.
+        - `trusting`: whether a call that reads another tensor from outside than the same call of the forward is given
+            that of the forward. It is right, for something may have been put in the place of the tensor, if all calls
+            turn out to be the same. Otherwise the rerun `was_misled`: a cache is filled by now, and calls are left out.
+        """
         super().__init__(record, early_stop)
         self.drops_result = early_stop
         """Whether nobody needs what the function returns: spared memory in it need not be computed."""
@@ -383,12 +444,15 @@ class Rerun(Collector, TorchFunctionMode):
         self.given = set(map(id, given))
         self.made = set(self.given)
         self._inner = {id(o): o.saved.unpack() for o in record.outside if o.saved is not None}
+        self._outside = {id(o.tensor): o for o in record.outside if o.tensor is not None}
+        self._trusting = trusting
         self._swaps: dict[int, Tensor] = {}
         self._swapped: list[Tensor] = []  # keeps the identities
         self._unseen: Any = internals.DisableTorchDispatch if under_context else contextlib.nullcontext
         # A context may count the function's ops: those that are computed later have to come in the same order.
         self._may_spare = not under_context or not any(r.is_view for result in record.tail for r in _results(result))
         self._spared: list[_Spared] = []
+        self._later: dict[int, tuple[weakref.ref[Tensor], _Later]] = {}  # by identity
         self._tail_begin = len(record.calls) - len(record.tail)
         self._grads: list[tuple[Tensor, Tensor | None]] = []
 
@@ -398,10 +462,10 @@ class Rerun(Collector, TorchFunctionMode):
     """Whether the forward made the same calls up to there."""
     _running: Any = None
     """Its function, while it is running."""
+    _replaced = False
+    """Whether a call was given another tensor than it asked for."""
     _lazy = False
     """Whether calls are spared from then on."""
-    _has_spared = False
-    """Whether one was."""
 
     def _stop(self) -> None:
         func = self._running
@@ -453,6 +517,11 @@ class Rerun(Collector, TorchFunctionMode):
             if isinstance(item, Tensor):
                 self.made.add(id(item))
 
+    @property
+    def was_misled(self) -> bool:
+        """Whether the calls were not those of the forward, and tensors were replaced as if they were."""
+        return self._replaced and not (self._aligned and self._position + 1 == len(self._record.calls))
+
     # Reading and writing.
 
     def _reads_the_same(self, args: tuple[Any, ...], reads: dict[int, Outside] | None) -> bool:
@@ -485,12 +554,19 @@ class Rerun(Collector, TorchFunctionMode):
         """What to read in the place of a tensor; None: itself."""
         if id(tensor) in self._swaps:
             return self._swaps[id(tensor)]
-        if expected is None or id(tensor) in self.made:
+        if id(tensor) in self.made:
+            return None
+        if expected is None or not self._trusting:
+            expected = self._outside.get(id(tensor))
+        if expected is None:
             return None
         with internals.DisableTorchFunction():
             expected.check()
-            found = self._inner.get(id(expected), expected.tensor)
-            return None if found is tensor or found is None or found.shape != tensor.shape else found
+        found = self._inner.get(id(expected), expected.tensor)
+        if found is tensor or found is None:
+            return None
+        self._replaced = True
+        return self._swaps.get(id(found), found)
 
     def _before_write(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Nothing from outside is changed a second time: a copy is."""
@@ -501,7 +577,7 @@ class Rerun(Collector, TorchFunctionMode):
         with internals.DisableTorchFunction(), self._unseen():
             strange = [t for t in _targets(func, args, kwargs) if id(t) not in self.made]
             for t in strange:
-                self.swap(t, copy_of(t, t.requires_grad))
+                self.swap(t, copy_of(t))
         if strange:
             return self._resolve(args, kwargs, None)
         return args, kwargs
@@ -537,40 +613,64 @@ class Rerun(Collector, TorchFunctionMode):
             # A view of spared memory will be right once that is. What is small is spared where it reads such memory.
             if not any(r.is_view for r in results) and (self._spared or any(r.is_large for r in results)):
                 return self._spare(func, args, kwargs, noted)
-        # Spared memory is a leaf; and what comes after it is not differentiated.
-        with torch.no_grad() if self._has_spared and _mutable(func) else contextlib.nullcontext():
-            out = func(*args, **kwargs)
+        out = func(*args, **kwargs)
         self._adopt(out)
+        if self._later and not _mutable(func):
+            self._remember(func, args, kwargs, out if isinstance(out, (list, tuple)) else (out,), is_view=True)
         return out
 
     def _spare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        self._has_spared = True
         with internals.DisableTorchFunction(), self._unseen():
             many = type(result) is list
             out = [r.allocate() if type(r) is Result else r[0] for r in (result[1:] if many else [result])]
             self._adopt(out)
-            self._spared.append(
-                _Spared(func, args, kwargs, [weakref.ref(t) if isinstance(t, Tensor) else None for t in out])
-            )
+            self._remember(func, args, kwargs, out, is_view=False)
         return _rebuilt(result[0], out) if many else out[0]
+
+    def _remember(self, func: Any, args: Any, kwargs: Any, out: Sequence[Any], is_view: bool) -> None:
+        """A call was spared, or is a view of spared memory: it may have to be made later."""
+        known = [(t, *self._later.get(id(t), (None, None))) for t in _tensors(_all(args, kwargs))]
+        places = [place if ref is not None and ref() is t else None for t, ref, place in known]
+        if is_view and not any(places):
+            return
+        later = iter(places)
+        args, kwargs = tuple([_replace(a, later) for a in args]), {k: _replace(v, later) for k, v in kwargs.items()}
+        refs = [weakref.ref(t) if isinstance(t, Tensor) else None for t in out]
+        for number, (t, ref) in enumerate(zip(out, refs, strict=True)):
+            if ref is not None:
+                self._later[id(t)] = ref, _Later(len(self._spared), number)
+        self._spared.append(_Spared(func, args, kwargs, [None] * len(refs) if is_view else refs))
 
     def compute(self) -> None:
         """Compute what was spared: somebody reads it."""
-        spared, self._spared = self._spared, []
+        spared, self._spared, self._later = self._spared, [], {}
         self._lazy = False
-        with torch.no_grad():
-            for func, args, kwargs, results in spared:
+        found: list[Any] = []
+        for func, args, kwargs, results in spared:
+            args, kwargs = _filled(args, found), _filled(kwargs, found)
+            with torch.no_grad():
                 out = func(*args, **kwargs)
-                with internals.DisableTorchFunction(), self._unseen():
-                    for t, ref in zip(out if isinstance(out, (list, tuple)) else (out,), results, strict=True):
-                        memory = ref() if ref is not None else None
-                        if memory is not None:
-                            memory.copy_(t)
+            found.append(out if isinstance(out, (list, tuple)) else (out,))
+            with internals.DisableTorchFunction(), self._unseen():
+                for t, ref in zip(found[-1], results, strict=True):
+                    memory = ref() if ref is not None else None
+                    if memory is None:
+                        continue
+                    with torch.set_grad_enabled(memory.requires_grad):
+                        if memory.requires_grad:
+                            memory.requires_grad_(False)
+                            t = _OfRerun.apply(t, torch.empty(0, requires_grad=True))
+                        memory.copy_(t)
 
-    def restore_grads(self) -> None:
-        """Take back what a backward inside of the function has added to `.grad`."""
+    def close(self) -> None:
+        """Take back what a backward inside of the function has added to `.grad`, and let go of all tensors.
+
+        The graph may hold its hooks, and so this rerun, which must not hold the graph.
+        """
         for t, grad in self._grads:
             t.grad = grad
+        self._grads, self._given, self._swapped, self._swaps, self._spared = [], (), [], {}, []
+        self._inner, self._outside = {}, {}
 
     def finish(self) -> None:
         """The function has returned and its result is gone: what is left of spared memory belongs to somebody."""
@@ -585,7 +685,7 @@ def _all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return (*args, *kwargs.values()) if kwargs else args
 
 
-def _replace(arg: Any, tensors: Iterator[Tensor | None]) -> Any:
+def _replace(arg: Any, tensors: Iterator[Any]) -> Any:
     if isinstance(arg, Tensor):
         other = next(tensors)
         return arg if other is None else other
@@ -596,15 +696,25 @@ def _replace(arg: Any, tensors: Iterator[Tensor | None]) -> Any:
     return arg
 
 
+def _filled(arg: Any, found: list[Any]) -> Any:
+    if type(arg) is _Later:
+        return found[arg.call][arg.number]
+    if type(arg) in (list, tuple):
+        return type(arg)([_filled(a, found) for a in arg])
+    if type(arg) is dict:
+        return {k: _filled(v, found) for k, v in arg.items()}
+    return arg
+
+
 def _rebuilt(kind: Any, items: list[Any]) -> Any:
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
-def copy_of(tensor: Tensor, requires_grad: bool) -> Tensor:
+def copy_of(tensor: Tensor) -> Tensor:
     """A copy that can be changed in place, also where it is differentiated."""
     with internals.DisableTorchFunction(), torch.enable_grad():
         copy = tensor.detach().clone()
-        return copy.requires_grad_().clone() if requires_grad else copy
+        return copy.requires_grad_().clone() if tensor.requires_grad else copy
 
 
 def watched_runs() -> list[Any]:

@@ -1,0 +1,335 @@
+"""What a checkpointed function changes, assigns and reads besides its arguments: gradients, memory, messages."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import grad
+
+import remat.compat
+from remat import CheckpointError
+from remat.debug import LiveBytes
+from tests.helpers import UNIT, activation, assert_same, leaf, numbers
+from tests.test_compat_better import VARIANTS, both_variants, of_torch, ours, right, wrong
+from tests.test_compat_same import plain
+
+# In-place changes.
+
+
+@both_variants
+def test_a_tensor_that_is_given_twice_is_one_tensor(variant: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        h, w = numbers(4, 4), leaf(numbers(4, 4, seed=1))
+
+        def fun(a: Tensor, b: Tensor, w: Tensor) -> Tensor:
+            a.mul_(2)
+            return (b.clone() * w).sin()
+
+        checkpoint(fun, h, h, w).sum().backward()
+        return w.grad, h
+
+    right(run, VARIANTS[variant][1])
+
+
+@pytest.mark.parametrize("first", [nn.ReLU(inplace=True), nn.Dropout(0.5, inplace=True), lambda x: x[0].mul_(2)._base])
+def test_an_argument_that_is_differentiated_may_be_changed_in_place(first: Any) -> None:
+    def run(checkpoint: Any) -> Any:
+        torch.manual_seed(0)
+        x = leaf(numbers(3, 4))
+        checkpoint(lambda h: first(h).sin().cos(), x * 1).sum().backward()
+        return x.grad
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run(of_torch)
+    right(run)
+
+
+def test_arguments_that_are_changed_in_place_leave_nothing_behind() -> None:
+    for backward in (True, False):
+        x = leaf(activation())
+        with LiveBytes() as meter:
+            h = x * 1
+            y = ours(lambda h: torch.relu_(h).sin().cos(), h)
+            if backward:
+                y.sum().backward()
+            x.grad = None
+            del h, y
+        assert meter.current == 0
+
+
+EMA: dict[str, Callable[[Tensor], Tensor]] = {"data": lambda t: t.data, "detach": lambda t: t.detach()}
+
+
+@both_variants
+@pytest.mark.parametrize("how", EMA)
+def test_changes_of_a_buffer_out_of_sight_of_autograd(variant: str, how: str) -> None:
+    class Codebook(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean: Tensor
+            self.register_buffer("mean", torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            EMA[how](self.mean).mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+            return (x * self.mean.clone()).sin()
+
+    def run(checkpoint: Any) -> Any:
+        module, x = Codebook(), leaf(numbers(4, 3))
+        checkpoint(module, x).sum().backward()
+        return x.grad, module.mean
+
+    wrong(run, VARIANTS[variant][0])
+    right(run, VARIANTS[variant][1])
+
+
+def test_data_that_is_replaced() -> None:
+    def run(checkpoint: Any) -> Any:
+        w, x = leaf(numbers(3, 3)), leaf(numbers(2, 3))
+
+        def fun(x: Tensor) -> Tensor:
+            w.data = w.data * 0.5
+            return (x @ w).sin()
+
+        checkpoint(fun, x).sum().backward()
+        return x.grad, w.grad, w.detach()
+
+    wrong(run)
+    right(run)
+
+
+@both_variants
+def test_an_embedding_that_is_renormalized(variant: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        torch.manual_seed(0)
+        embedding, indices, x = nn.Embedding(10, 4, max_norm=0.5), torch.arange(5), leaf(numbers(5, 4))
+        checkpoint(lambda i, x: torch.tanh(embedding(i) * x), indices, x).sum().backward()
+        return x.grad, embedding.weight.grad, embedding.weight.detach()
+
+    for checkpoint in VARIANTS[variant]:
+        right(run, checkpoint)
+
+
+def test_reentrant_with_a_view_that_is_changed_in_place() -> None:
+    def run(checkpoint: Any) -> Any:
+        view, w = numbers(4, 4)[1:], leaf(numbers(3, 4, seed=1))
+
+        def fun(view: Tensor, w: Tensor) -> Tensor:
+            view[0].mul_(2)
+            return (view.clone() * w).sin()
+
+        checkpoint(fun, view, w).sum().backward()
+        return w.grad
+
+    wrong(run, VARIANTS["reentrant"][0])
+    with pytest.raises(RuntimeError, match=r"changes a tensor of shape \[3, 4\]"):
+        run(VARIANTS["reentrant"][1])
+
+
+# What is assigned.
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.probs = torch.tanh(x)
+        out = self.probs.sin().cos()
+        self.out = out * 2
+        return out
+
+
+def test_attributes_of_modules_are_assigned_once() -> None:
+    modules, x = [Attention() for _ in range(3)], leaf(activation())
+    with LiveBytes() as meter:
+        h = x
+        for module in modules:
+            h = ours(module, h)
+        before = [(m.probs, m.out) for m in modules]
+        h.sum().backward()
+        assert all(m.probs is p and m.out is o for m, (p, o) in zip(modules, before, strict=True))
+        del h, before
+    assert round(meter.current / UNIT) == 2 * len(modules) + 1  # and x.grad
+
+
+def test_a_second_backward_from_an_attribute() -> None:
+    def run(checkpoint: Any) -> Any:
+        module, x = Attention(), leaf(activation())
+        checkpoint(module, x).sum().backward(retain_graph=True)
+        module.out.sum().backward()
+        return x.grad
+
+    right(run, of_torch)
+    right(run)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_what_outlives_the_rerun_has_no_graph_and_says_so(early_stop: bool) -> None:
+    space, x = SimpleNamespace(), leaf(activation())
+
+    def fun(x: Tensor) -> Tensor:
+        h = x.sin().cos()
+        space.out = (h * 2).view(-1)
+        return h
+
+    ours(fun, x, early_stop=early_stop).sum().backward()
+    torch.testing.assert_close(space.out.detach(), (x.sin().cos() * 2).view(-1).detach())
+    if not early_stop:
+        space.out.sum().backward()
+        assert_same(x.grad, (3 * -x.sin().sin() * x.cos()).detach())
+        return
+    with pytest.raises(CheckpointError, match="Return the tensor from the function"):
+        space.out.sum().backward()
+
+
+def test_memory_that_is_not_computed_is_not_held() -> None:
+    def inner(x: Tensor) -> Tensor:
+        for _ in range(10):
+            x = x.sin().cos()
+        return x
+
+    def peak(checkpoint: Any) -> int:
+        def two(x: Tensor) -> Tensor:
+            return checkpoint(inner, checkpoint(inner, x))
+
+        x = leaf(activation())
+        with LiveBytes() as meter:
+            y = checkpoint(lambda x: checkpoint(two, checkpoint(two, x)), x)
+            meter.reset_peak()
+            y.sum().backward()
+        return round(meter.peak / UNIT)
+
+    assert peak(ours) <= peak(of_torch)
+
+
+@both_variants
+def test_names_that_are_deleted_stay_deleted(variant: str) -> None:
+    checkpoint = VARIANTS[variant][1]
+    namespace = {"torch": torch, "checkpoint": checkpoint, "x": leaf(numbers(3)), "k": 2.0}
+    exec("y = checkpoint(lambda x: torch.tanh(x * k), x)\ndel k\ny.sum().backward()", namespace)
+    assert "k" not in namespace
+    count, x = 0, leaf(numbers(3))
+
+    def fun(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return x.sin().cos()
+
+    y = checkpoint(fun, x)
+    del count
+    y.sum().backward()
+    assert_same(x.grad, (-x.sin().sin() * x.cos()).detach())
+
+
+@both_variants
+@pytest.mark.parametrize("before", [numbers(3), None])
+@pytest.mark.parametrize("after", [numbers(1), 0.5])
+def test_globals_are_as_they_were(variant: str, before: Any, after: Any) -> None:
+    def run(checkpoint: Any) -> Any:
+        namespace = {"torch": torch, "checkpoint": checkpoint, "x": leaf(numbers(3, seed=1)), "k": before}
+        exec("def fun(x): return torch.tanh(x if k is None else x + k)\ny = checkpoint(fun, x)", namespace)
+        namespace["k"] = after
+        exec("y.sum().backward()", namespace)
+        assert namespace["k"] is after
+        return namespace["x"].grad
+
+    wrong(run, VARIANTS[variant][0])
+    right(run, VARIANTS[variant][1])
+
+
+# What is read.
+
+
+@both_variants
+@pytest.mark.parametrize("other", [(3,), (1,)])
+def test_another_tensor_in_the_place_of_one_that_was_read(variant: str, other: Any) -> None:
+    def run(checkpoint: Any) -> Any:
+        space, x = SimpleNamespace(k=numbers(3)), leaf(numbers(3, seed=1))
+        y = checkpoint(lambda x: torch.tanh(x + space.k), x)
+        space.k = torch.zeros(other)
+        y.sum().backward()
+        return x.grad
+
+    wrong(run, VARIANTS[variant][0])
+    right(run, VARIANTS[variant][1])
+
+
+@both_variants
+@pytest.mark.parametrize("of", ["outside", "argument"])
+def test_calls_that_fill_a_cache_are_not_taken_for_others(variant: str, of: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        space, x = (
+            SimpleNamespace(two=torch.full((3,), 2.0), a=numbers(3, seed=1), b=numbers(3, seed=2)),
+            leaf(numbers(3)),
+        )
+        made = numbers(3, seed=3)
+
+        def fun(x: Tensor, k: Tensor) -> Tensor:
+            if not hasattr(space, "cache"):
+                space.cache = (k if of == "argument" else made) * space.two
+            return ((x * space.a) * space.b * space.cache).sin()
+
+        checkpoint(fun, x, numbers(3, seed=5)).sum().backward()
+        return x.grad
+
+    for checkpoint in VARIANTS[variant]:
+        right(run, checkpoint)
+
+
+def test_changed_values_are_seen_where_the_calls_are_not_the_same() -> None:
+    space, x = SimpleNamespace(k=numbers(3)), leaf(numbers(3, seed=1))
+
+    def fun(x: Tensor) -> Tensor:
+        if not hasattr(space, "mask"):
+            space.mask = torch.ones(3)
+        return torch.tanh(x * space.mask + space.k)
+
+    y = ours(fun, x)
+    space.k.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# Callables, and policies.
+
+
+def test_callables_that_have_no_hash() -> None:
+    @dataclass
+    class Scale:
+        k: float
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return (x * self.k).sin()
+
+    x = leaf(numbers(3))
+    transforming = functools.partial(ours, lambda x: grad(lambda x: x.sin().sum())(x))
+    assert_same(transforming(x), x.cos())
+    assert_same(ours(Scale(2.0), x), (x * 2).sin())
+
+
+def test_a_random_op_whose_result_is_kept_leaves_the_generator_as_it_did() -> None:
+    def run(checkpoint: Any, api: Any = remat.compat) -> Any:
+        torch.manual_seed(0)
+        x = leaf(numbers(5))
+        options: Any = {}
+        if checkpoint is not plain:
+            ops = [torch.ops.aten.rand_like.default]
+            options["context_fn"] = functools.partial(api.create_selective_checkpoint_contexts, ops)
+        y = checkpoint(lambda x: (x.sin() * torch.rand_like(x) * torch.randn_like(x)).cos(), x, **options)
+        y.sum().backward()
+        return x.grad
+
+    wrong(functools.partial(run, api=torch.utils.checkpoint))
+    right(run)
+
+
+def test_a_policy_that_keeps_all_with_a_sparse_tensor() -> None:
+    a, w = numbers(3, 3).to_sparse(), leaf(numbers(3, 3, seed=1))
+    context_fn = functools.partial(remat.compat.create_selective_checkpoint_contexts, lambda *args, **kwargs: True)
+    y = ours(lambda w: torch.sparse.mm(a * 2, w).sin(), w, context_fn=context_fn)
+    y.sum().backward()
+    expected = leaf(w)
+    torch.sparse.mm(a * 2, expected).sin().sum().backward()
+    assert_same(w.grad, expected.grad)
