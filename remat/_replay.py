@@ -21,6 +21,7 @@ from remat._errors import CheckpointError, RematError
 from remat._frozen import Thawer
 from remat._run import CHANGES, PURITY, Log, Run, call_site, stranger, version
 from remat._spare import Replay
+from remat._tail import Spared
 from remat._tape import Recorder, Tape, note_nested_call
 from remat.random._keyed import Position, resumed, running, suspended
 
@@ -72,6 +73,7 @@ class Call:
         self._recorder: Recorder | None = None
         self.tape: Tape | None = None
         self._replays: list[Replay] = []
+        self._spared: list[Spared] = []
         self.last_rerun = False
         self._under_transforms = internals.transforms_active()
 
@@ -174,6 +176,8 @@ class Call:
             run.swap(
                 original, operand, self._keys[i], live=self._live[i], read=self._reads[i], unread=i in self._unread
             )
+        run.spares_tail = self.tape is None and not internals.tracing()
+        self._spared.append(run.spared)
         replay: Any = contextlib.nullcontext()
         if self.tape is not None and not internals.tracing():
             # A rerun that is recorded is followed by another, in the derivative of this derivative.
@@ -209,10 +213,13 @@ class Call:
         replays, self._replays = self._replays, []
         for replay in replays:
             replay.settle()
+        spared, self._spared = self._spared, []
+        for calls in spared:
+            calls.settle()
 
     def clean(self) -> None:
         """Called when the rerun's graph is gone: nothing of the rerun may be left."""
-        self._replays = []
+        self._replays, self._spared = [], []
         thawed, self._thawed = self._thawed, []
         for thaw in thawed:
             thaw.empty()

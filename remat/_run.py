@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from remat import _torch_internals as internals
 from remat._context import RandomState
 from remat._errors import CheckpointError, RematError
+from remat._tail import Spared, can_be_hooked, is_large, is_product, keeps_no_value
 
 
 class Signature(NamedTuple):
@@ -47,6 +48,8 @@ class Log:
         self.calls: list[Signature] = []
         self.incidental: set[int] = set()
         """The positions of calls whose results are not differentiated: what they compute may be there already."""
+        self.tail: int | None = None
+        """The position of the last product, if no later call reads values. See `remat._tail`."""
         self.constant_reads: set[tuple[Any, int]] = set()
         """Of the calls that touch constants alone: the function, and the identity of a tensor that it read."""
 
@@ -205,6 +208,9 @@ class Run(TorchFunctionMode):
         self._numbers = len(self.given)
         self._operands: dict[_Read, Tensor] = {}
         self._position = 0  # in the log of the forward
+        self.spared = Spared()
+        self.spares_tail = False
+        """Whether this rerun need not compute its last product."""
 
     @property
     def in_rerun(self) -> bool:
@@ -274,8 +280,15 @@ class Run(TorchFunctionMode):
             args = (torch.empty(0, requires_grad=True), *args[1:])  # the forward has put the hook on the tensor itself
         self.current = func, args, kwargs or {}
         with self.random.watched() if kind.draws and self.random is not None else _NOTHING:
-            out = func(*args, **kwargs) if kwargs else func(*args)
+            if self._at_tail(func, live):
+                out = self.spared.product(func, args, kwargs or {})
+            else:
+                out = func(*args, **kwargs) if kwargs else func(*args)
         self.current = None
+        if self._expected is None:
+            self._look_for_tail(func, args, kwargs or {}, out, live)
+        elif self.spared:
+            self._add_to_tail(func, args, kwargs or {}, out)
         if kind.gives_data:
             self._owners[id(out)] = weakref.ref(args[0])
         with internals.DisableTorchFunction():  # the runs around this one look on
@@ -325,6 +338,7 @@ class Run(TorchFunctionMode):
         constant = self.constants.get(key)
         if constant is not None and constant() is tensor:
             return tensor
+        self.log.tail = None  # somebody unseen may have read values
         if internals.is_wrapper(tensor) and not self._known_outside(key):
             # Wrapped by a transform inside of the function, which may be over by now.
             inside = internals.level_of(tensor) > self._depth
@@ -503,6 +517,29 @@ class Run(TorchFunctionMode):
             (r if r in self._operands else None) if type(r) is _Read else self._known(r) if type(r) is tuple else r
             for r in reads
         )
+
+    def _at_tail(self, func: Any, live: bool) -> bool:
+        """Whether a call of a rerun is the last product, of which nobody reads the value."""
+        forward = self._expected
+        if forward is None or forward.tail is None or forward.tail != self._position or not self.spares_tail:
+            return False
+        expected = forward.call(forward.tail)
+        return live and expected is not None and expected.func == func
+
+    def _look_for_tail(self, func: Any, args: Any, kwargs: Any, out: Any, live: bool) -> None:
+        recorded = torch.is_grad_enabled() and "out" not in kwargs
+        if is_product(func) and live and isinstance(out, Tensor) and is_large(out, args):
+            self.log.tail = len(self.log.calls) if recorded else None
+        elif self.log.tail is not None and not (recorded and (keeps_no_value(func) or can_be_hooked(func))):
+            self.log.tail = None
+
+    def _add_to_tail(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if not (keeps_no_value(func) or can_be_hooked(func) or is_product(func)):
+            raise CheckpointError(
+                f"remat: the rerun of {self.name} calls {torch.overrides.resolve_name(func) or func} at "
+                f"{call_site()}, where its forward did not. {PURITY}"
+            )
+        self.spared.add(func, args, kwargs, out)
 
     def adopt(self, tensor: Tensor, live: bool = True, same_as: Tensor | None = None) -> None:
         """Note a tensor that was made inside, maybe as another one that has the same value."""

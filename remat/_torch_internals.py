@@ -29,7 +29,11 @@ from torch._C._functorch import (
 from torch._functorch import eager_transforms as _eager
 from torch._functorch import vmap as _vmap
 from torch._functorch.autograd_function import custom_function_call, enable_single_level_autograd_function
-from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_clear_interpreter_stack
+from torch._functorch.pyfunctorch import (
+    coerce_cinterpreter,
+    retrieve_all_functorch_interpreters,
+    temporarily_clear_interpreter_stack,
+)
 from torch.autograd import forward_ad as fwad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
@@ -59,6 +63,11 @@ def top_interpreter() -> Any:
     """The innermost active transform, or None outside of all transforms. `lower()` is the only way to run below it."""
     top = _C.peek_interpreter_stack()
     return None if top is None else coerce_cinterpreter(top)
+
+
+def active_transforms() -> set[TransformType]:
+    """The kinds of the active transforms."""
+    return {interpreter.key() for interpreter in retrieve_all_functorch_interpreters()}
 
 
 stack_depth: Callable[[], int] = _C.get_dynamic_layer_stack_depth

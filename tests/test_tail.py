@@ -1,0 +1,194 @@
+"""The last product of a function is not computed again; where somebody reads it, it is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import CountOps, assert_same, leaf, numbers, plain
+from torch import Tensor, nn
+from torch.func import grad, jvp, vmap
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from remat import CheckpointError, remat
+from remat.debug import LiveBytes
+
+N = 128
+Fun = Callable[..., Any]
+
+
+def products(fun: Fun, *args: Any) -> int:
+    with CountOps() as count:
+        fun(*args)
+    return sum(count[op] for op in ("mm", "addmm", "bmm", "baddbmm"))
+
+
+def mlp(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return x + torch.tanh(x @ v) @ w
+
+
+def by_backward(fun: Fun) -> Fun:
+    def derivative(*args: Tensor) -> list[Tensor | None]:
+        leaves = [leaf(a) for a in args]
+        fun(*leaves).square().sum().backward()
+        return [t.grad for t in leaves]
+
+    return derivative
+
+
+def by_grad(fun: Fun) -> Fun:
+    return grad(lambda *args: fun(*args).square().sum(), argnums=(0, 1, 2))
+
+
+def per_sample(fun: Fun) -> Fun:
+    return lambda x, *ws: vmap(by_grad(fun), (0, None, None))(torch.stack([x, x.cos()]), *ws)
+
+
+def hessian_vector(fun: Fun) -> Fun:
+    return lambda *args: jvp(by_grad(fun), args, tuple(a.cos() for a in args))
+
+
+SETTINGS = pytest.mark.parametrize("setting", [by_backward, by_grad, per_sample, hessian_vector])
+
+
+@pytest.fixture
+def args() -> list[Tensor]:
+    return [numbers(N, N, seed=i) / 10 for i in range(3)]
+
+
+@SETTINGS
+def test_the_last_product_runs_once(setting: Fun, args: list[Tensor]) -> None:
+    again = products(setting(remat(mlp)), *args) - products(setting(mlp), *args)
+    assert again == (3 if setting is hessian_vector else 1)  # x @ v, and its tangent, which is two
+    assert_same(setting(remat(mlp))(*args), setting(mlp)(*args))
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda y, w: F.linear(y, w) + y,
+        lambda y, w: y - F.linear(y, w, w[0]).view(2, -1).reshape(N, N),
+        lambda y, w: torch.addmm(w, y, w).mT.unflatten(0, (2, -1)).flatten(0, 1),
+        lambda y, w: torch.bmm(y.unsqueeze(0), w.unsqueeze(0)).squeeze(0),
+        lambda y, w: torch.add(y.matmul(w), y, alpha=2),
+    ],
+)
+@SETTINGS
+def test_ends(end: Fun, setting: Fun, args: list[Tensor]) -> None:
+    def fun(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        return end(torch.tanh(x @ v), w)
+
+    assert_same(setting(remat(fun))(*args), setting(fun)(*args))
+
+
+def test_modules_that_are_watched_by_a_flop_counter() -> None:
+    block = nn.Sequential(nn.Linear(N, N), nn.GELU(), nn.Linear(N, N))
+
+    def flops(ck: Fun) -> int:
+        with FlopCounterMode(display=False) as counter:
+            ck(block)(torch.randn(N, N, requires_grad=True)).sum().backward()
+        return counter.get_total_flops()
+
+    checkpoint: Any = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    assert flops(remat) == flops(lambda fun: functools.partial(checkpoint, fun))
+
+
+# Somebody reads the values after all.
+
+
+def keeps(name: str, x: Tensor, v: Tensor, w: Tensor, kept: list[Any]) -> Tensor:
+    """Functions whose last product matters."""
+    y = torch.tanh(x @ v) @ w
+    if name == "exp":
+        return y.exp()
+    if name == "branch":
+        return y + x if y.sum().item() > 0 else y - x
+    if name == "hook":
+        y.register_hook(lambda g: g * y.detach())
+        return y + x
+    if name == "function":
+        return Square.apply(y + x)
+    if name == "function of views":
+        return Square.apply(y.view(-1)).view(N, N) + x
+    if name == "appended":
+        kept.append(y + x)
+        return y + x
+    if name == "in place":
+        y = y + x
+        return y.mul_(x.detach())
+    if name == "no_grad":
+        with torch.no_grad():
+            scale = y + x
+        return x * scale + y
+    if name == "other result":
+        return (x * 2).sin() + (y + x)
+    if name == "inner":
+        return remat(lambda z: (z + x).sin())(y)
+    if name == "transform":
+        return vmap(torch.sin)(y)
+    assert name == "data"
+    return y.data.sin() * x + y
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * 2 * ctx.saved_tensors[0]
+
+
+NAMES = ["exp", "branch", "hook", "function", "function of views", "appended", "in place", "no_grad", "other result"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "inner", "transform", "data"])
+def test_values_that_are_read(name: str, args: list[Tensor]) -> None:
+    lists: list[list[Tensor]] = [[], []]
+    actual = by_backward(lambda *args: remat(keeps)(name, *args, kept=lists[0]))(*args)
+    expected = by_backward(lambda *args: keeps(name, *args, kept=lists[1]))(*args)
+    assert_same(actual, expected)
+    for tensor in lists[0]:
+        assert_same(tensor, lists[1][0])
+
+
+@pytest.mark.parametrize("name", ["exp", "hook", "no_grad", "other result", "inner", "transform"])
+@pytest.mark.parametrize("setting", [by_grad, per_sample])
+def test_values_that_are_read_under_transforms(setting: Fun, name: str, args: list[Tensor]) -> None:
+    fun = functools.partial(keeps, kept=[])
+    if (setting, name) == (per_sample, "hook"):
+        return  # torch: vmap and Tensor.register_hook
+    actual = setting(lambda *args: remat(fun)(name, *args))(*args)
+    assert_same(actual, setting(lambda *args: plain(fun)(name, *args))(*args))
+
+
+def test_a_rerun_that_reads_what_its_forward_did_not(args: list[Tensor]) -> None:
+    runs = []
+
+    @remat
+    def fun(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        y = torch.tanh(x @ v) @ w
+        runs.append(0)
+        if len(runs) > 1:
+            y.sum().item()
+        return y + x
+
+    with pytest.raises(CheckpointError, match=r"the rerun of .*fun calls .*sum at .*test_tail.py"):
+        by_backward(fun)(*args)
+
+
+def test_memory_of_the_spared_call_is_freed(args: list[Tensor]) -> None:
+    leaves = [leaf(a) for a in args]
+    with LiveBytes() as meter:
+        out = remat(mlp)(*leaves).sum()
+        before = meter.current
+        out.backward(retain_graph=True)
+        for t in leaves:
+            t.grad = None
+        assert meter.current <= before
