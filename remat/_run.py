@@ -374,6 +374,8 @@ class Run(TorchFunctionMode):
         """Whether autograd knows that this tensor was made since the run began."""
         with internals.DisableTorchFunction():
             node = tensor.grad_fn
+            if node is None and internals.is_wrapper(tensor):  # not differentiated at its own level
+                return self._made_out_of_sight(internals.unwrapped(tensor))
             if node is None or internals.sequence_number(node) < self._since:
                 return False
             # The node of a view is made anew where its base has been changed in place.

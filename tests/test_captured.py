@@ -741,3 +741,20 @@ def test_a_view_taken_before_its_base_was_changed() -> None:
     for transform in (grad, lambda f: lambda x: torch.autograd.grad(f(x), x)[0]):
         x = leaf(numbers(3, 3))
         assert_same(transform(lambda x: loss(remat, x))(x), transform(lambda x: loss(plain, x))(x))
+
+
+def test_the_tangent_of_a_jvp_inside_is_a_result() -> None:
+    def loss(ck: Any, x: Tensor, z: Tensor) -> Tensor:
+        def fun(s: Tensor) -> Any:
+            tangent = jvp(lambda t: torch.sin(t) * x, (s,), (torch.cos(s),))[1]
+            return tangent[..., 1:].sum() * 1, tangent
+
+        total, tangent = ck(fun)(x.sum())
+        return total + (tangent * z).sum() * z
+
+    def transformed(ck: Any) -> Fun:
+        inner = grad(lambda z, x: loss(ck, x, z))
+        return grad(lambda x: inner(torch.ones((), dtype=x.dtype), x).sum())
+
+    x = numbers(3)
+    assert_same(transformed(remat)(x), transformed(plain)(x))
