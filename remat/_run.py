@@ -155,9 +155,14 @@ PURITY = (
     "torch's random state, not on what other code changes in the meantime. Pass what varies as an argument."
 )
 SHARDED = (
-    "remat: {} calls a module that fully_shard has sharded. FSDP2 takes gradients from the backward graph of that module "
-    "itself, which a rerun by remat does not have. Wrap the module with remat.nn.remat_module, or call it through "
-    "remat.checkpoint(..., use_reentrant=False)."
+    "remat: {} calls a module that fully_shard has sharded. FSDP2 takes gradients from the backward graph of that "
+    "module itself, which a rerun by remat does not have. Wrap the module with remat.nn.remat_module, or call it "
+    "through remat.checkpoint(..., use_reentrant=False)."
+)
+TAKEN_APART = (
+    "remat: {} takes a DTensor apart (to_local or redistribute, which the hooks of parallelize_module call), and the "
+    "tensors inside of it are out of remat's sight. Wrap the module with remat.nn.remat_module, or call the function "
+    "through remat.checkpoint(..., use_reentrant=False)."
 )
 CHANGES = (
     "remat: {} changes an argument or a captured tensor of shape {}, {} in place, at {}. Its rerun would start from "
@@ -355,6 +360,8 @@ class Run(TorchFunctionMode):
         if self._made_out_of_sight(tensor):
             self._note_made(tensor)
             return tensor
+        if not tensor.requires_grad and internals.dtensor_at_work():
+            raise RematError(TAKEN_APART.format(self.name))
         if not read and self._expected is not None:
             with internals.DisableTorchFunction():
                 return tensor.detach()  # nothing in the forward was differentiated by it

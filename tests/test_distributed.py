@@ -4,10 +4,8 @@ The processes run all programs once; each test looks at one of them.
 """
 
 import datetime
-import tempfile
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -192,11 +190,30 @@ def tensor_parallel(rank: int, mesh: DeviceMesh, model: Callable[[], Net]) -> An
     return train(network, slice(0, 4))
 
 
-def decorated_around_shards(rank: int, mesh: DeviceMesh) -> Any:
-    try:
-        shard(rank, mesh, lambda: net(DecoratedBlock), inner)
-    except RematError as error:
-        return str(error)
+def dtensors(rank: int, mesh: DeviceMesh, policy: Any = None) -> Any:
+    """The gradients of a remat'd function of DTensors, and those of the plain one."""
+
+    def fun(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(x @ w) @ w.T)
+
+    def gradients(fun: Callable[..., Tensor]) -> list[Tensor | None]:
+        x, *_ = batches(slice(0, 4))
+        w = torch.linspace(-1, 1, WIDTH * WIDTH, dtype=torch.float64).view(WIDTH, WIDTH)
+        leaves = [distribute_tensor(t, mesh, [Shard(1)]).requires_grad_() for t in (x, w)]
+        fun(*leaves).square().sum().backward()
+        return [whole(t.grad) for t in leaves]
+
+    return gradients(remat(fun, policy=policy)), gradients(fun)
+
+
+def error_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            function(*args, **kwargs)
+        except RematError as error:
+            return str(error)
+
+    return run
 
 
 WAYS = {
@@ -225,7 +242,10 @@ for way, wrap in (("full", full), ("selective", selective)):
     program(tensor_parallel, f"tensor parallel {way}", model=WAYS[way])
 program(shard, "shards inside of checkpoint", model=lambda: net(CheckpointedBlock), parts=inner)
 program(shard, "shards inside, called twice", model=lambda: net(TwiceBlock, full), parts=inner)
-PROGRAMS["decorated around shards"] = decorated_around_shards
+program(error_of(shard), "error: shards inside", model=WAYS["decorated"], parts=inner)
+program(error_of(tensor_parallel), "error: tensor parallel", model=WAYS["decorated"])
+program(dtensors, "dtensors")
+program(dtensors, "dtensors, with a policy", policy=policies.dots_saveable)
 
 
 def process(rank: int, folder: str) -> None:
@@ -261,7 +281,8 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-TRAINED = [n for n in PROGRAMS if not n.startswith(("no_sync", "decorated", "ddp find", "shards inside, called"))]
+OTHERS = ("no_sync", "error", "dtensors", "ddp find", "shards inside, called")
+TRAINED = [name for name in PROGRAMS if not name.startswith(OTHERS)]
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -311,6 +332,20 @@ def test_gradients_are_accumulated_without_sync(results: list[dict[str, Any]], w
         assert_close(result, {n: p.grad for n, p in model.named_parameters()})
 
 
-def test_a_remat_function_around_shards_is_an_error(results: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", ["dtensors", "dtensors, with a policy"])
+def test_a_function_of_dtensors(results: list[dict[str, Any]], name: str) -> None:
+    for result in (r[name] for r in results):
+        assert isinstance(result, tuple), result
+        torch.testing.assert_close(*result, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("shards inside", "that fully_shard has sharded"), ("tensor parallel", "takes a DTensor apart")],
+)
+def test_what_a_decorated_function_can_not_do_is_an_error(
+    results: list[dict[str, Any]], name: str, reason: str
+) -> None:
     for result in results:
-        assert "that fully_shard has sharded" in result["decorated around shards"]
+        assert reason in result[f"error: {name}"]
+        assert "remat_module" in result[f"error: {name}"]

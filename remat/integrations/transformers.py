@@ -13,9 +13,9 @@ __all__ = ["enable"]
 def enable(model: Any, *, policy: Any = None, every: int = 1) -> None:
     """Turn on gradient checkpointing in a model of Transformers, done by `remat.checkpoint`.
 
-    It is the library's own switch, so all else is as with `model.activation_checkpointing_enable()`, once called
-    `gradient_checkpointing_enable`: while the model is in training mode its layers run again on backward, and
-    `model.activation_checkpointing_disable()` ends it. But the model works under the transforms of `torch.func`, too,
+    It is the library's own switch, so all else is as with `model.activation_checkpointing_enable()`, which was called
+    `gradient_checkpointing_enable` before: while the model is in training mode its layers run again on backward, and
+    `model.activation_checkpointing_disable()` ends it. But the model works under the transforms of `torch.func` too,
     and a policy can say what the layers keep.
 
     When the library turns its switch on again, its own function takes the place of ours: leave `gradient_checkpointing`
