@@ -31,7 +31,11 @@ def checkpoint_with(policy: Any) -> Callable[..., Any]:
     """`checkpoint` as modules use it: `checkpoint_with(policy)(function, *args)`."""
     if policy is None:
         return functools.partial(checkpoint, use_reentrant=False)
-    contexts = functools.partial(create_selective_checkpoint_contexts, as_policy(policy))
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts,
+        as_policy(policy),
+        allow_cache_entry_mutation=True,  # dropout writes to what it has made
+    )
     return functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
 
