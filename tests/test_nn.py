@@ -97,6 +97,15 @@ def test_keywords_reach_the_module(policy: Any) -> None:
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+def test_statistics_are_updated_once() -> None:
+    results = []
+    for wrap in (lambda m: m, remat_module):
+        torch.manual_seed(0)
+        module = wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()).double())
+        results.append((backward(module, numbers(3, 4)), module.state_dict()))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 def test_each_wrapped_module_runs_twice_and_changes_its_buffers_once() -> None:
     model = wrapped()
     with CountOps() as ops:
