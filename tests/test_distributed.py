@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from remat import RematError, checkpoint, policies, remat
 from remat.nn import remat_module
 
-WIDTH, DEPTH, STEPS = 8, 3, 3
+WIDTH, DEPTH, STEPS = 32, 3, 3
+SAMPLES = 80  # so large that reruns spare ops that nobody needs
 Train = Callable[[nn.Module], Any]
 
 
@@ -102,7 +103,7 @@ def selective(block: nn.Module) -> None:
 
 def batches(part: slice) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(4, WIDTH, dtype=torch.float64, generator=generator)[part] for _ in range(STEPS)]
+    return [torch.randn(SAMPLES, WIDTH, dtype=torch.float64, generator=generator)[part] for _ in range(STEPS)]
 
 
 def whole(tensor: Tensor | None) -> Tensor | None:
@@ -137,7 +138,7 @@ def program(function: Callable[..., Any], name: str = "", **options: Any) -> Non
 
 
 def mine(rank: int) -> slice:
-    return slice(2 * rank, 2 * rank + 2)
+    return slice(rank * SAMPLES // 2, (rank + 1) * SAMPLES // 2)
 
 
 def ddp(rank: int, mesh: DeviceMesh, model: Callable[[], Net], *args: Any, **options: Any) -> Any:
@@ -182,12 +183,16 @@ def inner(block: nn.Module) -> list[nn.Module]:
     return [block.norm, block.mlp]
 
 
+def layers(block: nn.Module) -> list[nn.Module]:
+    return [block.norm, block.mlp.up, block.mlp.down]
+
+
 def tensor_parallel(rank: int, mesh: DeviceMesh, model: Callable[[], Net]) -> Any:
     network = model()
     del network.spare
     for block in network.blocks:
         parallelize_module(block, mesh, {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
-    return train(network, slice(0, 4))
+    return train(network, slice(SAMPLES))
 
 
 def dtensors(rank: int, mesh: DeviceMesh, policy: Any = None) -> Any:
@@ -197,7 +202,7 @@ def dtensors(rank: int, mesh: DeviceMesh, policy: Any = None) -> Any:
         return torch.tanh(torch.tanh(x @ w) @ w.T)
 
     def gradients(fun: Callable[..., Tensor]) -> list[Tensor | None]:
-        x, *_ = batches(slice(0, 4))
+        x, *_ = batches(slice(SAMPLES))
         w = torch.linspace(-1, 1, WIDTH * WIDTH, dtype=torch.float64).view(WIDTH, WIDTH)
         leaves = [distribute_tensor(t, mesh, [Shard(1)]).requires_grad_() for t in (x, w)]
         fun(*leaves).square().sum().backward()
@@ -240,6 +245,7 @@ for way, wrap in (("full", full), ("selective", selective)):
         shard_placement_fn=lambda p: Shard(p.ndim - 1),
     )
     program(tensor_parallel, f"tensor parallel {way}", model=WAYS[way])
+    program(shard, f"each layer a shard inside {way}", model=WAYS[way], parts=layers)
 program(shard, "shards inside of checkpoint", model=lambda: net(CheckpointedBlock), parts=inner)
 program(shard, "shards inside, called twice", model=lambda: net(TwiceBlock, full), parts=inner)
 program(error_of(shard), "error: shards inside", model=WAYS["decorated"], parts=inner)
@@ -289,7 +295,7 @@ TRAINED = [name for name in PROGRAMS if not name.startswith(OTHERS)]
 def test_training_is_that_of_one_process(results: list[dict[str, Any]], name: str) -> None:
     model = net()
     del model.spare
-    expected = train(model, slice(0, 4))
+    expected = train(model, slice(SAMPLES))
     for result in (r[name] for r in results):
         assert isinstance(result, dict), result
         assert_close(result["gradients"], expected["gradients"])
@@ -300,7 +306,7 @@ def test_training_is_that_of_one_process(results: list[dict[str, Any]], name: st
 def test_a_sharded_part_that_is_called_twice(results: list[dict[str, Any]]) -> None:
     model = net(TwiceBlock)
     del model.spare
-    expected = train(model, slice(0, 4))
+    expected = train(model, slice(SAMPLES))
     for result in (r["shards inside, called twice"] for r in results):
         assert isinstance(result, dict), result
         assert_close(result["gradients"], expected["gradients"])
@@ -312,7 +318,7 @@ def test_ddp_finds_unused_parameters(results: list[dict[str, Any]], way: str) ->
     """Each process uses a part that the other one does not use."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in batches(slice(0, 4)):
+    for x in batches(slice(SAMPLES)):
         optimizer.zero_grad()
         (sum(model(x[mine(rank)], rank).square().sum(1).mean() for rank in range(2)) / 2).backward()
         optimizer.step()
@@ -325,7 +331,7 @@ def test_ddp_finds_unused_parameters(results: list[dict[str, Any]], way: str) ->
 def test_gradients_are_accumulated_without_sync(results: list[dict[str, Any]], way: str) -> None:
     model = net()
     del model.spare
-    for x in batches(slice(0, 4))[:2]:
+    for x in batches(slice(SAMPLES))[:2]:
         model(x).square().sum(1).mean().backward()
     for result in (r[f"no_sync {way}"] for r in results):
         assert isinstance(result, dict), result
