@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, stack_module_state, vmap
 from torch.nn.utils import parametrizations
 
-from remat import policies
+from remat import policies, remat
 from remat.debug import LiveBytes
 from remat.nn import RematReport, WrappedModule, apply_remat, remat_module
 
@@ -363,31 +363,72 @@ def test_classes_go_with_their_modules() -> None:
     assert ref() is None
 
 
+@each_policy
+def test_a_module_is_freed_with_its_last_reference(policy: Any) -> None:
+    model = wrapped(policy)
+    backward(model, numbers(3, 4))
+    per_sample(functional(model), numbers(3, 4))
+    model(numbers(3, 4))
+    refs = [weakref.ref(m) for m in model.modules()]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert [ref() for ref in refs] == [None] * len(refs)
+    finally:
+        gc.enable()
+
+
 # Memory of other kinds, other threads.
 
 
-@pytest.mark.parametrize(
+class Seen(torch.autograd.graph.save_on_cpu):
+    """Notes what is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+        pack = self.pack_hook
+
+        def note(tensor: Tensor) -> Any:
+            self.shapes.append(tensor.shape)
+            return pack(tensor)
+
+        self.pack_hook = note
+
+
+each_offload = pytest.mark.parametrize(
     "policy",
     [None, policies.offload_ops("addmm"), policies.offload_dot_with_no_batch_dims("device", "pinned_host")],
     ids=str,
 )
+
+
+@each_offload
 def test_offloading_and_save_on_cpu(policy: Any) -> None:
-    plain = backward(net(), numbers(3, 4))
+    expected = backward(net(), numbers(3, 4))
     model = wrapped(policy)
-    saved: list[torch.Size] = []
-
-    class Seen(torch.autograd.graph.save_on_cpu):
-        """Notes what is saved."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            pack = self.pack_hook
-            self.pack_hook = lambda tensor: (saved.append(tensor.shape), pack(tensor))[1]
-
-    with Seen():
-        torch.testing.assert_close(backward(model, numbers(3, 4)), plain, rtol=0, atol=0)
-    inputs = saved.count(torch.Size([3, 4]))
+    with (seen := Seen()):
+        torch.testing.assert_close(backward(model, numbers(3, 4)), expected, rtol=0, atol=0)
+    inputs = seen.shapes.count(torch.Size([3, 4]))
     assert inputs == len(model.layers) + 1 + 1  # of the blocks and the head, and what `square` reads
+
+
+@each_offload
+def test_offloading_and_save_on_cpu_of_a_decorated_function(policy: Any) -> None:
+    def block(w: Tensor, x: Tensor) -> Tensor:
+        return torch.addmm(x, x, w).tanh().sin()
+
+    def gradients(block: Callable[..., Tensor], where: Seen) -> tuple[Tensor, ...]:
+        w, x = numbers(4, 4).requires_grad_(), numbers(3, 4).requires_grad_()
+        with where:
+            out = block(w, block(w, x)).sum()
+        return torch.autograd.grad(out, (w, x))
+
+    seen = Seen()
+    expected = gradients(block, Seen())
+    torch.testing.assert_close(gradients(remat(block, policy=policy), seen), expected, rtol=0, atol=0)
+    assert sorted(seen.shapes) == [(3, 4), (3, 4), (4, 4), (4, 4)]  # what the two calls were given
 
 
 @pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=str)
