@@ -2,6 +2,8 @@
 
 from remat import compat as compat
 from remat import debug as debug
+from remat import integrations as integrations
+from remat import nn as nn
 from remat import policies as policies
 from remat import random as random
 from remat._errors import CheckpointError as CheckpointError

@@ -154,6 +154,16 @@ PURITY = (
     "A function under remat must do the same each time: it may depend on its arguments, on what it closes over and on "
     "torch's random state, not on what other code changes in the meantime. Pass what varies as an argument."
 )
+SHARDED = (
+    "remat: {} calls a module that fully_shard has sharded. FSDP2 takes gradients from the backward graph of that "
+    "module itself, which a rerun by remat does not have. Wrap the module with remat.nn.remat_module, or call it "
+    "through remat.checkpoint(..., use_reentrant=False)."
+)
+TAKEN_APART = (
+    "remat: {} takes a DTensor apart (to_local or redistribute, which the hooks of parallelize_module call), and the "
+    "tensors inside of it are out of remat's sight. Wrap the module with remat.nn.remat_module, or call the function "
+    "through remat.checkpoint(..., use_reentrant=False)."
+)
 CHANGES = (
     "remat: {} changes an argument or a captured tensor of shape {}, {} in place, at {}. Its rerun would start from "
     "the changed value. Change a copy instead: x = x.clone()."
@@ -276,8 +286,11 @@ class Run(TorchFunctionMode):
         kind = _kind(func)
         if kwargs or kind.writes:
             self._before_write(written_by(func, args, kwargs or {}))
-        if func is Tensor.register_hook and id(args[0]) in self._originals:
-            args = (torch.empty(0, requires_grad=True), *args[1:])  # the forward has put the hook on the tensor itself
+        if func is Tensor.register_hook:
+            if internals.is_hook_of_fully_shard(args[1]):
+                raise RematError(SHARDED.format(self.name))
+            if id(args[0]) in self._originals:
+                args = (torch.empty(0, requires_grad=True), *args[1:])  # the forward has put the hook on the tensor
         self.current = func, args, kwargs or {}
         with self.random.watched() if kind.draws and self.random is not None else _NOTHING:
             if self._at_tail(func, live):
@@ -347,6 +360,8 @@ class Run(TorchFunctionMode):
         if self._made_out_of_sight(tensor):
             self._note_made(tensor)
             return tensor
+        if not tensor.requires_grad and internals.dtensor_at_work():
+            raise RematError(TAKEN_APART.format(self.name))
         if not read and self._expected is not None:
             with internals.DisableTorchFunction():
                 return tensor.detach()  # nothing in the forward was differentiated by it

@@ -574,3 +574,38 @@ def base_level() -> Iterator[None]:
     finally:
         if message is not None:
             torch._C._autograd._saved_tensors_hooks_disable(message)
+
+
+def _called_by(package: str) -> bool:
+    """Whether the innermost code around a torch call, apart from torch's modules in general and ours, is `package`."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(package):
+            return True
+        if module.split(".")[0] not in ("torch", "remat", "contextlib"):
+            return False
+        frame = frame.f_back
+    return False
+
+
+_FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
+_DTENSOR = "torch.distributed.tensor"
+
+
+def fully_shard_at_work() -> bool:
+    """Whether the running torch call is one of FSDP2's hooks (2.13), not one of the function that has the hooks.
+
+    They fill memory that they own, each time anew: the parameters that they gather.
+    """
+    return _FULLY_SHARD in sys.modules and _called_by(_FULLY_SHARD)
+
+
+def is_hook_of_fully_shard(hook: Any) -> bool:
+    """Whether a hook is one of FSDP2's (2.13), which gathers parameters for a backward pass."""
+    return getattr(hook, "__module__", "").startswith(_FULLY_SHARD)
+
+
+def dtensor_at_work() -> bool:
+    """Whether the running torch call is one of DTensor's own (2.13), on the local tensors inside of it."""
+    return _DTENSOR in sys.modules and _called_by(_DTENSOR)

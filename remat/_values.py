@@ -249,7 +249,9 @@ def refs(args: Any) -> Iterator[Ref]:
 
 
 def plain(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor says what it is (not of a sparse, lazily zero or lazily negated one)."""
+    """Whether the memory of a tensor says what it is (not of a DTensor, a sparse, lazily zero or negated one)."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
     return tensor.layout == torch.strided and not tensor._is_zerotensor() and not tensor.is_neg()
 
 

@@ -18,3 +18,18 @@ def test_example(script: str, made: str, tmp_path: Path) -> None:
     run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stdout + run.stderr
     assert (tmp_path / made).stat().st_size > 0
+
+
+def test_fsdp_example(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    where = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command = [*torchrun, *where, str(ROOT / "examples" / "fsdp_transformer.py"), "--fast"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::UserWarning"}
+    run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = [line.split("│")[1:-1] for line in run.stdout.splitlines() if line.startswith("│")]
+    (none, *first), (full, *second), (selective, *third) = ([cell.strip() for cell in row] for row in rows)
+    assert (none, full, selective) == ("none", "full", "selective")
+    assert first[:2] == second[:2] == third[:2]  # the losses
+    least, medium, most = (float(peak.removesuffix(" MiB")) for peak in (second[2], third[2], first[2]))
+    assert least < medium < most

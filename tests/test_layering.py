@@ -28,7 +28,8 @@ LAYERS = [
     {"_remat"},
     {"_inspect"},
     {"compat"},
-    {"nn", "integrations"},
+    {"nn"},
+    {"integrations"},
     {"__init__"},
 ]
 ROW = {module: row for row, modules in enumerate(LAYERS) for module in modules}

@@ -112,6 +112,8 @@ PUBLIC = {
     },
     "remat.compat": COMPAT,
     "remat.debug": {"LiveBytes"},
+    "remat.integrations.transformers": {"enable"},
+    "remat.nn": {"RematReport", "WrappedModule", "apply_remat", "remat_module"},
     "remat.policies": POLICIES,
     "remat.random": KEYS | SAMPLERS,
 }

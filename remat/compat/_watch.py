@@ -76,6 +76,8 @@ def _targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
         found = [args[1] if len(args) > 1 else kwargs["weight"]]
     if isinstance(func, _OPS) and _mutable(func):
         found = [*_tensors((*args, *kwargs.values()))]
+    if found and internals.fully_shard_at_work():  # what it writes is not the function's
+        return []
     return [x for t in found for x in ((t, t._base) if t._is_view() else (t,)) if x is not None]
 
 

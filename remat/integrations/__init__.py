@@ -1,0 +1,3 @@
+"""Other libraries, with remat."""
+
+from remat.integrations import transformers as transformers

@@ -1,0 +1,276 @@
+"""Modules that run again on backward, wrapped where they are.
+
+A wrapped module gets a subclass of its class, made on the fly, whose `forward` goes through `checkpoint`. Nothing is
+added to the module: its parameters, buffers, hooks and attributes are what they were, it is still an instance of its
+class, and a copy of its `__dict__` (as `DataParallel` makes them) is wrapped as well. The hooks of the module stay
+outside of what runs again: those of FSDP2 gather the parameters once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from remat.compat import checkpoint, create_selective_checkpoint_contexts
+from remat.policies import Policy, as_policy
+
+__all__ = ["RematReport", "WrappedModule", "apply_remat", "remat_module"]
+
+M = TypeVar("M", bound=nn.Module)
+Select = type[nn.Module] | tuple[type[nn.Module], ...] | str | Callable[[str, nn.Module], bool]
+
+
+def checkpoint_with(policy: Any) -> Callable[..., Any]:
+    """`checkpoint` as modules use it: `checkpoint_with(policy)(function, *args)`."""
+    if policy is None:
+        return functools.partial(checkpoint, use_reentrant=False)
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts,
+        as_policy(policy),
+        allow_cache_entry_mutation=True,  # dropout writes to what it has made
+    )
+    return functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
+
+# The class of a wrapped module.
+
+
+def _is_made_here(kind: type) -> bool:
+    return "_remat_policy" in vars(kind)
+
+
+def _remat_class(base: type[nn.Module], policy: Policy | None) -> type[nn.Module]:
+    """The subclass of `base` whose `forward` runs again on backward; always the same one."""
+    for known in base.__subclasses__():
+        if _is_made_here(known) and vars(known)["_remat_policy"] == policy:
+            return known
+    run = checkpoint_with(policy)
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(functools.partial(base.forward, self, **kwargs), *args)
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        # No other process could find this class by its name: an instance of `base` is made, and wrapped.
+        reduced: Any = base.__reduce_ex__(self, protocol)
+        make, args, *state = reduced
+        return _rebuild, (policy, make, *(base if a is made else a for a in args)), *state
+
+    namespace = {
+        "__doc__": base.__doc__,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__reduce_ex__": reduce_ex,
+        "_remat_policy": policy,
+        "forward": forward,
+    }
+    made = type(base.__name__, (base,), namespace)
+    return made
+
+
+def _rebuild(policy: Policy | None, make: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    module = make(*args)
+    module.__class__ = _remat_class(type(module), policy)
+    return module
+
+
+def _check(module: nn.Module, who: str, what: str) -> None:
+    kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"{who}: {what} is a ScriptModule, whose forward is no Python: wrap it before that.")
+    if kind.forward is nn.Module.forward:
+        raise TypeError(f"{who}: {what} has no forward: wrap the modules in it.")
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{who}: {what} has a forward of its own, besides that of its class: torch.compile or a library has put it "
+            "there. Wrap the module before that."
+        )
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+        raise ValueError(f"{who}: {what} is lazy and will change its class. Run it once before it is wrapped.")
+    if not _is_made_here(kind) and any(map(_is_made_here, kind.__mro__)):
+        raise ValueError(
+            f"{who}: {what} is wrapped already, and has got another class since (by fully_shard or a parametrization), "
+            "so that its policy can't be changed any more."
+        )
+
+
+def _wrap(module: nn.Module, policy: Policy | None) -> None:
+    kind = type(module)
+    module.__class__ = _remat_class(kind.__mro__[1] if _is_made_here(kind) else kind, policy)
+
+
+def remat_module(module: M, *, policy: Any = None) -> M:
+    """Wrap a module in place: it runs again on backward instead of storing its activations.
+
+    Its `forward` goes through `remat.checkpoint`, so it works under plain autograd and under every transform of
+    `torch.func`. All else is as before: `state_dict`, `named_parameters`, `isinstance`, hooks, `train()` and `eval()`,
+    `copy.deepcopy`, `pickle`. The module's own hooks run once; those of modules in it run again with them.
+
+    **Arguments:**
+
+    - `module`: the module. If it is wrapped already, it gets the new policy.
+    - `policy`: which results of ops are kept instead of computed again, as for `remat`; None keeps nothing.
+
+    **Returns:** the module.
+
+    **Raises:** `TypeError` for what is no module, a `ScriptModule`, or a module without a `forward` (`nn.ModuleList`);
+    `ValueError` where `forward` has been replaced in the instance, as by `torch.compile`, and for a lazy module.
+
+    **Source:** `torch.distributed.algorithms._checkpoint.checkpoint_wrapper`, which changes the keys of `state_dict`.
+
+    Examples:
+        >>> import torch
+        >>> from remat.nn import remat_module
+        >>> block = remat_module(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.GELU()))
+        >>> block(torch.ones(2, 3)).sum().backward()
+        >>> list(block.state_dict())
+        ['0.weight', '0.bias']
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"remat_module: module must be an nn.Module; got {type(module).__name__} {module!r}.")
+    _check(module, "remat_module", f"this {type(module).__name__}")
+    _wrap(module, None if policy is None else as_policy(policy))
+    return module
+
+
+# Many modules.
+
+
+@dataclass(frozen=True)
+class WrappedModule:
+    """A module that `apply_remat` has wrapped.
+
+    **Attributes:**
+
+    - `name`: its name in the model, as in `named_modules`.
+    - `kind`: the name of its class.
+    - `parameters`: how many numbers its parameters have.
+
+    Examples:
+        >>> WrappedModule("layers.0", "Block", 12).name
+        'layers.0'
+    """
+
+    name: str
+    kind: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class RematReport:
+    """What `apply_remat` has done; `print` it.
+
+    **Attributes:**
+
+    - `wrapped`: the modules that run again on backward now.
+    - `left`: the names of those that were selected and left out by `every`.
+    - `policy`: what they keep, None for nothing.
+
+    Examples:
+        >>> print(RematReport((WrappedModule("layers.0", "Block", 12),), ("layers.1",), None))
+        remat: wrapped 1 of 2 selected modules, policy None
+          layers.0  Block  12 parameters
+    """
+
+    wrapped: tuple[WrappedModule, ...]
+    left: tuple[str, ...]
+    policy: Policy | None
+
+    def __str__(self) -> str:
+        count = len(self.wrapped)
+        lines = [f"remat: wrapped {count} of {count + len(self.left)} selected modules, policy {self.policy}"]
+        names, kinds = (max(map(len, column)) for column in zip(*((m.name, m.kind) for m in self.wrapped), strict=True))
+        lines += [f"  {m.name:{names}}  {m.kind:{kinds}}  {m.parameters:,} parameters" for m in self.wrapped]
+        return "\n".join(lines)
+
+
+def _selector(select: Any) -> Callable[[str, nn.Module], bool]:
+    if isinstance(select, str):
+        pattern = select.split(".")
+        return lambda name, module: (
+            len(parts := name.split(".")) == len(pattern) and all(map(fnmatch.fnmatchcase, parts, pattern))
+        )
+    if isinstance(select, (type, tuple)):
+        for kind in select if isinstance(select, tuple) else (select,):
+            if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+                raise TypeError(f"apply_remat: select must name classes of modules; got {kind!r}.")
+        return lambda name, module: isinstance(module, select)
+    if callable(select):
+        return select
+    raise TypeError(
+        "apply_remat: select must be a class, a tuple of classes, a pattern of names or a function "
+        f"(name, module) -> bool; got {type(select).__name__} {select!r}."
+    )
+
+
+def apply_remat(model: nn.Module, select: Select, *, policy: Any = None, every: int = 1) -> RematReport:
+    """Wrap modules of a model in place, as `remat_module` does.
+
+    The model itself is not looked at. Where a selected module is part of another one, both are wrapped: the inner one
+    runs again while the outer one does, and once more for its own backward.
+
+    **Arguments:**
+
+    - `model`: the model.
+    - `select`: which modules to wrap: a class or a tuple of classes; a pattern of their names, dot by dot, in which
+        `*`, `?` and `[...]` stand for parts of a name between dots (`"layers.*"` is `layers.0`, not `layers.0.norm`);
+        or a function of name and module.
+    - `policy`: what they keep, as for `remat_module`.
+    - `every`: wrap the first selected module and each `every`-th after it, to trade memory for time.
+
+    **Returns:** a `RematReport` of what was wrapped.
+
+    **Raises:** `ValueError` where nothing is selected; `TypeError` and `ValueError` for a module that can't be
+    wrapped, as `remat_module` does. Nothing is wrapped then.
+
+    Examples:
+        >>> import torch
+        >>> from remat.nn import apply_remat
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 4)
+        >>> print(apply_remat(model, "layers.*", every=2))
+        remat: wrapped 2 of 4 selected modules, policy None
+          layers.0  TransformerEncoderLayer  600 parameters
+          layers.2  TransformerEncoderLayer  600 parameters
+    """
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"apply_remat: every must be a positive number; got {every!r}.")
+    selected = _selector(select)
+    policy = None if policy is None else as_policy(policy)
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    chosen = [(name, module) for name, module in modules if selected(name, module)]
+    if not chosen:
+        hint = _hint(select, modules)
+        raise ValueError(f"apply_remat: {_shown(select)} selects none of {len(modules)} modules.{hint}")
+    wrapped = chosen[::every]
+    for name, module in wrapped:
+        _check(module, "apply_remat", f"{name}, a {type(module).__name__},")
+    for _, module in wrapped:
+        _wrap(module, policy)
+    left = {name for name, _ in chosen} - {name for name, _ in wrapped}
+    return RematReport(
+        tuple(WrappedModule(name, type(m).__name__, sum(p.numel() for p in m.parameters())) for name, m in wrapped),
+        tuple(name for name, _ in chosen if name in left),
+        policy,
+    )
+
+
+def _shown(select: Any) -> str:
+    kinds = select if isinstance(select, tuple) else (select,)
+    return ", ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
+
+
+def _hint(select: Any, modules: list[tuple[str, nn.Module]]) -> str:
+    """What may have been meant."""
+    if isinstance(select, str):
+        close = difflib.get_close_matches(select, [name for name, _ in modules], n=1, cutoff=0)
+        return f" Did you mean {close[0]!r}?" if close else ""
+    kinds = sorted({type(module).__name__ for _, module in modules})
+    return f" Their classes are {', '.join(kinds)}." if kinds else ""

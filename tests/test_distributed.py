@@ -1,0 +1,357 @@
+"""Two processes on gloo: gradients as of one process, and the blocks run twice, under every way to distribute a model.
+
+The processes run all programs once; each test looks at one of them.
+"""
+
+import datetime
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from remat import RematError, checkpoint, policies, remat
+from remat.nn import remat_module
+
+WIDTH, DEPTH, STEPS = 32, 3, 3
+SAMPLES = 80  # so large that reruns spare ops that nobody needs
+Train = Callable[[nn.Module], Any]
+
+
+class Mlp(nn.Module):
+    """Counts how often it runs."""
+
+    runs = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Mlp.runs += 1
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * self.mlp(self.norm(x))
+
+
+class DecoratedBlock(Block):
+    @remat
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, scale)
+
+
+class CheckpointedBlock(Block):
+    """Each part is called through `checkpoint`, with its hooks."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * checkpoint(self.mlp, self.norm(x), use_reentrant=False)
+
+
+class TwiceBlock(Block):
+    """Calls a part twice."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(super().forward(x, scale / 2), scale)
+
+
+class Net(nn.Module):
+    def __init__(self, block: type[Block] = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(DEPTH))
+        self.spare = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, spare: int | None = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        if spare is not None:
+            x = self.spare[spare](x)
+        return self.head(x)
+
+
+def net(block: type[Block] = Block, wrap: Callable[[nn.Module], Any] = lambda block: None) -> Net:
+    torch.manual_seed(0)
+    model = Net(block).double()
+    for b in model.blocks:
+        wrap(b)
+    return model
+
+
+def full(block: nn.Module) -> None:
+    remat_module(block)
+
+
+def selective(block: nn.Module) -> None:
+    remat_module(block, policy=policies.dots_with_no_batch_dims_saveable)
+
+
+def batches(part: slice) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(SAMPLES, WIDTH, dtype=torch.float64, generator=generator)[part] for _ in range(STEPS)]
+
+
+def whole(tensor: Tensor | None) -> Tensor | None:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return None if tensor is None else tensor.detach().clone()
+
+
+def train(model: nn.Module, part: slice, *args: Any) -> dict[str, Any]:
+    """A few steps: the parameters, the last gradients, and how many times a block ran."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    Mlp.runs = 0
+    for x in batches(part):
+        optimizer.zero_grad()
+        model(x, *args).square().sum(1).mean().backward()
+        optimizer.step()
+    named = {n.removeprefix("module."): p for n, p in model.named_parameters()}
+    return {
+        "parameters": {n: whole(p) for n, p in named.items()},
+        "gradients": {n: whole(p.grad) for n, p in named.items()},
+        "runs": Mlp.runs,
+    }
+
+
+# The programs. Each takes the rank and the mesh.
+
+PROGRAMS: dict[str, Callable[[int, DeviceMesh], Any]] = {}
+
+
+def program(function: Callable[..., Any], name: str = "", **options: Any) -> None:
+    PROGRAMS[name] = lambda rank, mesh: function(rank, mesh, **options)
+
+
+def mine(rank: int) -> slice:
+    return slice(rank * SAMPLES // 2, (rank + 1) * SAMPLES // 2)
+
+
+def ddp(rank: int, mesh: DeviceMesh, model: Callable[[], Net], *args: Any, **options: Any) -> Any:
+    spare = options.pop("spare", False)
+    network = model()
+    if not spare:
+        del network.spare
+    return train(DistributedDataParallel(network, **options), mine(rank), *([rank] if spare else []))
+
+
+def no_sync(rank: int, mesh: DeviceMesh, model: Callable[[], Net]) -> Any:
+    """Gradients of two backward passes, synchronised with the second one."""
+    network = model()
+    del network.spare
+    distributed = DistributedDataParallel(network)
+    first, second, _ = batches(mine(rank))
+    with distributed.no_sync():
+        distributed(first).square().sum(1).mean().backward()
+    distributed(second).square().sum(1).mean().backward()
+    return {n.removeprefix("module."): whole(p.grad) for n, p in distributed.named_parameters()}
+
+
+def shard(
+    rank: int,
+    mesh: DeviceMesh,
+    model: Callable[[], Net],
+    parts: Callable[[nn.Module], list[nn.Module]] = lambda block: [block],
+    then: Callable[[nn.Module], Any] = lambda block: None,
+    **options: Any,
+) -> Any:
+    network = model()
+    del network.spare
+    for block in network.blocks:
+        for part in parts(block):
+            fully_shard(part, mesh=mesh, **options)
+        then(block)
+    fully_shard(network, mesh=mesh, **options)
+    return train(network, mine(rank))
+
+
+def inner(block: nn.Module) -> list[nn.Module]:
+    return [block.norm, block.mlp]
+
+
+def layers(block: nn.Module) -> list[nn.Module]:
+    return [block.norm, block.mlp.up, block.mlp.down]
+
+
+def tensor_parallel(rank: int, mesh: DeviceMesh, model: Callable[[], Net]) -> Any:
+    network = model()
+    del network.spare
+    for block in network.blocks:
+        parallelize_module(block, mesh, {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
+    return train(network, slice(SAMPLES))
+
+
+def dtensors(rank: int, mesh: DeviceMesh, policy: Any = None) -> Any:
+    """The gradients of a remat'd function of DTensors, and those of the plain one."""
+
+    def fun(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(x @ w) @ w.T)
+
+    def gradients(fun: Callable[..., Tensor]) -> list[Tensor | None]:
+        x, *_ = batches(slice(SAMPLES))
+        w = torch.linspace(-1, 1, WIDTH * WIDTH, dtype=torch.float64).view(WIDTH, WIDTH)
+        leaves = [distribute_tensor(t, mesh, [Shard(1)]).requires_grad_() for t in (x, w)]
+        fun(*leaves).square().sum().backward()
+        return [whole(t.grad) for t in leaves]
+
+    return gradients(remat(fun, policy=policy)), gradients(fun)
+
+
+def error_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            function(*args, **kwargs)
+        except RematError as error:
+            return str(error)
+
+    return run
+
+
+WAYS = {
+    "full": lambda: net(wrap=full),
+    "selective": lambda: net(wrap=selective),
+    "decorated": lambda: net(DecoratedBlock),
+}
+for way, make in WAYS.items():
+    program(ddp, f"ddp {way}", model=make)
+    program(ddp, f"ddp static_graph {way}", model=make, static_graph=True)
+    program(ddp, f"ddp find_unused_parameters {way}", model=make, find_unused_parameters=True, spare=True)
+    program(no_sync, f"no_sync {way}", model=make)
+    program(shard, f"remat, then fully_shard {way}", model=make)
+    program(shard, f"kept gathered {way}", model=make, reshard_after_forward=False)
+for way, wrap in (("full", full), ("selective", selective)):
+    program(shard, f"fully_shard, then remat {way}", model=net, then=wrap)
+    program(shard, f"shards inside {way}", model=WAYS[way], parts=inner)
+    program(shard, f"shards inside, kept gathered {way}", model=WAYS[way], parts=inner, reshard_after_forward=False)
+    program(
+        shard,
+        f"shards inside, by column {way}",
+        model=WAYS[way],
+        parts=lambda block: [block.mlp],
+        shard_placement_fn=lambda p: Shard(p.ndim - 1),
+    )
+    program(tensor_parallel, f"tensor parallel {way}", model=WAYS[way])
+    program(shard, f"each layer a shard inside {way}", model=WAYS[way], parts=layers)
+program(shard, "shards inside of checkpoint", model=lambda: net(CheckpointedBlock), parts=inner)
+program(shard, "shards inside, called twice", model=lambda: net(TwiceBlock, full), parts=inner)
+program(error_of(shard), "error: shards inside", model=WAYS["decorated"], parts=inner)
+program(error_of(tensor_parallel), "error: tensor parallel", model=WAYS["decorated"])
+program(dtensors, "dtensors")
+program(dtensors, "dtensors, with a policy", policy=policies.dots_saveable)
+
+
+def process(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+    mesh = init_device_mesh("cpu", (2,))
+    results: dict[str, Any] = {}
+    for name, run in PROGRAMS.items():
+        try:
+            results[name] = run(rank, mesh)
+        except Exception:
+            results[name] = traceback.format_exc()
+        dist.barrier()
+    torch.save(results, f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each process has found."""
+    folder = tmp_path_factory.mktemp("processes")
+    mp.spawn(process, (str(folder),), nprocs=2)
+    return [torch.load(folder / str(rank)) for rank in range(2)]
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if value is None:
+            assert found[name] is None, name
+        else:
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+OTHERS = ("no_sync", "error", "dtensors", "ddp find", "shards inside, called")
+TRAINED = [name for name in PROGRAMS if not name.startswith(OTHERS)]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_is_that_of_one_process(results: list[dict[str, Any]], name: str) -> None:
+    model = net()
+    del model.spare
+    expected = train(model, slice(SAMPLES))
+    for result in (r[name] for r in results):
+        assert isinstance(result, dict), result
+        assert_close(result["gradients"], expected["gradients"])
+        assert_close(result["parameters"], expected["parameters"])
+        assert result["runs"] == 2 * STEPS * DEPTH
+
+
+def test_a_sharded_part_that_is_called_twice(results: list[dict[str, Any]]) -> None:
+    model = net(TwiceBlock)
+    del model.spare
+    expected = train(model, slice(SAMPLES))
+    for result in (r["shards inside, called twice"] for r in results):
+        assert isinstance(result, dict), result
+        assert_close(result["gradients"], expected["gradients"])
+        assert result["runs"] == 2 * expected["runs"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ddp_finds_unused_parameters(results: list[dict[str, Any]], way: str) -> None:
+    """Each process uses a part that the other one does not use."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in batches(slice(SAMPLES)):
+        optimizer.zero_grad()
+        (sum(model(x[mine(rank)], rank).square().sum(1).mean() for rank in range(2)) / 2).backward()
+        optimizer.step()
+    for result in (r[f"ddp find_unused_parameters {way}"] for r in results):
+        assert isinstance(result, dict), result
+        assert_close(result["gradients"], {n: p.grad for n, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_accumulated_without_sync(results: list[dict[str, Any]], way: str) -> None:
+    model = net()
+    del model.spare
+    for x in batches(slice(SAMPLES))[:2]:
+        model(x).square().sum(1).mean().backward()
+    for result in (r[f"no_sync {way}"] for r in results):
+        assert isinstance(result, dict), result
+        assert_close(result, {n: p.grad for n, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("name", ["dtensors", "dtensors, with a policy"])
+def test_a_function_of_dtensors(results: list[dict[str, Any]], name: str) -> None:
+    for result in (r[name] for r in results):
+        assert isinstance(result, tuple), result
+        torch.testing.assert_close(*result, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("shards inside", "that fully_shard has sharded"), ("tensor parallel", "takes a DTensor apart")],
+)
+def test_what_a_decorated_function_can_not_do_is_an_error(
+    results: list[dict[str, Any]], name: str, reason: str
+) -> None:
+    for result in results:
+        assert reason in result[f"error: {name}"]
+        assert "remat_module" in result[f"error: {name}"]
