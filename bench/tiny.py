@@ -1,0 +1,134 @@
+"""What remat adds to a tiny function, on one thread: the cost of Python alone.
+
+A function of a few ops on 4 x 4 numbers, so that what is measured is not its arithmetic. What a library adds is its
+time less that of the same work without remat.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+
+import torch
+from _common import NOT_INSTALLED, Benchmark, Fun, Row, Run, leaf, runs
+from torch import Tensor, nn
+from torch.func import grad, vmap
+
+N, BATCH = 4, 3
+LAYERS = nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, N))
+
+
+def tanh(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w)
+
+
+def sin(x: Tensor, w: Tensor) -> Tensor:
+    del w
+    return torch.sin(x)
+
+
+def layers(x: Tensor, w: Tensor) -> Tensor:
+    del w
+    return LAYERS(x)
+
+
+COMPARED = ("no remat", "torch, non-reentrant", "remat")
+FUNCTIONS: dict[str, Fun] = {"tanh(x @ w)": tanh, "sin(x)": sin, "two linear layers": layers}
+
+
+def backward(fun: Fun) -> Run:
+    x, w = leaf(torch.randn(N, N)), leaf(torch.randn(N, N))
+    return lambda: fun(x, w).sum().backward()
+
+
+def gradient(fun: Fun) -> Run:
+    of = grad(lambda x, w: fun(x, w).sum(), argnums=(0, 1))
+    return functools.partial(of, torch.randn(N, N), torch.randn(N, N))
+
+
+def per_sample_gradients(fun: Fun) -> Run:
+    of = vmap(grad(lambda x, w: fun(x, w).sum()), in_dims=(0, None))
+    return functools.partial(of, torch.randn(BATCH, N, N), torch.randn(N, N))
+
+
+def call(fun: Fun) -> Run:
+    return functools.partial(fun, torch.randn(N, N), torch.randn(N, N))
+
+
+def call_without_grad(fun: Fun) -> Run:
+    return torch.no_grad()(call(fun))
+
+
+SETTINGS: dict[str, Callable[[Fun], Run]] = {
+    ".backward()": backward,
+    "grad": gradient,
+    "vmap(grad)": per_sample_gradients,
+    "call, nothing requires grad": call,
+    "call under no_grad": call_without_grad,
+}
+
+
+def with_jax() -> dict[str, dict[str, Run | str]]:
+    """`tanh` in jax, by setting."""
+    try:
+        import jax
+    except ImportError:
+        return {setting: {"jax.checkpoint": NOT_INSTALLED} for setting in ("grad", "vmap(grad)")}
+    key = jax.random.key(0)
+    x, xs, w = (jax.random.normal(key, shape) for shape in ((N, N), (BATCH, N, N), (N, N)))
+    fun = jax.checkpoint(lambda x, w: jax.numpy.tanh(x @ w))
+    derivative = jax.grad(lambda x, w: fun(x, w).sum(), argnums=(0, 1))
+    per_sample = jax.vmap(jax.grad(lambda x, w: fun(x, w).sum()), in_axes=(0, None))
+
+    def both(derivative: Fun, x: jax.Array) -> dict[str, Run | str]:
+        jitted = jax.jit(derivative)
+        return {
+            "jax.checkpoint": lambda: jax.block_until_ready(derivative(x, w)),
+            "jax.checkpoint, jitted": lambda: jax.block_until_ready(jitted(x, w)),
+        }
+
+    return {"grad": both(derivative, x), "vmap(grad)": both(per_sample, xs)}
+
+
+def added(rows: dict[str, Row], way: str) -> float:
+    """Seconds that a way adds to the plain function."""
+    pairs = zip(rows[way].seconds, rows["no remat"].seconds, strict=True)
+    return statistics.median(a - b for a, b in pairs)
+
+
+def main() -> None:
+    bench = Benchmark(__file__, __doc__, threads=1)
+    by_jax = with_jax()
+    found: dict[str, list[float]] = {}
+    for title, fun in FUNCTIONS.items():
+        rows: dict[str, dict[str, Row]] = {}
+        for setting, make in SETTINGS.items():
+            ways = runs(lambda way, make=make, fun=fun: make(way(fun)))
+            if fun is tanh:
+                ways |= by_jax.get(setting, {})
+            else:
+                ways = {way: ways[way] for way in COMPARED}
+            section = f"{title}: {setting}"
+            rows[setting] = bench.measure(section, ways, rounds=21, repeats=30, memory=False, count_flops=False)
+            for way, row in rows[setting].items():
+                if row.seconds and way != "no remat":
+                    row.notes["adds"] = f"{1e6 * added(rows[setting], way):.1f} µs"
+        by_torch = added(rows[".backward()"], "torch, non-reentrant")
+        ratios = {
+            ".backward(): remat adds / torch adds": added(rows[".backward()"], "remat") / by_torch,
+            "grad: remat adds / torch adds to .backward()": added(rows["grad"], "remat") / by_torch,
+            "vmap(grad): remat / no remat": rows["vmap(grad)"]["remat"].over(rows["vmap(grad)"]["no remat"]),
+        }
+        for name, value in ratios.items():
+            found.setdefault(name, []).append(value)
+            bench.reported[f"{title}, {name}"] = f"{value:.2f}"
+        for setting in ("call, nothing requires grad", "call under no_grad"):
+            seconds = added(rows[setting], "remat")
+            bench.reported[f"{title}, {setting}: remat adds"] = f"{1e6 * seconds:.1f} µs (target: 6)"
+    bench.ratios = {name: max(values) for name, values in found.items()}  # of the worst function
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()

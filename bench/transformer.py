@@ -1,0 +1,57 @@
+"""A transformer with each block under checkpointing: memory, time and FLOPs of its derivatives.
+
+8 blocks of width 256 with 4 heads, on 4 x 256 tokens: all gradients by `.backward()` and by `torch.func.grad`. Two
+such blocks: per-sample gradients and a Hessian-vector product with respect to the parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from _common import Benchmark, ratio, runs
+from _transformer import (
+    Transformer,
+    backward,
+    gradient,
+    hessian_vector_product,
+    in_jax,
+    per_sample_gradients,
+)
+
+
+def main() -> None:
+    bench = Benchmark(__file__, __doc__)
+    depth, width, heads, batch, tokens = (2, 16, 2, 2, 16) if bench.fast else (8, 256, 4, 4, 256)
+    x = torch.randn(batch, tokens, width)
+    model = Transformer(depth, width, heads)
+
+    ways = runs(functools.partial(backward, model, x))
+    by_backward = bench.measure(f"{depth} blocks: .backward()", ways, rounds=7)
+    by_jax = in_jax(depth, width, heads, batch, tokens)
+    ways = runs(functools.partial(gradient, model, x)) | {way: run for way, (run, _) in by_jax.items()}
+    by_grad = bench.measure(f"{depth} blocks: grad", ways, rounds=7)
+    for way, (_, compiled) in by_jax.items():
+        by_grad[way].peak, by_grad[way].flops = compiled.peak, compiled.flops
+    torchs, without = by_backward["torch, non-reentrant"], by_grad["no remat"]
+    for name, ours in {"grad(remat)": by_grad["remat"], ".backward() of remat": by_backward["remat"]}.items():
+        bench.ratios |= {
+            f"{name}: peak / torch's .backward()": ratio(ours.peak, torchs.peak),
+            f"{name}: time / torch's .backward()": ours.over(torchs),
+            f"{name}: time / grad without remat": ours.over(without),
+            f"{name}: FLOPs / torch's .backward()": ratio(ours.flops, torchs.flops),
+        }
+
+    two = Transformer(2, width, heads)
+    for name, make in {
+        "per-sample gradients": per_sample_gradients,
+        "Hessian-vector product": hessian_vector_product,
+    }.items():
+        rows = bench.measure(f"2 blocks: {name}", runs(functools.partial(make, two, x)), rounds=5)
+        bench.ratios[f"{name}: time / no remat"] = rows["remat"].over(rows["no remat"])
+        bench.ratios[f"{name}: peak / no remat"] = ratio(rows["remat"].peak, rows["no remat"].peak)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()
