@@ -19,24 +19,26 @@ import statistics
 import textwrap
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from check import verdicts
+from check import table_of, verdicts
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
 from remat import remat
 from remat._torch_internals import TorchDispatchMode
 from remat.debug import LiveBytes
+from remat.policies import Policy
 
 RESULTS = Path(__file__).parent / "results"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -71,10 +73,22 @@ WAYS: dict[str, Callable[[Fun], Fun]] = {
 }
 
 
+def selective(policy: Policy) -> Callable[[Fun], Fun]:
+    """Torch's selective checkpointing, under a policy."""
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(policy.start())
+
+    return lambda fun: functools.partial(checkpoint, fun, use_reentrant=False, context_fn=contexts)
+
+
+# Those of them that can't be had, and why.
+UNAVAILABLE = {} if is_installed("torch-remat") else {"torch-remat": NOT_INSTALLED}
+
+
 def runs(make: Callable[[Callable[[Fun], Fun]], Run]) -> dict[str, Run | str]:
     """The same work in each of `WAYS`: `make(way)` gives the run."""
-    missing = set() if is_installed("torch-remat") else {"torch-remat"}
-    return {name: NOT_INSTALLED if name in missing else make(way) for name, way in WAYS.items()}
+    return {name: UNAVAILABLE.get(name) or make(way) for name, way in WAYS.items()}
 
 
 @dataclass
@@ -83,7 +97,9 @@ class Row:
 
     seconds: list[float] = field(default_factory=list)  # of each round
     peak: int | None = None  # live bytes
+    left: int | None = None  # bytes that only a garbage collection frees
     flops: int | None = None
+    ops: Counter[str] = field(default_factory=Counter)
     error: str | None = None
     notes: dict[str, str] = field(default_factory=dict)  # further columns
 
@@ -97,38 +113,53 @@ class Row:
         return statistics.median([a / b for a, b in pairs] or [math.nan])
 
     def json(self) -> dict[str, Any]:
-        kept = {key: value for key, value in asdict(self).items() if value or value == 0}
+        kept: dict[str, Any] = {key: value for key, value in vars(self).items() if value or value == 0}
+        kept.pop("ops", None)
         if self.seconds:
             kept["seconds"] = {"median": self.median, "least": min(self.seconds), "greatest": max(self.seconds)}
         return kept
 
 
-def peak(run: Run) -> int:
-    """The most live bytes during a run."""
-    with LiveBytes() as meter:
-        result = run()
-    del result
-    return meter.peak
-
-
-class CountFlops(TorchDispatchMode):
-    """Adds up FLOPs by torch's formulas. Its `FlopCounterMode` also looks for modules, and fails under torch.func."""
+class Count(TorchDispatchMode):
+    """Counts ops, and FLOPs by torch's formulas. Its `FlopCounterMode` looks at modules too, and fails under grad."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0
+        self.flops = 0
+        self.ops: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.ops[func.overloadpacket.__name__] += 1
         if count := flop_registry.get(func.overloadpacket):
-            self.total += count(*args, **(kwargs or {}), out_val=out)
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
         return out
 
 
-def flops(run: Run) -> int:
-    with CountFlops() as counter:
-        run()
-    return counter.total
+def weigh(run: Run) -> Row:
+    """The peak of live bytes during a run, what it leaves to the garbage collector, and what it computes."""
+    gc.collect()
+    gc.disable()
+    try:
+        with LiveBytes() as meter, Count() as count:
+            run()
+        return Row(peak=meter.peak, left=meter.current, flops=count.flops, ops=count.ops)
+    finally:
+        gc.enable()
+
+
+class Jitted:
+    """A function compiled by jax, as a run. Memory and FLOPs (of all ops) are XLA's own figures for the program."""
+
+    def __init__(self, fun: Fun, *args: Any) -> None:
+        import jax
+
+        self._compiled, self._args, self._ready = jax.jit(fun).lower(*args).compile(), args, jax.block_until_ready
+        memory, cost = self._compiled.memory_analysis(), self._compiled.cost_analysis()
+        self.row = Row(peak=memory.temp_size_in_bytes + memory.output_size_in_bytes, flops=int(cost.get("flops", 0)))
+
+    def __call__(self) -> None:
+        self._ready(self._compiled(*self._args))
 
 
 def ratio(a: float | None, b: float | None) -> float:
@@ -142,7 +173,7 @@ class Benchmark:
 
     - `file`: the script's `__file__`; results are called after it.
     - `what`: the script's docstring; the first line is the title.
-    - `threads`: of torch, unless told otherwise.
+    - `threads`: how many torch uses, unless told otherwise.
     - `add_options`: adds to the options of the command line.
     """
 
@@ -174,59 +205,60 @@ class Benchmark:
         self.sections: dict[str, dict[str, Row]] = {}
         self.ratios: dict[str, float | None] = {}
         self.reported: dict[str, str] = {}
-        self._console = Console(width=140, record=True)
+        self._console = Console(width=150, record=True)
         gc.collect()
         gc.freeze()  # what torch and jax have made at import is not looked through again and again
 
     def measure(
         self,
-        section: str,
-        ways: dict[str, Run | str],
+        works: dict[str, dict[str, Run | str]],
         *,
         rounds: int,
         repeats: int = 1,
-        memory: bool = True,
-        count_flops: bool = True,
-    ) -> dict[str, Row]:
-        """Do one work in several ways: time them in turn (A B C A B C ...), then weigh memory and count FLOPs.
+        weighed: bool = True,
+    ) -> dict[str, dict[str, Row]]:
+        """Do works in several ways: weigh each, and then time all of them in turn (A B C A B C ...).
 
         **Arguments:**
 
-        - `section`: the work.
-        - `ways`: a run for each way of doing it, or why there is none.
+        - `works`: for each work a run for each way of doing it, or why there is none.
         - `rounds`: how often each is timed, unless told otherwise on the command line.
         - `repeats`: runs in a round; the time is that of one run.
-        - `memory`, `count_flops`: whether these are measured.
+        - `weighed`: whether memory and FLOPs are measured.
 
-        **Returns:** a row for each way.
+        **Returns:** for each work a row for each way: new sections of the table.
         """
         clock = CLOCKS[self.options.clock]
-        rounds = self.options.rounds or (3 if self.fast else rounds)
+        rounds = self.options.rounds or (min(rounds, 2) if self.fast else rounds)
         repeats = 1 if self.fast else repeats
-        rows, works = {}, {}
-        for name, way in ways.items():
-            rows[name] = Row()
-            try:
-                if isinstance(way, str):
-                    rows[name].error = way
-                    continue
-                way()  # warm
-                rows[name].peak = peak(way) if memory else None
-                rows[name].flops = flops(way) if count_flops else None
-                works[name] = way
-            except Exception as e:
-                rows[name].error = f"error: {type(e).__name__}: {textwrap.shorten(str(e), 60, placeholder=' ...')}"
+        found: dict[str, dict[str, Row]] = {}
+        timed: list[tuple[Row, Run]] = []
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            for _ in progress.track(range(rounds), description=f"{self.name}: {section}"):
-                for name, work in works.items():
+            for work, ways in progress.track(works.items(), description=f"{self.name}: memory"):
+                found[work] = {name: self._first(way, weighed) for name, way in ways.items()}
+                timed += [(row, ways[name]) for name, row in found[work].items() if not row.error]
+            for _ in progress.track(range(rounds), description=f"{self.name}: time"):
+                for row, run in timed:
                     gc.collect()
                     start = clock()
                     for _ in range(repeats):
-                        work()
-                    rows[name].seconds.append((clock() - start) / repeats)
-        self.sections[section] = rows
-        return rows
+                        run()
+                    row.seconds.append((clock() - start) / repeats)
+        self.sections |= found
+        return found
+
+    def _first(self, way: Run | str, weighed: bool) -> Row:
+        """The row of a way after its first run, which also warms up."""
+        if isinstance(way, str):
+            return Row(error=way)
+        try:
+            if weighed and not isinstance(way, Jitted):
+                return weigh(way)
+            way()
+        except Exception as e:
+            return Row(error=f"error: {type(e).__name__}: {textwrap.shorten(str(e), 60, placeholder=' ...')}")
+        return way.row if isinstance(way, Jitted) and weighed else Row()
 
     def finish(self, figure: Figure | None = None) -> None:
         """Print the table and how the ratios meet their targets; keep them, and the picture."""
@@ -235,13 +267,13 @@ class Benchmark:
         measured = {
             f"{self.options.clock} time (least - greatest)": (time_text, any(row.seconds for row in every)),
             "peak, live": (lambda row: bytes_text(row.peak), any(row.peak is not None for row in every)),
-            "GFLOP": (
-                lambda row: "" if row.flops is None else f"{row.flops / 1e9:.3f}",
-                any(row.flops for row in every),
-            ),
+            "left to gc": (lambda row: bytes_text(row.left), any(row.left for row in every)),
+            "FLOPs": (flops_text, any(row.ops and row.flops for row in every)),
         }
         shown = {name: text for name, (text, has) in measured.items() if has}
-        table = Table("", *shown, *columns, title=self.title)
+        table = Table(title=self.title)
+        for column in ("", *shown, *columns):
+            table.add_column(column, no_wrap=True)
         for section, rows in self.sections.items():
             table.add_row(f"[bold]{section}")
             for way, row in rows.items():
@@ -261,6 +293,8 @@ class Benchmark:
         self._console.print(table)
         for name, text in self.reported.items():
             self._console.print(f"{name}: {text}")
+        # A ratio of what has failed is left out, which is a miss; None says that a peer is not installed.
+        ratios = {n: r and round(r, 4) for n, r in self.ratios.items() if r is None or not math.isnan(r)}
         results = {
             "title": self.title,
             "date": date,
@@ -270,10 +304,10 @@ class Benchmark:
             "clock": self.options.clock,
             "sections": {s: {way: row.json() for way, row in rows.items()} for s, rows in self.sections.items()},
             "reported": self.reported,
-            "ratios": {name: None if r is None or math.isnan(r) else round(r, 4) for name, r in self.ratios.items()},
+            "ratios": ratios,
         }
-        for verdict in verdicts(self.name, results["ratios"]):
-            self._console.print(verdict.text, style="red" if verdict.missed else "")
+        if found := list(verdicts(self.name, results["ratios"])):
+            self._console.print(table_of(found, "targets"))
         self._console.print(
             f"{date}, {machine}; " + ", ".join(f"{k} {v}" for k, v in versions.items()), highlight=False
         )
@@ -286,12 +320,15 @@ class Benchmark:
 
     def _bars(self) -> Figure:
         """Times and peaks of each section, as bars."""
-        measures: dict[str, Callable[[Row], float]] = {"milliseconds": lambda row: 1e3 * row.median}
-        if any(row.peak for rows in self.sections.values() for row in rows.values()):
+        every = [row for rows in self.sections.values() for row in rows.values()]
+        measures: dict[str, Callable[[Row], float]] = {}
+        if any(row.seconds for row in every):
+            measures["milliseconds"] = lambda row: 1e3 * row.median
+        if any(row.peak for row in every):
             measures["peak, MiB"] = lambda row: (row.peak or 0) / 2**20
         height = sum(0.28 * len(rows) + 0.8 for rows in self.sections.values())
         figure = Figure(figsize=(5.5 * len(measures), max(height, 2)), layout="constrained")
-        heights = [len(rows) + 2 for rows in self.sections.values()]
+        heights = [sum(not row.error for row in rows.values()) + 2 for rows in self.sections.values()]
         grid = figure.subplots(len(self.sections), len(measures), squeeze=False, height_ratios=heights)
         for axes, (section, rows) in zip(grid, self.sections.items(), strict=True):
             done = {way: row for way, row in rows.items() if not row.error}
@@ -321,7 +358,9 @@ def bytes_text(n: int | None) -> str:
 
 
 def flops_text(row: Row) -> str:
-    return "" if row.flops is None else f"{row.flops / 1e9:.3f} G"
+    if row.flops is None:
+        return ""
+    return f"{row.flops / 1e9:.2f} G" if row.flops >= 1e9 else f"{row.flops / 1e6:.2f} M"
 
 
 def leaf(x: Tensor) -> Tensor:

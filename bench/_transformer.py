@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _common import NOT_INSTALLED, Fun, Row, Run
+from _common import NOT_INSTALLED, Fun, Jitted, Run
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
+
+from remat import checkpoint_name
 
 Params = dict[str, Tensor]
 
@@ -26,13 +28,15 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:  # (..., tokens, width), as is the result
-        x = x + self.attend(self.norm1(x))
+        x = x + self.out(checkpoint_name(self.attend(self.norm1(x)), "attention"))
         return x + self.mlp(self.norm2(x))
 
     def attend(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-3, -2)
+        q, k, v = (
+            checkpoint_name(self.qkv(x), "qkv").unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-3, -2)
+        )
         weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)  # (..., heads, tokens, tokens)
-        return self.out((weights @ v).transpose(-3, -2).flatten(-2))
+        return (weights @ v).transpose(-3, -2).flatten(-2)
 
 
 class Transformer(nn.Module):
@@ -89,17 +93,13 @@ def hessian_vector_product(model: Transformer, x: Tensor, way: Callable[[Fun], F
     return lambda: jvp(lambda params: grad(loss(model, way))(params, x), (params,), (direction,))
 
 
-def in_jax(depth: int, width: int, heads: int, batch: int, tokens: int) -> dict[str, tuple[Run | str, Row]]:
-    """The same model in jax, its gradient jitted, without and with `jax.checkpoint` of each block.
-
-    **Returns:** for each way a run, and what XLA says of the compiled program: its temporary and result memory and its
-    FLOPs, which are all ops, not matrix multiplications alone.
-    """
+def in_jax(depth: int, width: int, heads: int, batch: int, tokens: int) -> dict[str, Run | str]:
+    """The gradient of the same model in jax, without and with `jax.checkpoint` of each block."""
     try:
         import jax
         import jax.numpy as jnp
     except ImportError:
-        return {"jax, jitted": (NOT_INSTALLED, Row()), "jax.checkpoint, jitted": (NOT_INSTALLED, Row())}
+        return {"jax, jitted": NOT_INSTALLED, "jax.checkpoint, jitted": NOT_INSTALLED}
 
     def norm(p: dict[str, Any], x: jax.Array) -> jax.Array:
         x = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
@@ -123,17 +123,12 @@ def in_jax(depth: int, width: int, heads: int, batch: int, tokens: int) -> dict[
     params |= {name: {"scale": jnp.ones(width), "shift": jnp.zeros(width)} for name in ("norm1", "norm2")}
     x = random(batch, tokens, width)
 
-    found: dict[str, tuple[Run | str, Row]] = {}
-    for name, fun in {"jax, jitted": block, "jax.checkpoint, jitted": jax.checkpoint(block)}.items():
-
-        def of(stack: list[Any], x: jax.Array, fun: Fun = fun) -> jax.Array:
+    def gradient(block: Fun) -> Jitted:
+        def loss(stack: list[Any], x: jax.Array) -> jax.Array:
             for p in stack:
-                x = fun(p, x)
+                x = block(p, x)
             return jnp.square(x).mean()
 
-        stack = [params] * depth
-        compiled = jax.jit(jax.grad(of, argnums=(0, 1))).lower(stack, x).compile()
-        memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
-        row = Row(peak=memory.temp_size_in_bytes + memory.output_size_in_bytes, flops=int(cost["flops"]))
-        found[name] = (lambda compiled=compiled, stack=stack: jax.block_until_ready(compiled(stack, x)), row)
-    return found
+        return Jitted(jax.grad(loss, argnums=(0, 1)), [params] * depth, x)
+
+    return {"jax, jitted": gradient(block), "jax.checkpoint, jitted": gradient(jax.checkpoint(block))}

@@ -1,69 +1,64 @@
-"""remat.random beside torch's generators and, where jax is installed, jitted jax.random: time and peak memory.
+"""remat.random beside torch's generators and jitted jax.random: time and peak memory of 4 million draws.
 
-Everything draws the same amount on the same CPU, in turn (A B C A B C …). The ratios at the end are the targets:
-uniform at most 2.5 times torch.rand and faster than jitted jax.random.uniform, normal at most 4 times torch.randn,
-peak memory at most 4 times the result.
+Everything draws the same amount on the same CPU. The peak is that of remat's own draw, over the bytes of its result.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
-import platform
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from _common import NOT_INSTALLED, Benchmark, Run
+from torch import Tensor
 
 import remat.random as rr
 from remat.debug import LiveBytes
 from remat.random import _threefry
 
-Draw = Callable[[], object]
+SPLIT = "one key split"
 
 
-def competitors(n: int) -> dict[str, dict[str, Draw]]:
-    """What is measured: for each kind of draw, the same draw by each library."""
+def draws(n: int) -> dict[str, dict[str, Run | str]]:
+    """For each kind of draw, the same draw by each library."""
     key, logits, x = rr.key(0), torch.zeros(n // 64, 64), torch.ones(n)
-    kinds: dict[str, dict[str, Draw]] = {
+    categorical = torch.distributions.Categorical(logits=logits, validate_args=False)
+    gamma = torch.distributions.Gamma(2.0, 1.0, validate_args=False)
+    kinds: dict[str, dict[str, Run | str]] = {
         "uniform": {"torch": lambda: torch.rand(n), "remat": lambda: rr.uniform(key, n)},
         "normal": {"torch": lambda: torch.randn(n), "remat": lambda: rr.normal(key, n)},
         "bernoulli": {"torch": lambda: torch.empty(n).bernoulli_(0.5), "remat": lambda: rr.bernoulli(key, 0.5, n)},
         "dropout": {"torch": lambda: torch.dropout(x, 0.5, True), "remat": lambda: rr.dropout(key, x, 0.5)},
         "randint": {"torch": lambda: torch.randint(100, (n,)), "remat": lambda: rr.randint(key, n, 0, 100)},
-        "categorical": {
-            "torch": lambda: torch.distributions.Categorical(logits=logits, validate_args=False).sample(),
-            "remat": lambda: rr.categorical(key, logits),
-        },
-        "gamma": {
-            "torch": lambda: torch.distributions.Gamma(2.0, 1.0, validate_args=False).sample((n // 16,)),
-            "remat": lambda: rr.gamma(key, 2.0, (n // 16,)),
-        },
-        "one key split": {"remat": lambda: rr.split(key)},
+        "categorical": {"torch": categorical.sample, "remat": lambda: rr.categorical(key, logits)},
+        "gamma": {"torch": lambda: gamma.sample((n // 16,)), "remat": lambda: rr.gamma(key, 2.0, (n // 16,))},
+        SPLIT: {"remat": lambda: rr.split(key)},
     }
-    with contextlib.suppress(ImportError):
-        import jax
-
-        k = jax.random.key(0)
-        ones, zeros = jax.numpy.ones(n), jax.numpy.zeros((n // 64, 64))
-        functions = {
-            "uniform": lambda k: jax.random.uniform(k, (n,)),
-            "normal": lambda k: jax.random.normal(k, (n,)),
-            "bernoulli": lambda k: jax.random.bernoulli(k, 0.5, (n,)),
-            "dropout": lambda k: jax.numpy.where(jax.random.bernoulli(k, 0.5, (n,)), ones * 2, 0),
-            "randint": lambda k: jax.random.randint(k, (n,), 0, 100),
-            "categorical": lambda k: jax.random.categorical(k, zeros),
-            "gamma": lambda k: jax.random.gamma(k, 2.0, (n // 16,)),
-            "one key split": jax.random.split,
-        }
-        for kind, function in functions.items():
-            jitted = jax.jit(function)
-            kinds[kind]["jax, jitted"] = lambda jitted=jitted: jitted(k).block_until_ready()
+    for kind, run in in_jax(n).items():
+        kinds[kind]["jax, jitted"] = run
     return kinds
+
+
+def in_jax(n: int) -> dict[str, Run | str]:
+    try:
+        import jax
+    except ImportError:
+        return dict.fromkeys(("uniform", "normal"), NOT_INSTALLED)
+    ones, zeros = jax.numpy.ones(n), jax.numpy.zeros((n // 64, 64))
+    functions: dict[str, Any] = {
+        "uniform": lambda key: jax.random.uniform(key, (n,)),
+        "normal": lambda key: jax.random.normal(key, (n,)),
+        "bernoulli": lambda key: jax.random.bernoulli(key, 0.5, (n,)),
+        "dropout": lambda key: jax.numpy.where(jax.random.bernoulli(key, 0.5, (n,)), ones * 2, 0),
+        "randint": lambda key: jax.random.randint(key, (n,), 0, 100),
+        "categorical": lambda key: jax.random.categorical(key, zeros),
+        "gamma": lambda key: jax.random.gamma(key, 2.0, (n // 16,)),
+        SPLIT: jax.random.split,
+    }
+    key = jax.random.key(0)
+    jitted = {kind: jax.jit(function) for kind, function in functions.items()}
+    return {kind: lambda draw=draw: jax.block_until_ready(draw(key)) for kind, draw in jitted.items()}
 
 
 @contextlib.contextmanager
@@ -79,67 +74,34 @@ def open_ops() -> Iterator[None]:
             setattr(_threefry, name, op)
 
 
-def peak(draw: Draw) -> float:
+def peak(draw: Run) -> float:
     """Peak live bytes of a draw over the bytes of its result."""
     with open_ops(), LiveBytes() as meter:
         result = draw()
-    assert isinstance(result, torch.Tensor)
+    assert isinstance(result, Tensor)
     return meter.peak / result.nbytes
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--n", type=int, default=4_000_000, help="elements of a draw")
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
-
-    kinds = competitors(options.n)
-    seconds: dict[tuple[str, str], list[float]] = {}
-    for kind, draws in kinds.items():
-        for draw in draws.values():
-            draw()
-        for _ in range(options.rounds):
-            for library, draw in draws.items():
-                start = time.perf_counter()
-                draw()
-                seconds.setdefault((kind, library), []).append(time.perf_counter() - start)
-
-    def milliseconds(kind: str, library: str) -> str:
-        if (kind, library) not in seconds:
-            return "-"
-        times = [1e3 * t for t in seconds[kind, library]]
-        return f"{statistics.median(times):.2f} ({min(times):.2f}-{max(times):.2f})"
-
-    def ratio(kind: str, a: str, b: str) -> float | None:
-        """The median of a's times over b's of the same round."""
-        if (kind, a) not in seconds or (kind, b) not in seconds:
-            return None
-        pairs = zip(seconds[kind, a], seconds[kind, b], strict=True)
-        return statistics.median(x / y for x, y in pairs)
-
-    libraries = ["torch", "jax, jitted", "remat"]
-    title = f"{options.n:,} elements, milliseconds: median (least-greatest) of {options.rounds}"
-    table = Table("", *libraries, "remat / torch", "remat / jax", "peak / result", title=title)
-    for kind, draws in kinds.items():
-        ratios = [ratio(kind, "remat", other) for other in libraries[:2]]
-        shown = ["-" if r is None else f"{r:.2f}" for r in ratios]
-        memory = f"{peak(draws['remat']):.2f}" if kind != "one key split" else "-"
-        table.add_row(kind, *(milliseconds(kind, library) for library in libraries), *shown, memory)
-    console = Console(width=150)
-    console.print(table)
-    console.print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()} with {os.cpu_count()} CPUs"
-    )
-    targets = [
-        ("uniform / torch.rand", ratio("uniform", "remat", "torch"), 2.5),
-        ("uniform / jitted jax.random.uniform", ratio("uniform", "remat", "jax, jitted"), 1.0),
-        ("normal / torch.randn", ratio("normal", "remat", "torch"), 4.0),
-        ("peak memory of uniform / its result", peak(kinds["uniform"]["remat"]), 4.0),
-        ("peak memory of normal / its result", peak(kinds["normal"]["remat"]), 4.0),
-    ]
-    for name, value, target in targets:
-        verdict = "not measured" if value is None else f"{value:.2f}, {'met' if value <= target else 'MISSED'}"
-        console.print(f"{name} <= {target}: {verdict}")
+    bench = Benchmark(__file__, __doc__)
+    kinds = draws(100_000 if bench.fast else 4_000_000)
+    found = bench.measure(kinds, rounds=15, weighed=False)
+    peaks = {kind: peak(ways["remat"]) for kind, ways in kinds.items() if kind != SPLIT}
+    for kind, rows in found.items():
+        for other in ("torch", "jax, jitted"):
+            if other in rows and not rows[other].error:
+                rows["remat"].notes[f"time / {other}"] = f"{rows['remat'].over(rows[other]):.2f}"
+        if kind in peaks:
+            rows["remat"].notes["peak / result"] = f"{peaks[kind]:.2f}"
+    by_jax = found["uniform"]["jax, jitted"]
+    bench.ratios = {
+        "uniform / torch.rand": found["uniform"]["remat"].over(found["uniform"]["torch"]),
+        "uniform / jitted jax.random.uniform": None if by_jax.error else found["uniform"]["remat"].over(by_jax),
+        "normal / torch.randn": found["normal"]["remat"].over(found["normal"]["torch"]),
+        "uniform: peak / result": peaks["uniform"],
+        "normal: peak / result": peaks["normal"],
+    }
+    bench.finish()
 
 
 if __name__ == "__main__":

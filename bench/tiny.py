@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from _common import NOT_INSTALLED, Benchmark, Fun, Row, Run, leaf, runs
+from _common import NOT_INSTALLED, Benchmark, Fun, Jitted, Row, Run, leaf, runs
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
@@ -82,10 +82,9 @@ def with_jax() -> dict[str, dict[str, Run | str]]:
     per_sample = jax.vmap(jax.grad(lambda x, w: fun(x, w).sum()), in_axes=(0, None))
 
     def both(derivative: Fun, x: jax.Array) -> dict[str, Run | str]:
-        jitted = jax.jit(derivative)
         return {
             "jax.checkpoint": lambda: jax.block_until_ready(derivative(x, w)),
-            "jax.checkpoint, jitted": lambda: jax.block_until_ready(jitted(x, w)),
+            "jax.checkpoint, jitted": Jitted(derivative, x, w),
         }
 
     return {"grad": both(derivative, x), "vmap(grad)": both(per_sample, xs)}
@@ -100,33 +99,35 @@ def added(rows: dict[str, Row], way: str) -> float:
 def main() -> None:
     bench = Benchmark(__file__, __doc__, threads=1)
     by_jax = with_jax()
-    found: dict[str, list[float]] = {}
+    ratios: dict[str, list[float]] = {}
     for title, fun in FUNCTIONS.items():
-        rows: dict[str, dict[str, Row]] = {}
+        works: dict[str, dict[str, Run | str]] = {}
         for setting, make in SETTINGS.items():
             ways = runs(lambda way, make=make, fun=fun: make(way(fun)))
             if fun is tanh:
                 ways |= by_jax.get(setting, {})
             else:
                 ways = {way: ways[way] for way in COMPARED}
-            section = f"{title}: {setting}"
-            rows[setting] = bench.measure(section, ways, rounds=21, repeats=30, memory=False, count_flops=False)
-            for way, row in rows[setting].items():
+            works[f"{title}: {setting}"] = ways
+        found = bench.measure(works, rounds=21, repeats=30, weighed=False)
+        rows = {setting: found[f"{title}: {setting}"] for setting in SETTINGS}
+        for ways in rows.values():
+            for way, row in ways.items():
                 if row.seconds and way != "no remat":
-                    row.notes["adds"] = f"{1e6 * added(rows[setting], way):.1f} µs"
+                    row.notes["adds"] = f"{1e6 * added(ways, way):.1f} µs"
         by_torch = added(rows[".backward()"], "torch, non-reentrant")
-        ratios = {
+        of_function = {
             ".backward(): remat adds / torch adds": added(rows[".backward()"], "remat") / by_torch,
             "grad: remat adds / torch adds to .backward()": added(rows["grad"], "remat") / by_torch,
             "vmap(grad): remat / no remat": rows["vmap(grad)"]["remat"].over(rows["vmap(grad)"]["no remat"]),
         }
-        for name, value in ratios.items():
-            found.setdefault(name, []).append(value)
+        for name, value in of_function.items():
+            ratios.setdefault(name, []).append(value)
             bench.reported[f"{title}, {name}"] = f"{value:.2f}"
         for setting in ("call, nothing requires grad", "call under no_grad"):
             seconds = added(rows[setting], "remat")
             bench.reported[f"{title}, {setting}: remat adds"] = f"{1e6 * seconds:.1f} µs (target: 6)"
-    bench.ratios = {name: max(values) for name, values in found.items()}  # of the worst function
+    bench.ratios = {name: max(values) for name, values in ratios.items()}  # of the worst function
     bench.finish()
 
 

@@ -26,13 +26,14 @@ def main() -> None:
     x = torch.randn(batch, tokens, width)
     model = Transformer(depth, width, heads)
 
-    ways = runs(functools.partial(backward, model, x))
-    by_backward = bench.measure(f"{depth} blocks: .backward()", ways, rounds=7)
     by_jax = in_jax(depth, width, heads, batch, tokens)
-    ways = runs(functools.partial(gradient, model, x)) | {way: run for way, (run, _) in by_jax.items()}
-    by_grad = bench.measure(f"{depth} blocks: grad", ways, rounds=7)
-    for way, (_, compiled) in by_jax.items():
-        by_grad[way].peak, by_grad[way].flops = compiled.peak, compiled.flops
+    works = {
+        ".backward()": runs(functools.partial(backward, model, x)),
+        "grad": runs(functools.partial(gradient, model, x)) | by_jax,
+    }
+    by_backward, by_grad = bench.measure(
+        {f"{depth} blocks: {setting}": ways for setting, ways in works.items()}, rounds=7
+    ).values()
     torchs, without = by_backward["torch, non-reentrant"], by_grad["no remat"]
     for name, ours in {"grad(remat)": by_grad["remat"], ".backward() of remat": by_backward["remat"]}.items():
         bench.ratios |= {
@@ -43,11 +44,12 @@ def main() -> None:
         }
 
     two = Transformer(2, width, heads)
-    for name, make in {
-        "per-sample gradients": per_sample_gradients,
-        "Hessian-vector product": hessian_vector_product,
-    }.items():
-        rows = bench.measure(f"2 blocks: {name}", runs(functools.partial(make, two, x)), rounds=5)
+    works = {
+        "per-sample gradients": runs(functools.partial(per_sample_gradients, two, x)),
+        "Hessian-vector product": runs(functools.partial(hessian_vector_product, two, x)),
+    }
+    found = bench.measure({f"2 blocks: {name}": ways for name, ways in works.items()}, rounds=5)
+    for name, rows in zip(works, found.values(), strict=True):
         bench.ratios[f"{name}: time / no remat"] = rows["remat"].over(rows["no remat"])
         bench.ratios[f"{name}: peak / no remat"] = ratio(rows["remat"].peak, rows["no remat"].peak)
     bench.finish()
