@@ -11,6 +11,7 @@ import torch
 from _common import NOT_INSTALLED, Fun, Jitted, Run
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
+from torch.nn import functional as F
 
 from remat import checkpoint_name
 
@@ -18,11 +19,11 @@ Params = dict[str, Tensor]
 
 
 class Block(nn.Module):
-    """Self-attention, then an MLP."""
+    """Self-attention, then an MLP. `fused`: attention is one op, such as flash attention."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, fused: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.fused = heads, fused
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -35,16 +36,20 @@ class Block(nn.Module):
         q, k, v = (
             checkpoint_name(self.qkv(x), "qkv").unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-3, -2)
         )
-        weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)  # (..., heads, tokens, tokens)
-        return (weights @ v).transpose(-3, -2).flatten(-2)
+        if self.fused:
+            mixed = F.scaled_dot_product_attention(q, k, v)
+        else:
+            weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)  # (..., heads, tokens, tokens)
+            mixed = weights @ v
+        return mixed.transpose(-3, -2).flatten(-2)
 
 
 class Transformer(nn.Module):
     """Blocks in a row, each called in the same `way`."""
 
-    def __init__(self, depth: int, width: int, heads: int) -> None:
+    def __init__(self, depth: int, width: int, heads: int, *, fused: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, heads, fused=fused) for _ in range(depth))
         self.way: Callable[[Fun], Fun] = lambda fun: fun
 
     def forward(self, x: Tensor) -> Tensor:
