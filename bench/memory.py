@@ -17,7 +17,6 @@ from torch.func import grad, jvp, vjp, vmap
 
 SIZE = 16384
 UNIT = 4 * SIZE
-BLOCKS = 20
 
 
 def block(x: Tensor) -> Tensor:
@@ -40,11 +39,11 @@ class Obvious(torch.autograd.Function):
         return vjp(block, *ctx.saved_tensors)[1](cotangent)[0]
 
 
-def loss(way: Callable[[Fun], Fun]) -> Fun:
+def loss(way: Callable[[Fun], Fun], blocks: int) -> Fun:
     wrapped = way(block)
 
     def of(x: Tensor) -> Tensor:
-        for _ in range(BLOCKS):
+        for _ in range(blocks):
             x = wrapped(x)
         return x.sum()
 
@@ -66,9 +65,10 @@ TRANSFORMS: dict[str, Callable[[Fun], Any]] = {
 
 def main() -> None:
     bench = Benchmark(__file__, __doc__, threads=1)
+    blocks = 3 if bench.fast else 20
     ways = WAYS | {"obvious": lambda _: Obvious.apply}
     works: dict[str, dict[str, Run | str]] = {
-        name: {way: UNAVAILABLE.get(way) or functools.partial(of, loss(wrap)) for way, wrap in ways.items()}
+        name: {way: UNAVAILABLE.get(way) or functools.partial(of, loss(wrap, blocks)) for way, wrap in ways.items()}
         for name, of in TRANSFORMS.items()
     }
     for rows in bench.measure(works, rounds=0).values():

@@ -14,24 +14,45 @@ sys.path.append(str(BENCH))  # they import what they share as scripts do
 check = pytest.importorskip("check", reason="the bench extra is not installed")
 
 
-def run(script: str, *arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error::UserWarning", str(BENCH / f"{script}.py"), *map(str, arguments)]
-    env = {**os.environ, "PYTHONPATH": str(BENCH.parent), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+# All in one process: most of the time of one is its imports.
+RUN_ALL = """
+import runpy, sys, traceback
+folder, *files = sys.argv[1:]
+for file in files:
+    sys.argv = [file, "--fast", "--results", folder]
+    try:
+        runpy.run_path(file, run_name="__main__")
+    except BaseException:
+        print(file, traceback.format_exc())
+"""
+
+
+def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(BENCH.parent), str(BENCH))), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error::UserWarning", *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+
+
+@pytest.fixture(scope="module")
+def fast_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Where the results of all scripts are, run with `--fast`, and what they printed."""
+    folder = tmp_path_factory.mktemp("results")
+    done = python("-c", RUN_ALL, folder, *(BENCH / f"{script}.py" for script in SCRIPTS))
+    return folder, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_benchmark(script: str, tmp_path: Path) -> None:
-    done = run(script, "--fast", "--results", tmp_path, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((tmp_path / f"{script}.json").read_text())
-    rows = {(s, way): row for s, ways in results["sections"].items() for way, row in ways.items()}
-    failed = {at: row["error"] for at, row in rows.items() if at[1].startswith("remat") and "error" in row}
+def test_benchmark(script: str, fast_results: tuple[Path, str]) -> None:
+    folder, printed = fast_results
+    file = folder / f"{script}.json"
+    assert file.exists(), printed
+    results = json.loads(file.read_text())
+    rows = {(work, way): row for work, ways in results["sections"].items() for way, row in ways.items()}
     assert rows
-    assert failed == {}
+    assert {at: row["error"] for at, row in rows.items() if at[1].startswith("remat") and "error" in row} == {}
     assert set(check.TARGETS.get(script, {})) <= set(results["ratios"]), "each target has its ratio"
-    assert results["title"].split()[0] in (tmp_path / f"{script}.txt").read_text()
-    assert (tmp_path / f"{script}.png").stat().st_size > 0
+    assert results["title"].split()[0] in file.with_suffix(".txt").read_text()
+    assert file.with_suffix(".png").stat().st_size > 0
 
 
 def test_make_bench_runs_every_script_that_needs_no_gpu() -> None:
@@ -49,7 +70,7 @@ def made_up(folder: Path, script: str = "", ratio: str = "", value: float | None
 
 
 def test_check_of_targets_met(tmp_path: Path) -> None:
-    done = run("check", made_up(tmp_path), cwd=tmp_path)
+    done = python(BENCH / "check.py", made_up(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "MISSED" not in done.stdout
 
@@ -60,7 +81,7 @@ EVERY_TARGET = [(script, ratio) for script, targets in check.TARGETS.items() for
 @pytest.mark.parametrize(("script", "ratio"), [EVERY_TARGET[0], EVERY_TARGET[-1]])
 def test_check_of_a_target_missed(script: str, ratio: str, tmp_path: Path) -> None:
     above = check.TARGETS[script][ratio] + 0.001
-    done = run("check", made_up(tmp_path, script, ratio, above), cwd=tmp_path)
+    done = python(BENCH / "check.py", made_up(tmp_path, script, ratio, above))
     assert done.returncode == 1
     assert [ratio in line for line in done.stdout.splitlines() if "MISSED" in line] == [True]
 
@@ -68,10 +89,10 @@ def test_check_of_a_target_missed(script: str, ratio: str, tmp_path: Path) -> No
 def test_check_of_results_that_are_not_there(tmp_path: Path) -> None:
     made_up(tmp_path)
     (tmp_path / "gpu.json").unlink()  # not every machine has one
-    assert run("check", tmp_path, cwd=tmp_path).returncode == 0
+    assert python(BENCH / "check.py", tmp_path).returncode == 0
     (tmp_path / "tiny.json").write_text(json.dumps({"ratios": {}}))
     (tmp_path / "chain.json").unlink()
-    done = run("check", tmp_path, cwd=tmp_path)
+    done = python(BENCH / "check.py", tmp_path)
     assert done.returncode == 1
     assert done.stdout.count("MISSED") == len(check.TARGETS["tiny"]) + len(check.TARGETS["chain"])
 
