@@ -94,7 +94,10 @@ def main() -> None:
         {
             "peers": {name: step(WAYS[name]) for name in ("no remat", "torch, non-reentrant", "torch, reentrant")},
             "torch selective, .backward()": {name: step(selective(policy)) for name, policy in found.items()},
-            "remat, .backward()": {name: step(remat(policy=policy)) for name, policy in found.items()},
+            "remat, .backward()": {
+                "no policy": step(remat),
+                **{name: step(remat(policy=policy)) for name, policy in found.items()},
+            },
             "remat, grad": {
                 name: gradient(model, x, remat(policy=policy))
                 for name, policy in found.items()
