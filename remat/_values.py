@@ -8,6 +8,7 @@ something else, nothing is found. An op that writes in place makes a new value i
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -163,6 +164,10 @@ class Reader:
         return OpCall(func, self.values.number(*what), given, named, reads)
 
     def _spec(self, x: Any, slots: dict[int, int], reads: list[Token], kinds: list[Any]) -> Any:
+        kind = type(x)
+        if kind is int or kind is bool or x is None:
+            kinds.append(kind)
+            return x
         if isinstance(x, Tensor):
             slot = slots.setdefault(id(x.untyped_storage()), len(slots))
             reads.append(self.read(x).token)
@@ -170,7 +175,7 @@ class Reader:
             return Ref(reads[-1], slot, size, stride, offset, x.dtype, x.is_conj())
         if isinstance(x, (list, tuple)):
             return tuple([self._spec(i, slots, reads, kinds) for i in x])
-        kinds.append(repr(x) if isinstance(x, (float, complex)) else type(x))  # -0.0 == 0.0 == 0 == False
+        kinds.append(repr(x) if isinstance(x, (float, complex)) else kind)  # -0.0 == 0.0 == 0 == False
         return x
 
     def constant(self, tensor: Tensor) -> None:
@@ -226,6 +231,7 @@ class OpMode(internals.TorchDispatchMode):
 # Ops.
 
 
+@functools.cache
 def is_draw(func: Any) -> bool:
     """Whether an op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
@@ -255,6 +261,7 @@ def plain(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor._is_zerotensor() and not tensor.is_neg()
 
 
+@functools.cache
 def is_view(func: Any) -> bool:
     """Whether an op reads nothing: its result is another look at the same memory."""
     return (
@@ -268,11 +275,15 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     found: list[Any] = []
     if func in _WRITE_STATISTICS and args[5]:  # in training
         found += args[3:5]
-    if func._schema.is_mutable:
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                found += flat(args[i] if i < len(args) else kwargs.get(argument.name))
+    for i, name in _written_arguments(func):
+        found += flat(args[i] if i < len(args) else kwargs.get(name))
     return [x for x in found if isinstance(x, (Tensor, Ref))]
+
+
+@functools.cache
+def _written_arguments(func: Any) -> list[tuple[int, str]]:
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 # They write to running_mean and running_var, which their schemas do not say.
