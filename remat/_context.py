@@ -6,12 +6,14 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._errors import CheckpointError
+from remat._values import OpMode, flat, is_draw, written
 from remat.random._generators import global_state, same_state, set_global_state
 
 
@@ -123,11 +125,62 @@ class RandomState:
             ambient._set()
 
 
+class KeptDraws(OpMode):
+    """What a run drew, where its ops are written down (`make_fx`): the written ones would draw anew in a rerun.
+
+    The forward runs in this mode; `replayed` gives each op that draws its result again, in the same order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn: list[tuple[Any, list[Tensor]]] = []
+
+    def op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        if is_draw(func):
+            self._drawn.append((func, [t.clone() for t in flat(out)]))
+        return out
+
+    def drawn_since(self) -> KeptDraws | None:
+        """These draws, None where there are none."""
+        return self if self._drawn else None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """As of a `RandomState`. All is seen anyway."""
+        yield
+
+    def notice(self, generator: torch.Generator) -> None:
+        """As of a `RandomState`. All is seen anyway."""
+
+    def replayed(self) -> _Redraw:
+        """Within it, the same draws come again."""
+        return _Redraw(self._drawn)
+
+
+class _Redraw(OpMode):
+    def __init__(self, drawn: Iterable[tuple[Any, list[Tensor]]]) -> None:
+        super().__init__()
+        self._left = iter(drawn)
+
+    def op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not is_draw(func):
+            return func(*args, **kwargs)
+        expected, results = next(self._left, (None, []))
+        if func is not expected:
+            raise CheckpointError(f"remat: a rerun draws from {func}, where the forward run drew from {expected}.")
+        changed = written(func, args, kwargs)
+        for tensor, result in zip(changed, results, strict=False):
+            tensor.copy_(result)
+        results = changed or [t.clone() for t in results]  # the function may write to them
+        return results[0] if len(results) == 1 else tuple(results)
+
+
 _replaying = threading.RLock()
 
 
 @contextlib.contextmanager
-def replayed(state: RandomState | None) -> Iterator[None]:
+def replayed(state: RandomState | KeptDraws | None) -> Iterator[None]:
     """`state.replayed()`. Where the run drew nothing, see that it leaves no trace: it may seed.
 
     The global generators belong to all threads: one at a time.

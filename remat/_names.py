@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,14 +57,30 @@ def checkpoint_name(x: T, name: str, /) -> T:
     """
     if not isinstance(name, str):
         raise TypeError(f"checkpoint_name: name must be a string; got {type(name).__name__} {name!r}.")
+    if torch.compiler.is_dynamo_compiling():
+        return internals.call_lifted(functools.partial(_when_the_op_runs, name), _same, x)
     if not (internals.dispatch_modes_active() or internals.function_modes()):
         return x
     leaves, spec = _tree.flatten(x)
+    return _tree.unflatten(spec, _named(name, leaves))
+
+
+def _named(name: str, leaves: Iterable[Any]) -> list[Any]:
     token = _current.set(name)
     try:
         # The op is the same in the forward and in the rerun, whether or not a policy looks on: a rerun is
         # compared with its forward call by call.
-        leaves = [torch.ops.aten.alias.default(t) if isinstance(t, Tensor) else t for t in leaves]
+        return [torch.ops.aten.alias.default(t) if isinstance(t, Tensor) else t for t in leaves]
     finally:
         _current.reset(token)
-    return _tree.unflatten(spec, leaves)
+
+
+# Dynamo, which can't trace the above, takes it as one op of its graph. See `remat._compile`.
+
+
+def _same(x: Any) -> Any:
+    return internals.tree_map(lambda t: t.view_as(t) if isinstance(t, Tensor) else t, x)
+
+
+def _when_the_op_runs(name: str, graph: Any) -> Callable[..., Any]:
+    return lambda *args: tuple(_named(name, graph(*args)))

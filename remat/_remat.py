@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from typing_extensions import ParamSpec
 
+from remat import _compile, _tree
 from remat import _torch_internals as internals
-from remat import _tree
 from remat._primitive import Derived, attach
 from remat._replay import Call
 from remat._run import Run, active_runs
@@ -50,7 +50,7 @@ class Remat(Generic[P, R]):
         functools.update_wrapper(self, fun, updated=("__dict__",) if isinstance(fun, types.FunctionType) else ())
         self._options = options
         self._name = _name(fun)
-        self._policy = None if options.policy is None else as_policy(options.policy)
+        self._policy = None if options.policy is None or _compile.tracing() else as_policy(options.policy)
         self._static = StaticArguments(fun, self._name, options.static_argnums, options.static_argnames)
 
     def __remat_maker__(self) -> Callable[[Callable[P, R]], Remat[P, R]]:
@@ -59,6 +59,8 @@ class Remat(Generic[P, R]):
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         fun = self.__wrapped__
+        if _compile.tracing():
+            return _compile.call(remat, self._options.policy, self._options.preserve_rng_state, fun, args, kwargs)
         if not torch.is_grad_enabled() or plainly.get():
             return fun(*args, **kwargs)
         leaves, spec = _tree.flatten(self._static.boxed(args, kwargs))
@@ -73,7 +75,9 @@ class Remat(Generic[P, R]):
         return out
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
+        if instance is None:
+            return self
+        return functools.partial(self, instance) if _compile.tracing() else types.MethodType(self, instance)
 
     def __reduce__(self) -> Any:
         # A decorated function is found by its name, as functions are; anything else is wrapped again.
@@ -105,8 +109,8 @@ def _with_derivative(out: Any, call: Call, leaves: list[Any], run: Run) -> Any:
         differentiated = internals.forward_ad_active() or any(
             internals.requires_grad_at_any_level(results[places[0]]) for places in where.values()
         )
-    if not differentiated:
-        return out
+    if not differentiated or (internals.tracing() and not internals.differentiating()):
+        return out  # what `make_fx` and `torch.export` write down can be differentiated later
     call.returned = [places[0] for places in where.values()]
     values = [results[i] for i in call.returned]
     with internals.DisableTorchFunction():

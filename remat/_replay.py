@@ -16,7 +16,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import Closure
-from remat._context import Ambient, RandomState, replayed
+from remat._context import Ambient, KeptDraws, RandomState, replayed
 from remat._errors import CheckpointError, RematError
 from remat._frozen import Thawer
 from remat._run import CHANGES, PURITY, Log, Run, call_site, stranger, version
@@ -49,7 +49,7 @@ class Call:
         self.positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.originals: list[weakref.ref[Tensor]] = []
         self.returned: list[int] = []
-        self.random: RandomState | None = None
+        self.random: RandomState | KeptDraws | None = None
         self._drew_from: Position | None = None
         self._key = 0  # its identity in the forward, then its position among the operands
         self._log = Log()
@@ -86,12 +86,13 @@ class Call:
             run.in_cells = {id(t) for t in self.closure.tensors()}
             keys = running()
             position = None if keys is None else keys.position()
-            run.random = RandomState(tensors, keyed=keys is not None) if preserve_rng_state else None
+            draws = KeptDraws() if preserve_rng_state and internals.tracing() else None
+            run.random = draws or (RandomState(tensors, keyed=keys is not None) if preserve_rng_state else None)
         note_nested_call()
         if self.policy is not None and not internals.tracing():
             where = call_site if self.watched else lambda: "unknown"
             self._recorder = Recorder(self.policy.start(), lambda: run.current, where)
-        with internals.without_saved_tensors_hooks(), run, self._recorder or contextlib.nullcontext():
+        with internals.without_saved_tensors_hooks(), run, self._recorder or draws or contextlib.nullcontext():
             try:
                 out = self.closure.call(*args, **kwargs)
             except TypeError as error:  # torch takes one inside of `x @ y` for "not implemented"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
-from remat._context import RandomState
+from remat._context import KeptDraws, RandomState
 from remat._errors import CheckpointError, RematError
 from remat._tail import Spared, can_be_hooked, is_large, is_product, keeps_no_value
 
@@ -199,7 +199,7 @@ class Run(TorchFunctionMode):
         self.versions: dict[int, int] = {}
         self.snapshots: dict[int, Tensor] = {}
         """Tensors from outside that it wrote to, as they were before."""
-        self.random: RandomState | None = None
+        self.random: RandomState | KeptDraws | None = None
         self.log = Log()
         self.current: Any = None
         """The call that is running: function, args, kwargs."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 import sys
 import threading
@@ -34,13 +35,19 @@ from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
     temporarily_clear_interpreter_stack,
 )
+from torch._guards import TracingContext
+from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad as fwad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.fx import Interpreter
 
 # Whether `make_fx` is at work.
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_slot
+from torch.fx.traceback import preserve_node_meta
 from torch.utils import (
     # Importing it makes every pytree node registered with torch known to optree, in the namespace "torch".
     _cxx_pytree as _cxx_pytree,
@@ -52,6 +59,7 @@ from torch.utils._device import DeviceContext
 
 # A mode that sees every aten op below all transforms: documented, but its import path is private.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils.checkpoint import _CachingTorchDispatchMode, create_selective_checkpoint_contexts
 
 # An autograd node for one level of functorch's stack; `autograd.Function` refuses to be used there.
 SingleLevelFunction: Any = _SingleLevelFunction
@@ -423,7 +431,7 @@ def below_all_transforms() -> Iterator[None]:
 
 def tracing() -> bool:
     """Whether ops are written down by `make_fx` (as `torch.func.linearize` does): what it does not see is not there."""
-    return get_proxy_mode() is not None
+    return torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None
 
 
 def dispatch_modes_active() -> bool:
@@ -511,6 +519,67 @@ def vmap_levels() -> tuple[tuple[int, int, str], ...]:
     vmaps = [i for i in _C.get_interpreter_stack() if i.key() == TransformType.Vmap]
     pointers = [(i.level(), _C.CVmapInterpreterPtr(i)) for i in vmaps]
     return tuple((level, v.batchSize(), v.randomness().name.lower()) for level, v in pointers)
+
+
+# For torch.compile.
+
+call_lifted: Any = dynamo_bypassing_wrapper
+"""`call_lifted(wrapper, fun, *args)` is `wrapper(fun)(*args)`. Dynamo traces `fun` into a graph, with what it captures
+as further arguments; `wrapper(graph)` is called when the op runs. The only way past dynamo that patches nothing."""
+
+
+tree_map: Any = pytree.tree_map  # dynamo traces it
+
+
+def compiling() -> bool:
+    """Whether AOTAutograd or another backend traces a graph of dynamo."""
+    return TracingContext.try_get() is not None
+
+
+def differentiating() -> bool:
+    """Whether `torch.func` differentiates at some level: a transform other than `vmap` is active."""
+    return transforms_active() and any(i.key() != TransformType.Vmap for i in _C.get_interpreter_stack())
+
+
+_regions = itertools.count()
+
+
+def mark(tensor: Tensor, decision: Any) -> None:
+    """Mark the op with which AOTAutograd has written down the value of a tensor, if it writes anything."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return
+    plain = torch._from_functional_tensor(tensor.elem) if isinstance(tensor, FunctionalTensor) else tensor
+    slot = get_proxy_slot(plain, mode.tracer, None)
+    if slot is not None:
+        node: Any = slot.proxy.node
+        while getattr(node.target, "is_view", False):
+            node = node.args[0]
+        node.meta["recompute"] = decision
+
+
+def run_marked(graph: Any, args: Iterable[Any], policy: Any) -> Any:
+    """Run a graph of dynamo while AOTAutograd writes down its ops, and mark these for the partitioner.
+
+    It saves or repeats them as `policy` says. That is what `torch.utils.checkpoint` does when it is compiled, with
+    saved-tensor hooks around it that find nothing to do, and that `torch.func` does not allow.
+    """
+    mode = create_selective_checkpoint_contexts(policy)[0]
+    mode.ac_graph_id = next(_regions)
+    with preserve_node_meta(), mode:
+        return Interpreter(graph).run(*args)
+
+
+def uses_transforms(graph: Any) -> bool:
+    """Whether there are transforms in a graph of dynamo, which writes down the numbers of their levels."""
+    modules = graph.modules() if isinstance(graph, torch.fx.GraphModule) else ()
+    nodes = (n for m in modules if isinstance(m, torch.fx.GraphModule) for n in m.graph.nodes)
+    return any("increment_nesting" in getattr(n.target, "__name__", "") for n in nodes)
+
+
+def selective_policy(context: Any) -> Any:
+    """The policy of the forward context that torch's own `create_selective_checkpoint_contexts` makes, else None."""
+    return context.policy_fn if isinstance(context, _CachingTorchDispatchMode) else None
 
 
 # For remat.compat.

@@ -19,7 +19,7 @@ LAYERS = [
     {"_tree"},
     {"_names"},
     {"policies", "random", "debug", "_values", "_offload"},
-    {"_frozen", "_context", "_tape", "_static", "_tail"},
+    {"_frozen", "_context", "_tape", "_static", "_tail", "_compile"},
     {"_closure", "_spare"},
     {"_run"},
     {"_replay"},

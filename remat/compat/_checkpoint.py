@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 from remat import _torch_internals as internals
 from remat._remat import remat
@@ -19,7 +18,7 @@ from remat.compat._call import NO_CONTEXTS, Contexts, UsesTransforms
 from remat.compat._devices import noop_context_fn, warn_without_grad
 from remat.compat._engine import Options, Region
 from remat.compat._reentrant import CheckpointFunction
-from remat.compat._selective import Selective, for_one_region
+from remat.compat._selective import Selective, call_compiled, for_one_region
 
 _DETERMINISM_CHECKS = ("default", "none")
 
@@ -98,11 +97,7 @@ def checkpoint(
         }
         return _decorator(options)
     if torch.compiler.is_dynamo_compiling():
-        if context_fn is not noop_context_fn:
-            kwargs["context_fn"] = context_fn
-        return torch.utils.checkpoint.checkpoint(  # which the compiler knows
-            function, *args, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state, **kwargs
-        )
+        return call_compiled(function, args, kwargs, context_fn, preserve_rng_state)
     if use_reentrant:
         if kwargs:
             raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat import _compile, _tree
 from remat import _torch_internals as internals
-from remat import _tree
 from remat._context import RandomState
 from remat._errors import CheckpointError
+from remat._remat import remat
 from remat.compat._call import Contexts
+from remat.compat._devices import noop_context_fn
 from remat.policies import CheckpointPolicy, Policy, as_policy
 from remat.policies._ops import OpOverload, OpOverloadPacket, spell
 
@@ -338,6 +340,30 @@ def for_one_region(contexts: Contexts, preserve_rng_state: bool) -> Contexts:
     if isinstance(forward, Selective):
         return _contexts(forward.policy, forward.allow_cache_entry_mutation, preserve_rng_state)
     return contexts
+
+
+def call_compiled(
+    fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context_fn: Any, preserve_rng_state: bool
+) -> Any:
+    """Call a function that torch.compile is tracing."""
+    if context_fn is noop_context_fn:
+        return _compile.call(remat, None, preserve_rng_state, fun, args, kwargs)
+    if isinstance(context_fn, functools.partial) and context_fn.args and isinstance(context_fn.args[0], Policy):
+        return _compile.call(remat, context_fn.args[0], preserve_rng_state, fun, args, kwargs)
+    return _compile.call(remat, context_fn, preserve_rng_state, fun, args, kwargs, _policy_of)
+
+
+def _policy_of(context_fn: Any) -> Policy:
+    forward, _ = context_fn()
+    if isinstance(forward, Selective):
+        return forward.policy
+    decides = internals.selective_policy(forward)
+    if decides is None:
+        raise TypeError(
+            "checkpoint: under torch.compile the context_fn must return what create_selective_checkpoint_contexts "
+            f"returns: the compiler asks its policy. Got {type(forward).__name__} {forward!r}."
+        )
+    return as_policy(decides)
 
 
 # Ops that are named.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import sys
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,10 @@ MUST_CPU_OFFLOAD = CheckpointPolicy.MUST_CPU_OFFLOAD
 PREFER_CPU_OFFLOAD = CheckpointPolicy.PREFER_CPU_OFFLOAD
 
 Decide = Callable[..., CheckpointPolicy]
+
+
+by_identity: weakref.WeakValueDictionary[int, Policy] = weakref.WeakValueDictionary()
+"""All policies, by `id`: a number is all that torch.compile lets through."""
 
 
 class Policy(abc.ABC):
@@ -45,6 +50,16 @@ class Policy(abc.ABC):
         >>> policy == dots_saveable - save_ops("aten::bmm")
         True
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        if torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(
+                "remat: make a policy outside of the function that is compiled, and use it there by name."
+            )
+        policy = super().__new__(cls)
+        by_identity[id(policy)] = policy
+        return policy
 
     @abc.abstractmethod
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,0 +1,87 @@
+"""Under `torch.compile`.
+
+NOTE [two compilers]: dynamo turns Python into a graph, and does not know our modes; then AOTAutograd runs that graph on
+fake tensors and writes down the ops. So the function goes through dynamo untouched, as the body of an op: dynamo
+makes a graph of it that has what it captured as arguments. When that op runs, this module is in charge again:
+
+| what differentiates | what is done |
+|---|---|
+| the compiler, for a later `.backward()` | ops are marked by the policy; the compiler's partitioner repeats them |
+| `torch.func`, in the compiled code | the engine of `remat`: the rerun is written down with the rest |
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from remat import _torch_internals as internals
+from remat._errors import RematError
+from remat._names import current_name
+from remat.policies import CheckpointPolicy, Policy, as_policy
+from remat.policies._policy import by_identity
+
+tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+
+_TRANSFORMS_INSIDE = (
+    "remat: a function under remat that uses torch.func itself can't be compiled where torch.func differentiates it, "
+    "nor by the backend 'eager': the compiler has written down the numbers of its levels. Compile what is inside of "
+    "it instead, or differentiate the compiled function with .backward()."
+)
+
+
+def call(
+    remat: Callable[..., Any],
+    policy: Any,
+    preserve_rng_state: bool,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy_of: Callable[[Any], Policy] = as_policy,
+) -> Any:
+    """Call a function that dynamo is tracing, as one op of its graph.
+
+    **Arguments:**
+
+    - `remat`: the engine, a decorator.
+    - `policy`, `preserve_rng_state`: its options.
+    - `policy_of`: makes a policy of what is given as one.
+    """
+    if not torch.is_grad_enabled():
+        return fun(*args, **kwargs)
+    policy = id(policy) if isinstance(policy, Policy) else policy  # dynamo hands on constants alone
+    as_op = functools.partial(_as_op, remat, policy_of, policy, preserve_rng_state)
+    return internals.call_lifted(as_op, fun, *args, **kwargs)
+
+
+def _as_op(
+    remat: Callable[..., Any], policy_of: Callable[[Any], Policy], policy: Any, preserve_rng_state: bool, graph: Any
+) -> Callable[..., Any]:
+    """What is called when the op runs, for the graph of the function."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if (internals.differentiating() or not internals.compiling()) and internals.uses_transforms(graph):
+            raise RematError(_TRANSFORMS_INSIDE)
+        if internals.compiling() and internals.differentiating():
+            return remat(graph, preserve_rng_state=preserve_rng_state)(*args)
+        decides = by_identity[policy] if isinstance(policy, int) else policy_of(policy)
+        if internals.compiling():
+            return internals.run_marked(graph, args, _marking(decides.start()))
+        return remat(graph, policy=decides, preserve_rng_state=preserve_rng_state)(*args, **kwargs)
+
+    return run
+
+
+def _marking(policy: Callable[..., CheckpointPolicy]) -> Callable[..., CheckpointPolicy]:
+    """The policy. What it says of a named value is a word about the op that computed it: the name itself is no op."""
+
+    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        decision = policy(ctx, op, *args, **kwargs)
+        if current_name() is not None and decision is not CheckpointPolicy.PREFER_RECOMPUTE:
+            internals.mark(args[0], decision)
+        return decision
+
+    return decide

@@ -1,0 +1,550 @@
+"""Remat'd functions under torch.compile, make_fx and torch.export."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from helpers import assert_same, numbers, plain
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from remat import checkpoint, checkpoint_name, policies, random, remat
+from remat.compat import create_selective_checkpoint_contexts
+from remat.debug import LiveBytes
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Backend:
+    """AOTAutograd with the partitioner that inductor uses. The graphs run op by op, and their memory is weighed."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[str, torch.fx.GraphModule] = {}
+        self.meter = LiveBytes()
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        return aot_autograd(
+            fw_compiler=self._compiler("forward"),
+            bw_compiler=self._compiler("backward"),
+            inference_compiler=self._compiler("inference"),
+            partition_fn=min_cut_rematerialization_partition,
+        )(graph, inputs)
+
+    def _compiler(self, kind: str) -> Any:
+        def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            self.graphs[kind] = graph
+
+            def run(*args: Any) -> Any:
+                with self.meter:
+                    return graph(*args)
+
+            return make_boxed_func(run)
+
+        return compiler
+
+    def ops(self, kind: str) -> Counter[str]:
+        nodes = self.graphs[kind].graph.nodes
+        return Counter(n.target.__name__.split(".")[0] for n in nodes if n.op == "call_function")
+
+    @property
+    def saved(self) -> int:
+        """How many tensors go from the forward graph to the backward graph, besides the result."""
+        (output,) = (n for n in self.graphs["forward"].graph.nodes if n.op == "output")
+        return len(output.args[0]) - 1
+
+
+def compiled(fun: Any, backend: Any = "aot_eager", **options: Any) -> Any:
+    return torch.compile(fun, backend=backend, fullgraph=True, **options)
+
+
+def block(w: Tensor, x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = torch.sin(x @ w).exp().cos()
+    return x
+
+
+def loss_of(decorate: Any) -> Callable[..., Tensor]:
+    def loss(ws: Any, x: Tensor) -> Tensor:
+        for w in ws:
+            x = decorate(block)(w, x)
+        return x.sum()
+
+    return loss
+
+
+WS = tuple(numbers(32, 32, seed=i) / 8 for i in range(4))
+X = numbers(64, 32, seed=9)
+UNIT = X.numel() * 8
+
+
+def backward(loss: Any) -> Any:
+    """The gradients at `WS` by `.backward()`."""
+
+    def run(ws: Any, x: Tensor) -> Any:
+        leaves = tuple(w.clone().requires_grad_() for w in ws)
+        loss(leaves, x).backward()
+        return tuple(w.grad for w in leaves)
+
+    return run
+
+
+def _per_sample(loss: Any) -> Any:
+    return lambda ws, x: vmap(grad(loss), in_dims=(None, 0))(ws, x.view(8, 8, 32))
+
+
+# What is compiled, with a remat'd loss in it.
+COMPILED: dict[str, Callable[..., Any]] = {
+    ".backward()": lambda loss, compiled: backward(compiled(loss)),
+    ".backward() of vmap": lambda loss, compiled: backward(
+        compiled(lambda ws, x: vmap(loss, in_dims=(None, 0))(ws, x.view(8, 8, 32)).sum())
+    ),
+    ".backward() of grad": lambda loss, compiled: backward(
+        compiled(lambda ws, x: sum(g.sin().sum() for g in grad(loss)(ws, x)))
+    ),
+    "grad": lambda loss, compiled: compiled(grad(loss)),
+    "vmap(grad)": lambda loss, compiled: compiled(_per_sample(loss)),
+}
+UNCOMPILED = functools.partial(lambda f: f)
+
+
+@pytest.mark.parametrize("what", COMPILED)
+def test_the_recompute_is_there(what: str) -> None:
+    """Right gradients, and less memory than without remat."""
+    expected = COMPILED[what](loss_of(plain), UNCOMPILED)(WS, X)
+    peaks = {}
+    for decorate in (plain, remat):
+        backend = Backend()
+        result = COMPILED[what](loss_of(decorate), lambda f, b=backend: compiled(f, b))(WS, X)
+        assert_same(result, expected, 1e-8)
+        peaks[decorate] = backend.meter.peak / UNIT
+    assert peaks[remat] < 0.7 * peaks[plain]
+
+
+def _without_grad(fun: Any) -> Any:
+    def run(x: Tensor) -> Any:
+        with torch.no_grad():
+            return fun(x)
+
+    return run
+
+
+@pytest.mark.parametrize("what", ["vmap", "jvp", "vjp", "jacrev", "hessian", "grad(grad)", "no grad", "call"])
+def test_other_transforms(what: str) -> None:
+    transform: Any = {
+        "vmap": lambda f: lambda x: vmap(f)(torch.stack([x, x.cos()])),
+        "jvp": lambda f: lambda x: jvp(f, (x,), (x.cos(),)),
+        "vjp": lambda f: lambda x: vjp(f, x)[1](x.cos()),
+        "jacrev": jacrev,
+        "hessian": lambda f: hessian(lambda x: f(x).sum()),
+        "grad(grad)": lambda f: grad(lambda x: grad(lambda x: f(x).sum())(x).sin().sum()),
+        "no grad": _without_grad,
+        "call": lambda f: f,
+    }[what]
+    w = numbers(4, 4)
+
+    def fun(x: Tensor) -> Tensor:
+        return (x @ w).sin() * x
+
+    x = numbers(4, seed=1)
+    assert_same(compiled(transform(remat(fun)))(x), transform(fun)(x))
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("what", [".backward()", "grad", "vmap(grad)"])
+def test_backends(backend: str, what: str) -> None:
+    def loss(decorate: Any) -> Any:
+        return lambda ws, x: decorate(lambda x: (x @ ws[0]).sin().exp())(x).sum()
+
+    run = COMPILED[what](loss(remat), functools.partial(compiled, backend=backend))
+    assert_same(run(WS[:1], X), COMPILED[what](loss(plain), UNCOMPILED)(WS[:1], X), 1e-8)
+
+
+# Policies.
+
+POLICIES = {
+    "policy": policies.dots_saveable,
+    "function": lambda ctx, op, *args, **kwargs: op is torch.ops.aten.mm.default,
+    "ops": ["aten.mm"],
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["decorated outside", "decorated inside"])
+@pytest.mark.parametrize("kind", POLICIES)
+def test_policies_are_honoured(kind: str, inside: bool) -> None:
+    policy = POLICIES[kind]
+    saving, nothing = Backend(), Backend()
+    outside = remat(block, policy=policy)
+
+    def loss(ws: Any, x: Tensor) -> Tensor:
+        for w in ws:
+            x = remat(block, policy=policy)(w, x) if inside else outside(w, x)
+        return x.sum()
+
+    expected = backward(loss_of(plain))(WS, X)
+    assert_same(backward(compiled(loss, saving))(WS, X), expected)
+    assert_same(backward(compiled(loss_of(remat), nothing))(WS, X), expected)
+    assert saving.ops("forward")["mm"] == 12
+    assert saving.ops("backward")["mm"] == 23  # the derivatives alone
+    assert nothing.ops("backward")["mm"] > 23 + 4
+    assert saving.saved > nothing.saved
+
+
+def test_another_policy_is_another_graph() -> None:
+    recomputed = []
+    for policy in (policies.save_ops("mm"), None):
+        backend = Backend()
+        fun = remat(block, policy=policy)
+        assert_same(backward(compiled(lambda ws, x, f=fun: f(ws[0], x).sum(), backend))(WS[:1], X),
+                    backward(loss_of(plain))(WS[:1], X))  # fmt: skip
+        recomputed.append(backend.ops("backward")["mm"])
+    assert recomputed == [5, 8]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_policies_by_name(kept: bool) -> None:
+    def fun(w: Tensor, x: Tensor) -> Tensor:
+        named = checkpoint_name({"y": x @ w}, "a")
+        return (named["y"].sin() @ w).sin() @ w
+
+    names = policies.save_only_these_names("a" if kept else "b")
+    saving = remat(fun, policy=names | policies.save_ops("bmm"))
+    backend = Backend()
+    assert_same(backward(compiled(lambda ws, x: saving(ws[0], x).sum(), backend))(WS[:1], X),
+                backward(lambda ws, x: fun(ws[0], x).sum())(WS[:1], X))  # fmt: skip
+    assert backend.ops("forward")["mm"] == 3
+    assert backend.ops("backward")["mm"] == (6 if kept else 7)  # of which 5 are the derivatives alone
+    assert_same(compiled(grad(lambda w: saving(w, X).sum()))(WS[0]), grad(lambda w: fun(w, X).sum())(WS[0]))
+
+
+def test_a_policy_is_made_outside() -> None:
+    with pytest.raises(Exception, match="make a policy outside of the function that is compiled"):
+        compiled(lambda x: remat(torch.sin, policy=policies.save_at_most(4))(x))(X)
+
+
+def test_a_counting_policy_starts_anew() -> None:
+    backend = Backend()
+    fun = remat(block, policy=policies.save_every(3, "mm"))
+    leaf = WS[0].clone().requires_grad_()
+    compiled(lambda w: fun(w, fun(w, X)).sum(), backend)(leaf).backward()
+    assert_same(leaf.grad, grad(lambda w: block(w, block(w, X)).sum())(WS[0]))
+
+
+# What the function reads, and returns.
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(8, dtype=torch.float64)
+
+    def block(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x).sin())
+
+
+class RematNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return remat(self.block)(x).sum()
+
+
+class PlainNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.block(x) * 1).sum()
+
+
+class MethodNet(Net):
+    @remat
+    def step(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.step(x).sum()
+
+
+@pytest.mark.parametrize("net", [RematNet, MethodNet])
+def test_modules(net: Any) -> None:
+    """Parameters get their gradients, and statistics are changed once."""
+    x = numbers(5, 8)
+    model, expected = net(), PlainNet()
+    for m in (compiled(model), expected):
+        m(x).backward()
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        assert_same(p.grad, q.grad, 1e-8)
+    assert_same(dict(model.named_buffers()), dict(expected.named_buffers()))
+
+
+@pytest.mark.parametrize("net", [RematNet, MethodNet])
+def test_modules_under_transforms(net: Any) -> None:
+    x = numbers(5, 8)
+    model, expected = net().eval(), PlainNet().eval()
+    params = {k: v.detach() for k, v in model.named_parameters()}
+
+    def gradient(module: nn.Module) -> Any:
+        return lambda params, x: grad(lambda p: functional_call(module, p, (x,)).sin())(params)
+
+    result = compiled(gradient(model))(params, x)
+    assert_same(
+        {k: v.detach() for k, v in result.items()}, gradient(expected)({k: v.detach() for k, v in params.items()}, x)
+    )
+
+
+@pytest.mark.parametrize("what", [".backward()", "grad"])
+def test_captured_tensors(what: str) -> None:
+    def loss(decorate: Any) -> Any:
+        def run(ws: Any, x: Tensor) -> Tensor:
+            scale = ws[0].sum().sin()
+            for w in ws:
+                x = decorate(lambda x: torch.tanh(x @ w) * scale)(x)
+            return x.sum()
+
+        return run
+
+    run = COMPILED[what](loss(remat), compiled)
+    assert_same(run(WS, X), COMPILED[what](loss(plain), UNCOMPILED)(WS, X))
+
+
+def test_structures() -> None:
+    @remat(static_argnums=0)
+    def fun(n: int, tree: dict[str, Tensor], *, scale: float) -> Any:
+        return {"out": (tree["a"] * scale + tree["b"] ** n,), "n": n, "none": None}
+
+    def loss(a: Tensor, b: Tensor) -> Any:
+        result = fun(3, {"a": a, "b": b}, scale=2.0)
+        assert result["n"] == 3
+        assert result["none"] is None
+        return result["out"][0].sum()
+
+    a, b = numbers(3), numbers(3, seed=1)
+    assert_same(compiled(grad(loss, argnums=(0, 1)))(a, b), grad(loss, argnums=(0, 1))(a, b))
+
+
+def test_nested() -> None:
+    def loss(decorate: Any) -> Any:
+        inner = decorate(lambda w, x: torch.sin(x @ w))
+        outer = decorate(lambda ws, x: inner(ws[1], inner(ws[0], x).exp()).cos())
+        return lambda ws, x: outer(ws, x).sum()
+
+    for what in (".backward()", "grad"):
+        run = COMPILED[what](loss(remat), compiled)
+        assert_same(run(WS[:2], X), COMPILED[what](loss(plain), UNCOMPILED)(WS[:2], X))
+
+
+def test_changes_in_place_inside() -> None:
+    def fun(w: Tensor, x: Tensor) -> Tensor:
+        y = x @ w
+        return y.sin_().mul(2).exp_()
+
+    for policy in (None, policies.save_ops("exp")):
+        for what in (".backward()", "grad"):
+            run = COMPILED[what](lambda ws, x, p=policy: remat(fun, policy=p)(ws[0], x).sum(), compiled)
+            assert_same(run(WS[:1], X), COMPILED[what](lambda ws, x: fun(ws[0], x).sum(), UNCOMPILED)(WS[:1], X))
+
+
+def test_transforms_inside() -> None:
+    """`torch.utils.checkpoint` can't do that."""
+
+    def fun(w: Tensor, x: Tensor) -> Tensor:
+        return grad(lambda x: torch.sin(x @ w).exp().sum())(x)
+
+    def loss(ws: Any, x: Tensor) -> Tensor:
+        return remat(fun)(ws[0], x).sum()
+
+    expected = backward(lambda ws, x: fun(ws[0], x).sum())(WS[:1], X)
+    assert_same(backward(compiled(loss))(WS[:1], X), expected)
+    for run in (compiled(grad(loss)), compiled(loss, "eager")):
+        with pytest.raises(Exception, match=r"uses torch\.func itself can't be compiled"):
+            run(WS[:1], X)
+
+
+def test_dynamic_shapes() -> None:
+    for what in (".backward()", "grad"):
+        run = COMPILED[what](loss_of(remat), functools.partial(compiled, dynamic=True))
+        for n in (5, 7):
+            assert_same(run(WS[:1], X[:n]), COMPILED[what](loss_of(plain), UNCOMPILED)(WS[:1], X[:n]), 1e-8)
+
+
+def test_a_graph_break_inside() -> None:
+    """Without fullgraph, the function then runs uncompiled, and remat'd."""
+
+    def fun(w: Tensor, x: Tensor) -> Tensor:
+        y = torch.sin(x @ w)
+        torch._dynamo.graph_break()
+        return y.exp()
+
+    leaf = WS[0].clone().requires_grad_()
+    torch.compile(lambda w: remat(fun)(w, x=X).sum(), backend="aot_eager")(leaf).backward()
+    assert_same(leaf.grad, grad(lambda w: torch.sin(X @ w).exp().sum())(WS[0]))
+
+
+# Draws.
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("what", [".backward()", "grad", "vmap(grad)"])
+def test_draws(what: str, backend: str) -> None:
+    """The derivative belongs to the draws of the forward."""
+
+    def loss(x: Tensor) -> Tensor:
+        y = remat(lambda x: F.dropout(x * 1.0))(x)
+        return (y * y.detach()).sum()
+
+    x = torch.ones(100)
+    if what == ".backward()":
+        x.requires_grad_()
+        compiled(loss, backend)(x).backward()
+        gradient = x.grad
+    elif what == "grad":
+        gradient = compiled(grad(loss), backend)(x)
+    else:
+        gradient = compiled(vmap(grad(loss), randomness="different"), backend)(x.expand(3, 100))
+        assert (gradient[0] != gradient[1]).any()
+    assert gradient is not None
+    assert set(gradient.unique().tolist()) == {0.0, 4.0}  # (1/p)² where it was kept
+
+
+@pytest.mark.parametrize("what", [".backward()", "grad", "vmap(grad)"])
+def test_draws_from_keys(what: str) -> None:
+    def loss(decorate: Any) -> Any:
+        def run(ws: Any, x: Tensor) -> Tensor:
+            fun = decorate(lambda w, x: torch.sin(x @ w) * random.normal(random.key(3), x.shape).to(x))
+            return fun(ws[0], x).exp().sum()
+
+        return run
+
+    run = COMPILED[what](loss(remat), compiled)
+    assert_same(run(WS[:1], X), COMPILED[what](loss(plain), UNCOMPILED)(WS[:1], X), 1e-6)
+
+
+# `checkpoint`.
+
+
+def _ops(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+    return op is torch.ops.aten.mm.default
+
+
+CONTEXTS: dict[str, Any] = {
+    "policy": functools.partial(create_selective_checkpoint_contexts, policies.dots_saveable),
+    "function": functools.partial(create_selective_checkpoint_contexts, _ops),
+    "ops": functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]),
+    "lambda": lambda: create_selective_checkpoint_contexts(policies.dots_saveable),
+    "torch's": functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, _ops),
+}
+
+
+@pytest.mark.parametrize("what", [".backward()", "grad", "vmap(grad)"])
+def test_checkpoint(what: str) -> None:
+    def loss(ws: Any, x: Tensor) -> Tensor:
+        for w in ws:
+            x = checkpoint(block, w, x, use_reentrant=False)
+        return x.sum()
+
+    backend, without = Backend(), Backend()
+    result = COMPILED[what](loss, functools.partial(compiled, backend=backend))(WS, X)
+    assert_same(result, COMPILED[what](loss_of(plain), functools.partial(compiled, backend=without))(WS, X), 1e-8)
+    assert backend.meter.peak < 0.7 * without.meter.peak
+
+
+@pytest.mark.parametrize("kind", CONTEXTS)
+def test_selective_checkpoint(kind: str) -> None:
+    def loss(ws: Any, x: Tensor) -> Tensor:
+        for w in ws:
+            x = checkpoint(block, w, x, use_reentrant=False, context_fn=CONTEXTS[kind])
+        return x.sum()
+
+    backend = Backend()
+    assert_same(backward(compiled(loss, backend))(WS, X), backward(loss_of(plain))(WS, X), 1e-8)
+    assert backend.ops("backward")["mm"] == 23
+    assert_same(compiled(grad(loss))(WS, X), grad(loss_of(plain))(WS, X), 1e-8)
+
+
+def test_contexts_without_a_policy() -> None:
+    def contexts() -> Any:
+        return torch.no_grad(), torch.no_grad()
+
+    with pytest.raises(Exception, match="the context_fn must return what create_selective_checkpoint_contexts returns"):
+        compiled(lambda x: checkpoint(torch.sin, x, use_reentrant=False, context_fn=contexts))(X)
+
+
+# make_fx and torch.export.
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, grad, lambda f: vmap(grad(f), in_dims=(None, 0))])
+def test_make_fx(transform: Any) -> None:
+    ws, x = WS[:2], X
+    fun = transform(loss_of(remat))
+    traced = make_fx(fun)(ws, x)
+    assert_same(traced(ws, x.cos()), transform(loss_of(plain))(ws, x.cos()))
+    without = make_fx(transform(loss_of(plain)))(ws, x)
+    sines = [sum(n.target is torch.ops.aten.sin.default for n in g.graph.nodes) for g in (traced, without)]
+    assert sines[0] - sines[1] == (0 if transform(plain) is plain else 6)
+
+
+def test_what_make_fx_wrote_can_be_differentiated() -> None:
+    leaf = WS[0].clone().requires_grad_()
+    traced = make_fx(lambda w: remat(block)(w, X).sum())(leaf)
+    traced(leaf).backward()
+    assert_same(leaf.grad, grad(lambda w: block(w, X).sum())(WS[0]))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        grad,
+        lambda f: grad(lambda x: grad(f)(x).sin().sum()),
+        lambda f: lambda x: jvp(grad(f), (x,), (x.cos(),)),
+        lambda f: lambda x: vmap(grad(f), randomness="different")(torch.stack([x, x.cos()])),
+    ],
+    ids=["grad", "grad(grad)", "jvp(grad)", "vmap(grad)"],
+)
+def test_make_fx_of_draws(transform: Any) -> None:
+    """The graph draws anew, and its derivative belongs to what it drew."""
+
+    def fun(x: Tensor) -> Tensor:
+        y = F.dropout(x.sin()) * torch.rand_like(x) * torch.empty_like(x).uniform_()
+        return (F.dropout(y, inplace=True) * torch.normal(x.detach(), 1.0)).sum()
+
+    x = numbers(20)
+    results = []
+    for decorate in (plain, remat):
+        traced = make_fx(transform(decorate(fun)))(x)
+        torch.manual_seed(0)
+        results.append(traced(x))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict: bool) -> None:
+    x = numbers(5, 8)
+    model = RematNet().eval()
+    exported = torch.export.export(model, (x,), strict=strict).module()
+    for m in (exported, model):
+        m(x.cos()).backward()
+    gradients = dict(exported.named_parameters())
+    for name, p in model.named_parameters():
+        assert_same(gradients[name].grad, p.grad)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_vmap(strict: bool) -> None:
+    class Mapped(nn.Module):
+        def forward(self, w: Tensor, x: Tensor) -> Tensor:
+            return vmap(remat(block), in_dims=(None, 0))(w, x)
+
+    program = torch.export.export(Mapped(), (WS[0], X), strict=strict)
+    assert_same(program.module()(WS[1], X), block(WS[1], X))
