@@ -1,0 +1,90 @@
+"""What the examples share: a meter, a table, and a loop whose memory grows as the logarithm of its steps."""
+
+import argparse
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from remat import remat
+from remat.debug import LiveBytes
+
+MIB = 2**20
+console = Console(width=88)
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(description=description)
+    result.add_argument("--fast", action="store_true", help="a few seconds: less of everything")
+    return result
+
+
+def progress() -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=console)
+
+
+def repeat(step: Callable[[Any], Any], n: int) -> Callable[[Any], Any]:
+    """`step` n times, halved and halved again, with each first half under remat.
+
+    Between forward and backward only about log2(n) states are held at a time. Each state is computed about
+    log2(n) / 2 times more.
+    """
+    if n == 1:
+        return step
+    first, second = remat(repeat(step, n // 2)), repeat(step, n - n // 2)
+    return lambda state: second(first(state))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run: its result, its CPU time (the least of several, in seconds) and the live bytes of its tensors."""
+
+    result: Any
+    seconds: float
+    peak: int
+    history: list[tuple[float, int]]
+
+
+def measure(run: Callable[[], Any], times: int = 3) -> Measured:
+    seconds = []
+    for _ in range(times):
+        start = time.process_time()  # what else the machine does makes no difference
+        result = run()
+        seconds.append(time.process_time() - start)
+    with LiveBytes() as meter:
+        run()
+    return Measured(result, min(seconds), meter.peak, meter.history)
+
+
+def compare(title: str, ways: dict[str, Callable[[], Any]], times: int = 3) -> dict[str, Measured]:
+    """Measure several ways to the same result; print a table of them, each beside the first."""
+    measured = {name: measure(run, times) for name, run in ways.items()}
+    first = next(iter(measured.values()))
+    table = Table("", "peak memory", "", "CPU time", "", "differs by", title=title)
+    for name, m in measured.items():
+        table.add_row(
+            name,
+            f"{m.peak / MIB:.1f} MiB",
+            f"{m.peak / first.peak:.0%}",
+            f"{m.seconds:.2f} s",
+            f"{m.seconds / first.seconds:.2f}x",
+            f"{difference(first.result, m.result):.0e}",
+        )
+    console.print(table)
+    console.print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores")
+    return measured
+
+
+def difference(a: Any, b: Any) -> float:
+    """The greatest difference between two trees of tensors, relative to the greatest value."""
+    pairs = list(zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
+    return max((x - y).abs().max().item() for x, y in pairs) / max(x.abs().max().item() for x, _ in pairs)

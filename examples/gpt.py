@@ -1,0 +1,113 @@
+"""Train a small GPT on real text under a policy of your choice, and see what each policy costs.
+
+The text is the Python language reference that comes with every Python. `--policy` says what remat keeps of each
+transformer block: nothing, all matrix multiplications, those without batch dimensions, what has a name ... At the end,
+one training step is measured under every policy: more memory, less time.
+
+    python examples/gpt.py [--policy dots] [--fast]
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _common import MIB, Measured, compare, console, parser, progress
+from _transformer import CharTransformer, Params, Text, make_loss, parameters_of
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.func import grad, grad_and_value
+
+from remat import policies, remat
+
+Run = Callable[..., Callable[[Tensor], Tensor]]
+POLICIES = {
+    "nothing": policies.nothing_saveable,
+    "attention": policies.save_only_these_names("attention"),
+    "no-batch-dots": policies.dots_with_no_batch_dims_saveable,
+    "dots": policies.dots_saveable,
+    "everything": policies.everything_saveable,
+}
+
+
+def plainly(block: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return block
+
+
+def under(policy: Any) -> Run:
+    return lambda block: remat(block, policy=policy)
+
+
+RUNS: dict[str, Run] = {"none": plainly, **{name: under(policy) for name, policy in POLICIES.items()}}
+
+
+def train(loss: Callable[..., Tensor], params: Params, text: Text, batch: int, length: int, steps: int) -> list[float]:
+    """Update `params` in place by `steps` steps of Adam. Returns the loss of each."""
+    optimizer = torch.optim.Adam(params.values(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps)
+    step, losses = grad_and_value(loss), []
+    with progress() as bar:
+        for _ in bar.track(range(steps), description="training"):
+            gradients, value = step(params, text.sample(batch, length))
+            for name, p in params.items():
+                p.grad = gradients[name]
+            optimizer.step()
+            schedule.step()
+            losses.append(value.item())
+            bar.update(bar.task_ids[0], description=f"training, loss {value:.2f}")
+    return losses
+
+
+@torch.no_grad()
+def write(model: CharTransformer, params: Params, text: Text, count: int) -> str:
+    """What the model goes on to write after a piece of the text."""
+    length = len(model.position)
+    codes = text.sample(1, length)[0, :-1]
+    for _ in range(count):
+        logits = torch.func.functional_call(model, params, (codes[-length:], plainly))
+        codes = torch.cat([codes, torch.multinomial((logits[-1] / 0.7).softmax(0), 1)])
+    return text.read(codes[length:])
+
+
+def draw(losses: list[float], policy: str, measured: dict[str, Measured]) -> None:
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot(losses)
+    left.set(title=f"training with --policy {policy}", xlabel="step", ylabel="loss per character", xlim=0)
+    for name, m in measured.items():
+        right.scatter(m.seconds, m.peak / MIB, s=80)
+        right.annotate(name, (m.seconds, m.peak / MIB), xytext=(7, 5), textcoords="offset points")
+    right.set(title="one step under each policy", xlabel="CPU seconds", ylabel="peak MiB", ylim=0)
+    right.margins(x=0.2)
+    figure.savefig("gpt.png", dpi=100)
+
+
+def main() -> None:
+    options = parser("A small GPT, trained under a policy.")
+    options.add_argument("--policy", choices=RUNS, default="dots", help="what is kept of each block (default: dots)")
+    arguments = options.parse_args()
+    fast = arguments.fast
+    length, width, depth, batch, steps, times = (16, 16, 2, 4, 3, 1) if fast else (64, 64, 6, 16, 250, 3)
+
+    torch.manual_seed(0)
+    text = Text()
+    model = CharTransformer(len(text.characters), length, width, heads=width // 16, depth=depth)
+    params = parameters_of(model)
+    console.print(f"{len(text.codes):,} characters of text; {sum(p.numel() for p in params.values()):,} parameters")
+
+    losses = train(make_loss(model, RUNS[arguments.policy]), params, text, batch, length, steps)
+    last = losses[-20:]
+    console.print(f"loss {losses[0]:.2f} at first, {sum(last) / len(last):.2f} in the end. The model writes:")
+    console.print(write(model, params, text, 20 if fast else 240), style="italic", markup=False, highlight=False)
+
+    tokens = text.sample(batch, length)
+    measured = compare(
+        "the gradient of one step under each policy",
+        {name: lambda run=run: grad(make_loss(model, run))(params, tokens) for name, run in RUNS.items()},
+        times,
+    )
+    draw(losses, arguments.policy, measured)
+    console.print("the loss, and memory and time of each policy: gpt.png")
+
+
+if __name__ == "__main__":
+    main()
