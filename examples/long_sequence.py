@@ -160,30 +160,6 @@ def main() -> None:
     for count, evaluations in stages.items():
         params = forces[f"from {count * SEGMENT:,} steps"] = fit(params, seen[:count], evaluations)
     for name, params in forces.items():
-        left.plot(q, network(params, q, rest) / DT, linestyle="--", label=name)
-    left.set(title="the force", xlabel="angle", ylabel="angular acceleration")
-    left.legend()
-    for name, history in histories.items():
-        _, live = zip(*history, strict=True)
-        share = torch.linspace(0, 100, len(live))
-        right.plot(share, [max(b, 1) / MIB for b in live], label=name)
-    right.set(title="memory over one gradient", xlabel="% of its ops", ylabel="live MiB", xlim=(0, 100))
-    right.set(yscale="log", ylim=1e-3)
-    right.legend()
-    figure.savefig("long_sequence.png", dpi=100)
-
-
-def main() -> None:
-    fast = parser("A neural ODE over 10,000 steps, with remat.").parse_args().fast
-    short, long, tries = (1, 4, (2, 2)) if fast else (10, 100, (60, 12))
-
-    torch.set_num_threads(1)  # the tensors are small: a second thread would only wait
-    torch.manual_seed(0)
-    seen = observe(long, noise=0.05)
-    forces, params = {}, start()
-    for count, evaluations in zip((short, long), tries, strict=True):
-        params = forces[f"found from {count * SEGMENT:,} steps"] = fit(params, seen[:count], evaluations)
-    for name, params in forces.items():
         with torch.no_grad():
             error = make_loss(plain, seen)(params)
         console.print(f"the force {name}: mean square error {error:.4f} over all {long * SEGMENT:,} steps")

@@ -121,14 +121,15 @@ def draw(untrained: Params, trained: Params, inner: int, memory: dict[str, dict[
     left.set(title="memory of one meta-gradient", xlabel="inner steps", ylabel="peak MiB", xlim=0, ylim=0)
     left.legend()
 
-    x, y, _, _ = (t[0] for t in sample_tasks(1))
+    x, y, x_test, y_test = (t[0] for t in sample_tasks(1))
     xs = torch.linspace(-5, 5, 200)[:, None]
     for name, params, color in (("untrained start", untrained, "tab:gray"), ("learned start", trained, "tab:green")):
         with torch.no_grad():
             adapted, _, _ = plain(descend, inner)((params, x, y))
             right.plot(xs, predict(adapted, xs), color=color, label=f"{name}, after {inner} steps")
     right.plot(xs, predict(trained, xs), color="tab:green", linestyle=":", label="learned start itself")
-    right.scatter(x, y, color="black", zorder=3, label="the ten points")
+    right.scatter(x, y, color="black", zorder=3, label="the ten points to learn from")
+    right.scatter(x_test, y_test, facecolors="none", edgecolors="black", zorder=3, label="ten unseen points")
     right.set(title="a new task", xlabel="x", ylabel="y")
     right.legend(fontsize="small")
     figure.savefig("maml.png", dpi=100)
