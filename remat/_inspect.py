@@ -441,7 +441,10 @@ def print_saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any)
     operations that the backward repeats, as far as `torch.utils.flop_counter` knows the ops. Then the classic
     mistakes, where there are any: see `REMAT_LOG` in the documentation.
 
-    **Arguments:** as of `saved_residuals`. The function and its backward run twice; no `.grad` changes.
+    **Arguments:**
+
+    - `fun`: the function, as of `saved_residuals`. It and its backward run twice; no `.grad` changes.
+    - `args`, `kwargs`: what it is called with.
 
     **Raises:** as `saved_residuals`.
 
@@ -634,6 +637,10 @@ class OpCost:
 @dataclass(frozen=True, repr=False)
 class OpCosts(Sequence[OpCost]):
     """The ops of a function, the most expensive first: a sequence of `OpCost`.
+
+    **Attributes:**
+
+    - `ops`: the same as a tuple.
 
     Examples:
         >>> import torch

@@ -1,19 +1,105 @@
-"""The Python in the README and on the pages runs, block after block, as a reader would run it."""
+"""The README and the pages: their Python runs, their links lead somewhere, their pictures say what they show."""
 
+import importlib
 import re
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
+import remat
+
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+IMAGE = re.compile(r"!\[(.*?)\]\((\S+?)\)", re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\((\S+?)\)")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def text_of(page: Path) -> str:
+    """A page without its code."""
+    return FENCED.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page are called in links."""
+    headings = re.findall(r"^#+ (.*)", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", h).strip().lower()) for h in headings}
+
+
+@each_page
 def test_page(page: Path) -> None:
     namespace: dict[str, object] = {}
     text = page.read_text()
     for block in BLOCK.finditer(text):
         line = text[: block.start()].count("\n") + 1
         exec(compile("\n" * line + block[1], page, "exec"), namespace)
+
+
+@each_page
+def test_pictures_are_there_and_say_what_they_show(page: Path) -> None:
+    text = text_of(page)
+    assert "<img" not in text, "write ![what it shows](file)"
+    for alt, file in IMAGE.findall(text):
+        assert (page.parent / file).is_file(), file
+        assert len(alt.split()) >= 5, f"{file}: say what the picture shows to who can't see it"
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(text_of(page)):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_picture_is_shown() -> None:
+    shown = {(page.parent / file).resolve() for page in PAGES for _, file in IMAGE.findall(page.read_text())}
+    assert {file.resolve() for file in (DOCS / "images").iterdir()} == shown
+
+
+@pytest.mark.parametrize("file", sorted((DOCS / "images").glob("*.svg")), ids=lambda file: file.name)
+def test_drawings_have_a_title_and_a_description(file: Path) -> None:
+    svg = "{http://www.w3.org/2000/svg}"
+    root = ET.parse(file).getroot()
+    assert root.findtext(f"{svg}title")
+    assert root.findtext(f"{svg}desc")
+
+
+def resolve(dotted: str) -> object:
+    """The thing of a dotted name."""
+    parts = dotted.split(".")
+    for i in range(len(parts), 0, -1):
+        try:
+            thing: object = importlib.import_module(".".join(parts[:i]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[i:]:
+            thing = getattr(thing, part)
+        return thing
+    raise AssertionError(dotted)
+
+
+def test_every_name_in_the_migration_from_jax_exists() -> None:
+    text = (DOCS / "migrating-from-jax.md").read_text()
+    names = set(re.findall(r"`((?:remat|torch|optree)(?:\.\w+)+)`", text))
+    assert len(names) > 20
+    for name in names:
+        resolve(name)
+    _, _, samplers = text.partition("| `jax.random` |")
+    same = [
+        name for row in re.findall(r"^\| (.*) \| the same \|$", samplers, re.M) for name in re.findall(r"`(\w+)`", row)
+    ]
+    only_here = re.findall(r"`remat\.random\.(\w+)`", samplers)
+    public = {name for name, value in vars(remat.random).items() if name[0] != "_" and callable(value)}
+    assert sorted(same + only_here) == sorted(public)
+    policies = re.findall(r"^\| `(\w+)` \| `remat\.policies\.(\w+)` \|$", text, re.M)
+    assert len(policies) == 12
+    assert all(jax_name == ours for jax_name, ours in policies)

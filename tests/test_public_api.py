@@ -1,12 +1,17 @@
 """The public surface: a name that comes or goes has to come or go here too."""
 
+import ast
 import enum
 import importlib
 import inspect
+import re
+import textwrap
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+ROOT = Path(__file__).parent.parent
 POLICIES = {
     "CheckpointPolicy",
     "Policy",
@@ -142,3 +147,48 @@ def test_each_name_says_what_it_is_and_shows_it(module: str, name: str) -> None:
         thing, (Exception, enum.Enum)
     )  # torch's, or shown where it is raised
     assert known or ">>>" in doc, "show an example that runs"
+
+
+def missing_sections(thing: object) -> list[str]:
+    """What the docstring of a function or class should say of its signature, and does not."""
+    doc = inspect.getdoc(thing) or ""
+    if isinstance(thing, type):
+        if issubclass(thing, (Exception, enum.Enum)) or not inspect.signature(thing).parameters:
+            return []
+        return [] if "**Arguments:**" in doc or "**Attributes:**" in doc else ["**Arguments:**"]
+    if not inspect.isfunction(thing):
+        return []
+    signature = inspect.signature(thing)
+    parameters = [name for name, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD]
+    missing = [f"`{name}`" for name in parameters if f"`{name}`" not in doc]
+    if parameters and "**Arguments:**" not in doc:
+        missing.append("**Arguments:**")
+    if signature.return_annotation not in (None, "None") and "**Returns:**" not in doc:
+        missing.append("**Returns:**")
+    body = ast.parse(textwrap.dedent(inspect.getsource(thing)))
+    if any(isinstance(node, ast.Raise) for node in ast.walk(body)) and "**Raises:**" not in doc:
+        missing.append("**Raises:**")
+    return missing
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_each_name_says_what_it_takes_returns_and_raises(module: str, name: str) -> None:
+    assert missing_sections(getattr(importlib.import_module(module), name)) == []
+
+
+def test_a_missing_section_is_found() -> None:
+    def documented(x: int) -> int:
+        """Do nothing."""
+        if x:
+            raise ValueError(x)
+        return x
+
+    assert missing_sections(documented) == ["`x`", "**Arguments:**", "**Returns:**", "**Raises:**"]
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_each_name_is_in_the_reference(module: str, name: str) -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    thing = getattr(importlib.import_module(module), name)
+    shown = re.search(rf"^::: {module}\.{name}$|[\[ ]{name}[,\]]", pages, re.MULTILINE)
+    assert shown or isinstance(thing, set), f"give {module}.{name} a place under docs/reference"

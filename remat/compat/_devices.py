@@ -46,6 +46,8 @@ class DefaultDeviceType:
 def noop_context_fn() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """Two contexts that do nothing: the default of the argument `context_fn` of `checkpoint`.
 
+    **Returns:** the context of the forward and that of the rerun.
+
     Examples:
         >>> from remat.compat import noop_context_fn
         >>> forward_context, recompute_context = noop_context_fn()
@@ -59,6 +61,8 @@ def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     **Arguments:**
 
     - `inputs`: a tuple; what is not a tensor is passed through.
+
+    **Returns:** a tuple of the same length.
 
     **Raises:** `RuntimeError` where `inputs` is no tuple.
 

@@ -23,6 +23,14 @@ class CheckpointFunction(torch.autograd.Function):
     Its inputs are the tensors among the arguments and the differentiated ones that the function was seen to read from
     outside. So it works under `torch.autograd.grad` and `.backward(inputs=...)` too.
 
+    **Arguments:** of `apply`:
+
+    - `run_function`: the function.
+    - `preserve_rng_state`: whether the rerun draws the same random numbers.
+    - `args`: what the function is called with.
+
+    **Returns:** what the function returns.
+
     **Source:** `torch.utils.checkpoint.CheckpointFunction`.
 
     Examples:

@@ -20,6 +20,8 @@ def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
 
     - `enable`: whether they do; None leaves it to the argument of `checkpoint`.
 
+    **Returns:** a context, within which it holds.
+
     **Source:** `torch.utils.checkpoint.set_checkpoint_early_stop`.
 
     Examples:
@@ -46,6 +48,8 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
     **Arguments:**
 
     - `enabled`: whether they do; None leaves it to the argument `debug` of `checkpoint`.
+
+    **Returns:** a context, within which it holds.
 
     **Source:** `torch.utils.checkpoint.set_checkpoint_debug_enabled`.
 
