@@ -78,9 +78,6 @@ class Text:
         starts = torch.randint(len(self.codes) - length, (batch, 1))
         return self.codes[starts + torch.arange(length + 1)]
 
-    def read(self, codes: Tensor) -> str:
-        return "".join(self.characters[i] for i in codes.tolist())
-
 
 def parameters_of(model: nn.Module) -> Params:
     return {name: p.detach() for name, p in model.named_parameters()}
