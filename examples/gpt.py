@@ -65,8 +65,9 @@ def draw(losses: list[float], policy: str, measured: dict[str, Measured]) -> Non
     for name, m in measured.items():
         right.scatter(m.seconds, m.peak / MIB, s=80)
         right.annotate(name, (m.seconds, m.peak / MIB), xytext=(7, 5), textcoords="offset points")
-    right.set(title="one step under each policy", xlabel="CPU seconds", ylabel="peak MiB", ylim=0)
-    right.margins(x=0.2)
+    right.set(title="one step under each policy", xlabel="CPU seconds", ylabel="peak MiB")
+    right.margins(0.2)
+    right.set_ylim(bottom=0)
     figure.savefig("gpt.png", dpi=100)
 
 

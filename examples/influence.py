@@ -125,24 +125,23 @@ def harm(loss: Loss, params: Params, x: Tensor, labels: Tensor, direction: Param
 
 
 def draw(x: Tensor, labels: Tensor, truth: Tensor, order: Tensor, memory: dict[str, float]) -> None:
-    figure = Figure(figsize=(12, 3.8), layout="constrained")
-    left, middle, right = figure.subfigures(1, 3, width_ratios=(1.1, 1, 1))
-    left.suptitle("the most harmful images, with their labels")
-    for i, ax in zip(order.tolist(), left.subplots(3, 6).flat, strict=False):
+    figure = Figure(figsize=(6.4, 10), layout="constrained")
+    images, curve, bars = figure.subfigures(3, 1, height_ratios=(1.2, 1, 0.7))
+    images.suptitle("the most harmful images, with their labels")
+    for i, ax in zip(order.tolist(), images.subplots(3, 6).flat, strict=False):
         ax.imshow(x[i].reshape(8, 8), cmap="gray_r")
         wrong = labels[i] != truth[i]
         ax.set_title(str(labels[i].item()), color="tab:red" if wrong else "black", fontsize="medium", pad=2)
         ax.set_axis_off()
-    ax = middle.subplots()
+    ax = curve.subplots()
     found = (labels != truth)[order].cumsum(0) / (labels != truth).sum()
     share = torch.linspace(0, 100, len(order))
     ax.plot(share, 100 * found, label="by influence")
     ax.plot([0, 100], [0, 100], linestyle=":", color="gray", label="by chance")
     ax.set(title="wrong labels found", xlabel="% of images looked at", ylabel="% of wrong labels")
     ax.legend()
-    ax = right.subplots()
-    bars = ax.barh(list(memory), list(memory.values()))
-    ax.bar_label(bars, fmt="%.1f", padding=3)
+    ax = bars.subplots()
+    ax.bar_label(ax.barh(list(memory), list(memory.values())), fmt="%.1f", padding=3)
     ax.invert_yaxis()
     ax.margins(x=0.15)
     ax.set(title="memory of a Hessian-vector product", xlabel="peak MiB")
@@ -151,7 +150,7 @@ def draw(x: Tensor, labels: Tensor, truth: Tensor, order: Tensor, memory: dict[s
 
 def main() -> None:
     fast = parser("Influence functions on handwritten digits, with remat.").parse_args().fast
-    width, depth, steps, solver_steps, chunks, times = (16, 2, 3, 2, 4, 1) if fast else (64, 8, 150, 40, 8, 3)
+    width, depth, steps, solver_steps, chunks, times = (16, 2, 3, 2, 4, 1) if fast else (64, 8, 120, 20, 8, 2)
 
     torch.manual_seed(0)
     digits = load_digits()
@@ -171,7 +170,7 @@ def main() -> None:
 
     clean_gradient = grad(loss)(params, x_clean, y_clean)
     product = hessian_vector_product(loss, params, x, labels)
-    direction = solve(product, clean_gradient, damping=0.01, steps=solver_steps)
+    direction = solve(product, clean_gradient, damping=0.3, steps=solver_steps)
     order = harm(loss, params, x, labels, direction).argsort(descending=True)
     looked_at = wrong[order[: int(0.1 * len(x))]]
     console.print(f"among the 10% most harmful images are {looked_at.sum() / wrong.sum():.0%} of the wrong labels")
