@@ -114,24 +114,23 @@ def test(params: Params, inner: int, tasks: Tasks) -> float:
 
 
 def draw(untrained: Params, trained: Params, inner: int, memory: dict[str, dict[int, float]]) -> None:
-    figure = Figure(figsize=(6.4, 8), layout="constrained")
-    above, below = figure.subplots(2, 1)
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for name, points in memory.items():
-        above.plot(points.keys(), points.values(), marker="o", label=name)
-    above.set(title="memory of one meta-gradient", xlabel="inner steps", ylabel="peak MiB", xlim=0, ylim=0)
-    above.legend()
+        left.plot(points.keys(), points.values(), marker="o", label=name)
+    left.set(title="memory of one meta-gradient", xlabel="inner steps", ylabel="peak MiB", xlim=0, ylim=0)
+    left.legend()
 
-    x, y, x_test, y_test = (t[0] for t in sample_tasks(1))
+    x, y, _, _ = (t[0] for t in sample_tasks(1))
     xs = torch.linspace(-5, 5, 200)[:, None]
     for name, params, color in (("untrained start", untrained, "tab:gray"), ("learned start", trained, "tab:green")):
         with torch.no_grad():
             adapted, _, _ = plain(descend, inner)((params, x, y))
-            below.plot(xs, predict(adapted, xs), color=color, label=f"{name}, after {inner} steps")
-    below.plot(xs, predict(trained, xs), color="tab:green", linestyle=":", label="learned start itself")
-    below.scatter(x, y, color="black", zorder=3, label="the ten points to learn from")
-    below.scatter(x_test, y_test, facecolors="none", edgecolors="black", zorder=3, label="ten unseen points")
-    below.set(title="a new task", xlabel="x", ylabel="y")
-    below.legend(fontsize="small")
+            right.plot(xs, predict(adapted, xs), color=color, label=f"{name}, after {inner} steps")
+    right.plot(xs, predict(trained, xs), color="tab:green", linestyle=":", label="learned start itself")
+    right.scatter(x, y, color="black", zorder=3, label="the ten points")
+    right.set(title="a new task", xlabel="x", ylabel="y")
+    right.legend(fontsize="small")
     figure.savefig("maml.png", dpi=100)
 
 
