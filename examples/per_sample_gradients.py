@@ -90,14 +90,15 @@ STEPS = {
 def draw(model: CharTransformer, params: Params, tokens: Tensor) -> None:
     """Take each kind of step with and without remat; print a table of each and draw `memory.png`."""
     losses = {"plain": make_loss(model, plainly), "remat": make_loss(model, remat)}
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
     for (name, step), axes in zip(STEPS.items(), figure.subplots(2, 2).flat, strict=True):
         runs = {way: lambda loss=loss, step=step: step(loss, params, tokens) for way, loss in losses.items()}
         for way, m in compare(name, runs, times=2).items():
-            seconds, live = zip(*m.history, strict=True)
+            live = [b / MIB for _, b in m.history]
+            share = torch.linspace(0, 100, len(live))
             label = f"{way}: peak {m.peak / MIB:.0f} MiB"
-            axes.fill_between(seconds, [b / MIB for b in live], step="post", alpha=0.6, label=label)
-        axes.set(title=name, xlabel="seconds, with the meter on", ylabel="live MiB", xlim=0, ylim=0)
+            axes.fill_between(share, live, step="post", alpha=0.6, label=label)
+        axes.set(title=name, xlabel="% of its ops", ylabel="live MiB", xlim=(0, 100), ylim=0)
         axes.legend()
     figure.savefig("memory.png", dpi=100)
     console.print("vmap(grad): most of what is left is its result, a gradient for each sample.")
