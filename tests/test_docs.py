@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import runpy
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -103,3 +104,9 @@ def test_every_name_in_the_migration_from_jax_exists() -> None:
     policies = re.findall(r"^\| `(\w+)` \| `remat\.policies\.(\w+)` \|$", text, re.M)
     assert len(policies) == 12
     assert all(jax_name == ours for jax_name, ours in policies)
+
+
+def test_remat_does_all_that_the_readme_says_beside_the_others() -> None:
+    features = runpy.run_path(str(ROOT / "bench" / "peers" / "features.py"))
+    done = {name: features["attempt"](name, remat.remat) for name in features["PROGRAMS"]}
+    assert done == dict.fromkeys(features["PROGRAMS"], "yes")
