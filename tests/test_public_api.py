@@ -153,7 +153,10 @@ def missing_sections(thing: object) -> list[str]:
     """What the docstring of a function or class should say of its signature, and does not."""
     doc = inspect.getdoc(thing) or ""
     if isinstance(thing, type):
-        if issubclass(thing, (Exception, enum.Enum)) or not inspect.signature(thing).parameters:
+        if issubclass(thing, (Exception, enum.Enum)):
+            return []
+        given = inspect.signature(thing).parameters.values()
+        if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given):
             return []
         return [] if "**Arguments:**" in doc or "**Attributes:**" in doc else ["**Arguments:**"]
     if not inspect.isfunction(thing):
