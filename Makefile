@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 N ?= 20000
-BENCHMARKS := tiny transformer chain halving policies frontier random_draws compat_call memory
+BENCHMARKS := tiny transformer chain halving policies frontier random_draws compat_call memory compiled
 
 .PHONY: demo test fuzz test-torch lint docs bench clean
 

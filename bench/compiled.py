@@ -1,18 +1,18 @@
-"""Peak memory of one step compiled by inductor, in units of one activation: without remat, with it, with a policy."""
+"""Peak memory of one step compiled by inductor: without remat, with it, with a policy.
+
+Compiled code allocates without a torch op, so memory is what the allocator's events in a profile say.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from _common import Benchmark, Row
 from torch import Tensor
 from torch.func import grad, vmap
 from torch.profiler import ProfilerActivity, profile
@@ -68,11 +68,11 @@ STEPS = {
     "vmap(grad)": transformed(lambda loss: over_samples(grad(loss))),
     ".backward() of grad": lambda loss: backward(lambda ws, x: sum(g.sin().sum() for g in grad(loss)(ws, x))),
 }
-WAYS = {"without remat": lambda f: f, "remat": remat, "saving dots": remat(policy=policies.save_ops("mm", "bmm"))}
+WAYS = {"no remat": lambda f: f, "remat": remat, "remat, saving dots": remat(policy=policies.save_ops("mm", "bmm"))}
 
 
 def peak(step: Callable[[], Any]) -> int:
-    """Bytes, by the allocator's events: compiled code allocates without a torch op."""
+    """In bytes, of a step after its first."""
     step()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
@@ -88,16 +88,14 @@ def peak(step: Callable[[], Any]) -> int:
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    title = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, inductor"
-    table = Table("step", *WAYS, title=title)
-    for name, make in STEPS.items():
-        peaks = []
-        for decorate in WAYS.values():
+    bench = Benchmark(__file__, __doc__)
+    works = {name: STEPS[name] for name in ([".backward()"] if bench.fast else STEPS)}
+    for name, make in works.items():
+        bench.sections[name] = {}
+        for way, decorate in WAYS.items():
             torch.compiler.reset()
-            peaks.append(peak(make(loss_of(decorate))) / (4 * X.numel()))
-        table.add_row(name, *(f"{p:.1f}" for p in peaks))
-    Console().print(table)
+            bench.sections[name][way] = Row(peak=peak(make(loss_of(decorate))))
+    bench.finish()
 
 
 if __name__ == "__main__":

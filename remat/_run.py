@@ -360,11 +360,15 @@ class Run(TorchFunctionMode):
         if self._made_out_of_sight(tensor):
             self._note_made(tensor)
             return tensor
+        with internals.DisableTorchFunction():
+            return self._resolve_outside(tensor, read)
+
+    def _resolve_outside(self, tensor: Tensor, read: bool) -> Tensor:
+        key = id(tensor)
         if not tensor.requires_grad and internals.dtensor_at_work():
             raise RematError(TAKEN_APART.format(self.name))
         if not read and self._expected is not None:
-            with internals.DisableTorchFunction():
-                return tensor.detach()  # nothing in the forward was differentiated by it
+            return tensor.detach()  # nothing in the forward was differentiated by it
         if key not in self.outside or self.outside[key]() is not tensor:
             self.outside[key] = weakref.ref(tensor)
             self.versions[key] = version(tensor)

@@ -672,7 +672,7 @@ def fully_shard_at_work() -> bool:
 
 def is_hook_of_fully_shard(hook: Any) -> bool:
     """Whether a hook is one of FSDP2's (2.13), which gathers parameters for a backward pass."""
-    return getattr(hook, "__module__", "").startswith(_FULLY_SHARD)
+    return (getattr(hook, "__module__", None) or "").startswith(_FULLY_SHARD)
 
 
 def dtensor_at_work() -> bool:
