@@ -64,6 +64,7 @@ def _as_op(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if (internals.differentiating() or not internals.compiling()) and internals.uses_transforms(graph):
+            internals.allow_saved_tensors_hooks()
             raise RematError(_TRANSFORMS_INSIDE)
         if internals.compiling() and internals.differentiating():
             return remat(graph, preserve_rng_state=preserve_rng_state)(*args)

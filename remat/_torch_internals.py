@@ -577,6 +577,11 @@ def uses_transforms(graph: Any) -> bool:
     return any("increment_nesting" in getattr(n.target, "__name__", "") for n in nodes)
 
 
+def allow_saved_tensors_hooks() -> None:
+    """Take back that `torch.func.grad` refuses hooks: where a graph of dynamo ends in an error, nothing else does."""
+    torch._C._autograd._saved_tensors_hooks_enable()
+
+
 def selective_policy(context: Any) -> Any:
     """The policy of the forward context that torch's own `create_selective_checkpoint_contexts` makes, else None."""
     return context.policy_fn if isinstance(context, _CachingTorchDispatchMode) else None

@@ -370,6 +370,9 @@ def test_transforms_inside() -> None:
     for run in (compiled(grad(loss)), compiled(loss, "eager")):
         with pytest.raises(Exception, match=r"uses torch\.func itself can't be compiled"):
             run(WS[:1], X)
+        with torch.autograd.graph.save_on_cpu():  # torch.func refuses hooks, and no longer than it runs
+            assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+            WS[0].clone().requires_grad_().sin().sum().backward()
 
 
 def test_dynamic_shapes() -> None:
