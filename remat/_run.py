@@ -361,21 +361,17 @@ class Run(TorchFunctionMode):
             self._note_made(tensor)
             return tensor
         with internals.DisableTorchFunction():
-            return self._resolve_outside(tensor, read)
-
-    def _resolve_outside(self, tensor: Tensor, read: bool) -> Tensor:
-        key = id(tensor)
-        if not tensor.requires_grad and internals.dtensor_at_work():
-            raise RematError(TAKEN_APART.format(self.name))
-        if not read and self._expected is not None:
-            return tensor.detach()  # nothing in the forward was differentiated by it
+            if not tensor.requires_grad and internals.dtensor_at_work():
+                raise RematError(TAKEN_APART.format(self.name))
+            if not read and self._expected is not None:
+                return tensor.detach()  # nothing in the forward was differentiated by it
         if key not in self.outside or self.outside[key]() is not tensor:
             self.outside[key] = weakref.ref(tensor)
             self.versions[key] = version(tensor)
             if self._expected is None:
                 self._numbers += 1
                 self.reads[key] = _Read(self._numbers)
-        if tensor.requires_grad or internals.is_wrapper(tensor):
+        if tensor.requires_grad or internals.is_wrapper(tensor):  # a look that the runs around this one see
             self.made[key] = weakref.ref(tensor)
             self.given[key] = weakref.ref(tensor)
         return tensor
