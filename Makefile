@@ -12,7 +12,7 @@ demo: $(VENV)/ready  ## private training, with and without remat: under two minu
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/per_sample_gradients.py  # no spinning: fast on a busy machine too
 
 test: $(VENV)/ready  ## the whole test suite, with the examples in the docstrings
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2  # a core for each
 
 fuzz: $(VENV)/ready  ## random programs under random transforms: make fuzz N=20000
 	REMAT_FUZZ_EXAMPLES=$(N) $(BIN)/python -m pytest tests/test_fuzz.py

@@ -666,7 +666,7 @@ def test_the_enum_where_torchs_has_no_offload(monkeypatch: pytest.MonkeyPatch) -
         (torch.mm, TypeError, r"an op is an overload .*; got builtin_function_or_method"),
         (["mm"], TypeError, r"an op is an overload .*; got list"),
     ],
-    ids=str,
+    ids=lambda op: getattr(op, "__name__", str(op)),
 )
 def test_ops_that_can_never_match(maker: Any, op: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

@@ -111,7 +111,7 @@ def sines(x: Tensor) -> Tensor:
         (["sin"], 0),
         (lambda ctx, op, *args, **kwargs: op is aten.sin.default, 0),
     ],
-    ids=str,
+    ids=lambda policy: getattr(policy, "__name__", str(policy)),
 )
 def test_how_many_sines_run_again(policy: Any, sines_again: int, transform: Any) -> None:
     assert_same(transform(remat(sines, policy=policy)), transform(sines))
