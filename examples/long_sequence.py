@@ -79,7 +79,7 @@ def segments(segment: Segment, n: int) -> Segment:
 LOOPS: dict[str, Callable[[Segment, int], Segment]] = {
     "plain": plain,
     "remat of segments": segments,
-    "remat, halved": lambda segment, n: repeat(remat(segment), n),
+    "remat, halved": lambda segment, n: repeat(segments(segment, 4), n // 4),
 }
 
 
@@ -150,7 +150,7 @@ def draw(forces: dict[str, Params], histories: dict[str, list[tuple[float, int]]
 
 def main() -> None:
     fast = parser("A neural ODE over 10,000 steps, with remat.").parse_args().fast
-    stages = {1: 2, 4: 2} if fast else {3: 60, 10: 60, 100: 4}  # segments, and evaluations of the gradient
+    stages = {1: 2, 4: 2} if fast else {3: 60, 10: 40, 100: 4}  # segments, and evaluations of the gradient
     long = max(stages)
 
     torch.set_num_threads(1)  # the tensors are small: a second thread would only wait

@@ -166,10 +166,12 @@ class Call:
             if inputs[i].requires_grad and inputs[i].is_leaf:
                 inputs[i] = inputs[i].view_as(inputs[i])
         draws = suspended() if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
+        # A rerun that is recorded is followed by another, in the derivative of this derivative.
+        again = any(t.grad_fn is not None or internals.requires_grad_below(t) for t in operands)
         with self.ambient.restored(), replayed(self.random), draws:
-            return self._rerun(inputs)
+            return self._rerun(inputs, again)
 
-    def _rerun(self, operands: list[Tensor]) -> list[Tensor]:
+    def _rerun(self, operands: list[Tensor], again: bool) -> list[Tensor]:
         run = Run(self.name, [t for t, live in zip(operands, self._live, strict=True) if live], self._log)
         for i, (ref, operand) in enumerate(zip(self.originals, operands, strict=True)):
             original = ref()
@@ -181,8 +183,6 @@ class Call:
         self._spared.append(run.spared)
         replay: Any = contextlib.nullcontext()
         if self.tape is not None and not internals.tracing():
-            # A rerun that is recorded is followed by another, in the derivative of this derivative.
-            again = any(t.grad_fn is not None or internals.requires_grad_below(t) for t in operands)
             replay = Replay(self.tape, self.name, self.last_rerun and not again)
             for i in self.tape.operands:
                 replay.given(i, operands[i])
