@@ -128,6 +128,8 @@ class _Kind(NamedTuple):
 
     writes: bool
     draws: bool
+    sets_hooks: bool
+    """Whether it is how torch itself moves hooks to a new node: with a lock that looking at `grad_fn` waits for."""
     gives_data: bool
     """Whether it is `x.data`: the same memory, out of autograd's sight."""
 
@@ -135,7 +137,8 @@ class _Kind(NamedTuple):
 @functools.cache
 def _kind(func: Any) -> _Kind:
     is_data = func == Tensor.data.__get__  # type: ignore[attr-defined]
-    return _Kind(may_write(func), getattr(func, "__name__", "") in _RANDOM, is_data)
+    draws = getattr(func, "__name__", "") in _RANDOM
+    return _Kind(may_write(func), draws, internals.moves_hooks(func), is_data)
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -267,6 +270,9 @@ class Run(TorchFunctionMode):
     ) -> Any:
         if self.paused or internals.dispatch_modes() < self._dispatch_modes:  # a mode at work has been popped
             return func(*args, **(kwargs or {}))
+        kind = _kind(func)
+        if kind.sets_hooks:
+            return func(*args)
         made = self.made
         live, known = False, not kwargs
         for arg in args:
@@ -283,7 +289,6 @@ class Run(TorchFunctionMode):
             live, args, kwargs = self._look_closer(args, kwargs or {})
             if self._expected is not None and len(self.outside) > strangers:
                 args, kwargs = self._as_in_forward(self._expected, func, args, kwargs)
-        kind = _kind(func)
         if kwargs or kind.writes:
             self._before_write(written_by(func, args, kwargs or {}))
         if func is Tensor.register_hook:

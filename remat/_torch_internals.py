@@ -229,6 +229,14 @@ def inside_autograd_function() -> bool:
     return False
 
 
+_MOVES_HOOKS: Any = vars(torch._C.TensorBase)["_backward_hooks"]
+
+
+def moves_hooks(func: Any) -> bool:
+    """Whether it is how autograd (2.13) moves a view's hooks to a new node: it holds a lock that `grad_fn` takes."""
+    return func == _MOVES_HOOKS.__set__
+
+
 def is_custom_function_call(func: Any) -> bool:
     """Whether a torch call is `autograd.Function.apply` under a transform."""
     return func is custom_function_call

@@ -758,3 +758,28 @@ def test_the_tangent_of_a_jvp_inside_is_a_result() -> None:
 
     x = numbers(3)
     assert_same(transformed(remat)(x), transformed(plain)(x))
+
+
+def test_hooks_of_a_view_are_moved_while_a_run_looks_on() -> None:
+    """Autograd does that with a lock held, on the way into an autograd.Function."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * 2
+
+    def loss(ck: Any, x: Tensor) -> Tensor:
+        base = x.sin()
+        view = base[0]
+        view.register_hook(lambda g: g * 3)
+        base.mul_(2)
+        return ck(lambda: ck(lambda: Twice.apply(view))() + x)().sum()
+
+    x, y = leaf(numbers(3, 3)), leaf(numbers(3, 3))
+    loss(remat, x).backward()
+    loss(plain, y).backward()
+    assert_same(x.grad, y.grad)
