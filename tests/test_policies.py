@@ -662,6 +662,7 @@ def test_the_enum_where_torchs_has_no_offload(monkeypatch: pytest.MonkeyPatch) -
         (aten.linear, ValueError, r"aten.linear is never seen.* becomes: aten.addmm, aten.mm"),
         ("aten.arctan2", ValueError, r"aten.arctan2 is never seen.* Name those"),
         (aten.add.int, ValueError, r"aten.add.int is never seen"),
+        ("detach", ValueError, r"never asked about aten.detach"),
         (3, TypeError, r"an op is an overload .* got int 3"),
         (torch.mm, TypeError, r"an op is an overload .*; got builtin_function_or_method"),
         (["mm"], TypeError, r"an op is an overload .*; got list"),

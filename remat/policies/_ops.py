@@ -104,6 +104,8 @@ def spell(who: str, op: Any) -> str:
         )
     known = set(map(_dotted, internals.op_names()))
     dotted = _find(who, op.replace("::", "."), known) if isinstance(op, str) else str(op)
+    if dotted in ("aten.detach", "aten.detach.default"):
+        raise ValueError(f"{who}: a policy is never asked about {dotted}: name what it detaches.")
     if not _matching(dotted, known):
         made_of = ", ".join(f"aten.{name}" for name in _MADE_OF.get(dotted.split(".")[1], ()))
         raise ValueError(
