@@ -180,7 +180,6 @@ class Call:
                 original, operand, self._keys[i], live=self._live[i], read=self._reads[i], unread=i in self._unread
             )
         run.spares_tail = self.tape is None and not internals.tracing()
-        self._spared.append(run.spared)
         replay: Any = contextlib.nullcontext()
         if self.tape is not None and not internals.tracing():
             replay = Replay(self.tape, self.name, self.last_rerun and not again)
@@ -199,6 +198,8 @@ class Call:
                 if "INTERNAL ASSERT" in str(error):
                     raise RematError(_OUT_OF_REACH.format(self.name)) from error
                 raise
+        if run.spared is not None:
+            self._spared.append(run.spared)
         run.finish()
         self._strangers += run.outside.values()
         if len(out) <= max(self.returned, default=-1) or not all(isinstance(out[i], Tensor) for i in self.returned):

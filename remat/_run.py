@@ -221,7 +221,8 @@ class Run(TorchFunctionMode):
         self._numbers = len(self.given)
         self._operands: dict[_Read, Tensor] = {}
         self._position = 0  # in the log of the forward
-        self.spared = Spared()
+        self.spared: Spared | None = None
+        """In a rerun, what follows a product that was not computed."""
         self.spares_tail = False
         """Whether this rerun need not compute its last product."""
 
@@ -299,14 +300,15 @@ class Run(TorchFunctionMode):
         self.current = func, args, kwargs or {}
         with self.random.watched() if kind.draws and self.random is not None else _NOTHING:
             if self._at_tail(func, live):
+                self.spared = Spared()
                 out = self.spared.product(func, args, kwargs or {})
             else:
                 out = func(*args, **kwargs) if kwargs else func(*args)
         self.current = None
         if self._expected is None:
             self._look_for_tail(func, args, kwargs or {}, out, live)
-        elif self.spared:
-            self._add_to_tail(func, args, kwargs or {}, out)
+        elif self.spared is not None:
+            self._add_to_tail(self.spared, func, args, kwargs or {}, out)
         if kind.gives_data:
             self._owners[id(out)] = weakref.ref(args[0])
         with internals.DisableTorchFunction():  # the runs around this one look on
@@ -555,13 +557,13 @@ class Run(TorchFunctionMode):
         elif self.log.tail is not None and not (recorded and (keeps_no_value(func) or can_be_hooked(func))):
             self.log.tail = None
 
-    def _add_to_tail(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _add_to_tail(self, spared: Spared, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if not (keeps_no_value(func) or can_be_hooked(func) or is_product(func)):
             raise CheckpointError(
                 f"remat: the rerun of {self.name} calls {torch.overrides.resolve_name(func) or func} at "
                 f"{call_site()}, where its forward did not. {PURITY}"
             )
-        self.spared.add(func, args, kwargs, out)
+        spared.add(func, args, kwargs, out)
 
     def adopt(self, tensor: Tensor, live: bool = True, same_as: Tensor | None = None) -> None:
         """Note a tensor that was made inside, maybe as another one that has the same value."""

@@ -12,7 +12,6 @@ is an error. A result that outlives the rerun all the same, in a list of the use
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -40,13 +39,11 @@ _GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
 _GIVES_VALUES = {"data", "grad", "_grad", "real", "imag", "H", "mH"}
 
 
-@functools.cache
 def is_product(func: Any) -> bool:
     """Whether a torch call is a matrix product."""
     return func in _PRODUCTS
 
 
-@functools.cache
 def keeps_no_value(func: Any) -> bool:
     """Whether neither the backward of a torch call, nor what the caller learns by it, depends on values."""
     if type(func) is _GETTER:
@@ -100,17 +97,12 @@ class Spared:
     """The calls of a rerun from its last product on."""
 
     def __init__(self) -> None:
-        self._begun = False
         self._calls: list[tuple[Any, Any, Any, weakref.ref[Tensor] | None]] = []
 
     def product(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The call, without the product."""
-        self._begun = True
         with _WithoutProducts():
             return func(*args, **kwargs)
-
-    def __bool__(self) -> bool:
-        return self._begun
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note a call."""
