@@ -60,10 +60,12 @@ def rerun_without_leaks(call: Call, run: Callable[..., list[Tensor]], inputs: Se
         if original is not None:
             _ = original.grad_fn  # makes the node of a view whose base was changed in place: before `since`
     since = internals.next_sequence_number()
+    strangers = len(call.strangers)
     values = run(*inputs)
     leaked = _leaked(call, values, inputs, since)
     if leaked:
         call.replace(leaked)
+        del call.strangers[strangers:]
         since = internals.next_sequence_number()
         values = run(*inputs)
         if _leaked(call, values, inputs, since):
@@ -84,9 +86,7 @@ def _leaked(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor], sin
         variable = getattr(node, "variable", None)
         for position, ref in enumerate(call.originals):
             original = ref()
-            if original is None or not original.requires_grad:
-                continue
-            if original is variable or (original.grad_fn is node and original.output_nr == number):
+            if original is not None and internals.is_end_of(node, number, original):
                 found.add(position)
                 break
         else:

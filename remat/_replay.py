@@ -63,7 +63,8 @@ class Call:
         self._written: set[int] = set()
         self._interior: set[int] = set()
         """Operands that were results of other ops: `is_leaf` tells, and hooks go by it."""
-        self._strangers: list[weakref.ref[Tensor]] = []
+        self.strangers: list[weakref.ref[Tensor]] = []
+        """What reruns read from outside that the forward was not seen to read."""
         self._thawed: list[Thawer] = []
         self.policy = policy
         self.since = internals.next_sequence_number()
@@ -201,14 +202,14 @@ class Call:
         if run.spared is not None:
             self._spared.append(run.spared)
         run.finish()
-        self._strangers += run.outside.values()
+        self.strangers += run.outside.values()
         if len(out) <= max(self.returned, default=-1) or not all(isinstance(out[i], Tensor) for i in self.returned):
             raise CheckpointError(f"remat: the rerun of {self.name} returned another structure. {PURITY}")
         return [run.swapped(out[i]) for i in self.returned]
 
     def suspect(self, tensor: Tensor) -> None:
         """A rerun depends on a tensor that no torch call was seen to make or read. `finish` tells where it was made."""
-        self._strangers.append(weakref.ref(tensor))
+        self.strangers.append(weakref.ref(tensor))
 
     def settle(self) -> None:
         """Called when the results of a rerun are gone and only its graph is left."""
@@ -228,7 +229,7 @@ class Call:
 
     def finish(self) -> None:
         """Called when the derivative is there: what the rerun was not expected to read must have been made by it."""
-        strangers, self._strangers = self._strangers, []
+        strangers, self.strangers = self.strangers, []
         for ref in strangers:
             tensor = ref()
             if tensor is not None:

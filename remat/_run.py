@@ -217,6 +217,7 @@ class Run(TorchFunctionMode):
         self._depth = internals.stack_depth()
         self._since = internals.next_sequence_number()
         self._live_reads = 0
+        self._wrapped_memory: set[int] = set()  # that what it made under a transform of its own is a wrapper of
         self._owners: dict[int, weakref.ref[Tensor]] = {}  # of what `.data` gave
         self._numbers = len(self.given)
         self._operands: dict[_Read, Tensor] = {}
@@ -364,7 +365,7 @@ class Run(TorchFunctionMode):
             inside = internals.level_of(tensor) > self._depth
             if inside or (internals.is_dead(tensor) and self._knows(internals.unwrapped(tensor))):
                 return self._resolve_wrapper(tensor)
-        if self._made_out_of_sight(tensor):
+        if self._made_out_of_sight(tensor) or self._is_undifferentiated_inside(tensor):
             self._note_made(tensor)
             return tensor
         with internals.DisableTorchFunction():
@@ -405,6 +406,21 @@ class Run(TorchFunctionMode):
             if base is None or (self.is_made(base) and id(base) not in self.given):
                 return True
             return self._made_out_of_sight(base)
+
+    def _is_undifferentiated_inside(self, tensor: Tensor) -> bool:
+        """Whether a tensor that autograd knows nothing of must come from inside of the function.
+
+        A transform in it has unwrapped what a seen call returned; or it is a tangent, for the `jvp` of a Function.
+        """
+        if not self._wrapped_memory and not internals.forward_ad_active():
+            return False
+        with internals.DisableTorchFunction():
+            if internals.requires_grad_at_any_level(tensor):
+                return False
+            if internals.forward_ad_active() and internals.inside_jvp_of_function():
+                return True
+            known = [t for ref in (*self.outside.values(), *self.given.values()) if (t := ref()) is not None]
+            return internals.memory_of(tensor) in self._wrapped_memory.difference(map(internals.memory_of, known))
 
     def _resolve_wrapper(self, wrapper: Tensor) -> Tensor:
         """A transform inside of the function has wrapped a tensor, out of sight."""
@@ -451,7 +467,7 @@ class Run(TorchFunctionMode):
         # Inside of an autograd.Function grad mode is off. Under a transform, unlike at the base, all of it is one call.
         if not live or not torch.is_grad_enabled() or internals.is_custom_function_call(func):
             return
-        if internals.forward_ad_active() and internals.inside_autograd_function():
+        if internals.forward_ad_active() and internals.inside_jvp_of_function():
             return  # its `jvp`
         signature = Signature(func, results, reads)
         if self._expected is not None:
@@ -568,6 +584,8 @@ class Run(TorchFunctionMode):
     def adopt(self, tensor: Tensor, live: bool = True, same_as: Tensor | None = None) -> None:
         """Note a tensor that was made inside, maybe as another one that has the same value."""
         key = id(tensor)
+        if internals.level_of(tensor) > self._depth:
+            self._wrapped_memory |= internals.wrapped_memory(tensor)
         known = self.outside.get(key)
         if known is not None and known() is tensor:
             if live:  # written to
@@ -603,7 +621,7 @@ class Run(TorchFunctionMode):
             return False
         if not (result.requires_grad or internals.is_wrapper(result)):
             return False
-        if not self.is_made(result) and (key in self.in_cells or result.is_leaf) and not internals.is_wrapper(result):
+        if not self.is_made(result) and (key in self.in_cells or (result.is_leaf and not internals.is_wrapper(result))):
             return False  # never read, and returned as it is
         self.resolve(result)  # made out of sight, or never read: then it is an operand as well
         return result.is_floating_point() or result.is_complex()

@@ -130,9 +130,20 @@ def sharing_memory(values: list[Tensor], others: list[Tensor]) -> set[int]:
     """The positions of the values that share their storage with another value, or with one of the others."""
     if not any(layer._is_view() for v in values for layer in _layers(v)):
         return set()  # autograd tracks views, so nothing is shared
-    plain = [innermost(t) for t in (*values, *others)]
-    storages = [t.untyped_storage()._cdata if t.layout == torch.strided else id(t) for t in plain]
+    storages = [memory_of(t) for t in (*values, *others)]
     return {i for i in range(len(values)) if storages.count(storages[i]) > 1}
+
+
+def memory_of(tensor: Tensor) -> int:
+    """What tells the memory of the plain tensor below all transforms from that of others, while it is there."""
+    plain = innermost(tensor)
+    return plain.untyped_storage()._cdata if plain.layout == torch.strided else id(plain)
+
+
+def wrapped_memory(wrapper: Tensor) -> set[int]:
+    """The memory of a wrapper and of the tangent that it carries."""
+    dual = fwad.unpack_dual(wrapper) if forward_ad_active() and _C.is_gradtrackingtensor(wrapper) else (wrapper, None)
+    return {memory_of(t) for t in dual if t is not None}
 
 
 def wrap_grad(tensor: Tensor, level: int) -> Tensor:
@@ -216,14 +227,14 @@ def vmap_level(batch_size: int, randomness: str) -> Iterator[int]:
         yield level
 
 
-_FUNCTION_FILE = torch.autograd.function.__file__
+_CALLS_JVP = torch.autograd.function.BackwardCFunction.apply_jvp.__code__
 
 
-def inside_autograd_function() -> bool:
-    """Whether the running code was called by an autograd.Function that was called under remat."""
+def inside_jvp_of_function() -> bool:
+    """Whether the running code is the `jvp` of an autograd.Function that was called under remat."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != "remat._replay":
-        if frame.f_code.co_filename == _FUNCTION_FILE:
+        if frame.f_code is _CALLS_JVP:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
@@ -466,6 +477,12 @@ def _saved_by(node: Any) -> Iterator[Tensor]:
 def nodes_of(tensor: Tensor) -> list[Any]:
     """The autograd nodes that made a tensor, at all levels."""
     return [layer.grad_fn for layer in _layers(tensor) if layer.grad_fn is not None]
+
+
+def is_end_of(node: Any, number: int, tensor: Tensor) -> bool:
+    """Whether an edge (a node, and which of its inputs) leads to a tensor, at any level."""
+    leaf = getattr(node, "variable", None)
+    return any(t is leaf or (t.grad_fn is node and t.output_nr == number) for t in _layers(tensor))
 
 
 def nodes_behind(roots: Iterable[Any], since: int = -1) -> list[Any]:

@@ -16,7 +16,7 @@ import torch
 from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, assert_same, leaf, numbers, pair, plain
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
+from torch.func import functional_call, functionalize, grad, jacfwd, jacrev, jvp, linearize, vmap
 
 from remat import CheckpointError, RematError, remat
 
@@ -758,6 +758,64 @@ def test_the_tangent_of_a_jvp_inside_is_a_result() -> None:
 
     x = numbers(3)
     assert_same(transformed(remat)(x), transformed(plain)(x))
+
+
+def test_the_tangent_of_a_jvp_inside_is_a_result_where_nothing_in_it_is_differentiated() -> None:
+    def loss(ck: Any, x: Tensor) -> Tensor:
+        def fun(s: Tensor) -> Tensor:
+            tangent = jvp(lambda t: torch.sin(t) * s, (s,), (torch.cos(s),))[1]
+            held = Holder(w=tangent, b=x)
+            return ck(lambda h: torch.tanh(h * held.w + held.b))(s * 2)
+
+        return ck(fun)(numbers(3, seed=1)).sum()
+
+    x = numbers(3)
+    assert_same(grad(lambda x: loss(remat, x))(x), grad(lambda x: loss(plain, x))(x))
+
+
+@pytest.mark.parametrize("hold", [lambda w: {"w": (w,)}, lambda w: {"w": w}], ids=["in a tuple", "in a dict"])
+def test_an_argument_that_is_captured_too_and_goes_straight_into_an_autograd_function(hold: Any) -> None:
+    def loss(ck: Any, x: Tensor) -> Tensor:
+        w = torch.zeros_like(x)
+        w.add_(x)
+        held = hold(w)
+
+        def first() -> Tensor:
+            found = held["w"]
+            return found[0] if isinstance(found, tuple) else found
+
+        return (ck(lambda w, v: ck(New.apply)(first(), v))(w, w).sum() + w.sum()).sin()
+
+    grads = []
+    for ck in (remat, plain):
+        x = leaf(numbers(3, 3))
+        grad(lambda x, ck=ck: loss(ck, x))(x).sum().backward()
+        grads.append(x.grad)
+    assert_same(*grads)
+
+
+def test_a_captured_tensor_that_is_returned_as_it_is_gets_no_derivative_of_the_arguments() -> None:
+    """Torch has no derivative for the `copy` that `functionalize` makes of an assignment."""
+
+    def fun(ck: Any, x: Tensor, y: Tensor) -> Tensor:
+        y = y + 0.5
+        y[0] = torch.sin(x)
+        return ck(lambda y: (x, y.argsort(-1)))(y)[0] * 2
+
+    args = numbers(3), numbers(3, 3)
+    result = jacrev(functionalize(lambda x, y: fun(remat, x, y)))(*args)
+    assert_same(result, jacrev(functionalize(lambda x, y: fun(plain, x, y)))(*args))
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # by torch's linearize
+def test_the_tangents_that_an_autograd_function_is_given_are_results() -> None:
+    def loss(ck: Any, x: Tensor) -> Tensor:
+        y = ck(lambda a, b: torch.tanh(ck(lambda a: New.apply(a, b))(a)))(torch.sin(x), torch.sin(x))
+        return (y * y).sum()
+
+    x = numbers(3, 3)
+    pushes = [linearize(grad(lambda x, ck=ck: loss(ck, x)), x)[1] for ck in (remat, plain)]
+    assert_same(pushes[0](x.cos()), pushes[1](x.cos()))
 
 
 def test_hooks_of_a_view_are_moved_while_a_run_looks_on() -> None:
