@@ -585,7 +585,8 @@ class Run(TorchFunctionMode):
         """Note a tensor that was made inside, maybe as another one that has the same value."""
         key = id(tensor)
         if internals.level_of(tensor) > self._depth:
-            self._wrapped_memory |= internals.wrapped_memory(tensor)
+            with internals.DisableTorchFunction():
+                self._wrapped_memory |= internals.wrapped_memory(tensor)
         known = self.outside.get(key)
         if known is not None and known() is tensor:
             if live:  # written to
@@ -621,10 +622,17 @@ class Run(TorchFunctionMode):
             return False
         if not (result.requires_grad or internals.is_wrapper(result)):
             return False
-        if not self.is_made(result) and (key in self.in_cells or (result.is_leaf and not internals.is_wrapper(result))):
+        if not self.is_made(result) and (key in self.in_cells or self._was_there(result)):
             return False  # never read, and returned as it is
         self.resolve(result)  # made out of sight, or never read: then it is an operand as well
         return result.is_floating_point() or result.is_complex()
+
+    def _was_there(self, tensor: Tensor) -> bool:
+        """Whether autograd knows that this tensor was made before the run began."""
+        node = tensor.grad_fn
+        if node is None:
+            return self._was_there(internals.unwrapped(tensor)) if internals.is_wrapper(tensor) else tensor.requires_grad
+        return internals.sequence_number(node) < self._since
 
     def _views_outside(self, result: Tensor) -> bool:
         """A view keeps nothing alive but what it views: it stays as it is, and so do changes of it in place."""
