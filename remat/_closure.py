@@ -276,7 +276,7 @@ class Closure:
         # In an outer rerun, what the function found is an operand of that rerun: gone from there afterwards.
         self._replaced = {i for i, t in enumerate(originals) if in_rerun or internals.is_wrapper(t)}
         freezer = Freezer(self._contents, position)
-        wanted = {id(originals[i]): i for i in self._replaced if i >= captured}
+        wanted = {id(originals[i]): i for i in self._replaced if in_rerun or i >= captured}
         if wanted:
             self._slots = list(_slots(self._live, wanted, freezer))
         self._frozen = [freezer(x) for x in self._live]

@@ -631,7 +631,9 @@ class Run(TorchFunctionMode):
         """Whether autograd knows that this tensor was made before the run began."""
         node = tensor.grad_fn
         if node is None:
-            return self._was_there(internals.unwrapped(tensor)) if internals.is_wrapper(tensor) else tensor.requires_grad
+            return (
+                self._was_there(internals.unwrapped(tensor)) if internals.is_wrapper(tensor) else tensor.requires_grad
+            )
         return internals.sequence_number(node) < self._since
 
     def _views_outside(self, result: Tensor) -> bool:

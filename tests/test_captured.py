@@ -16,7 +16,7 @@ import torch
 from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, assert_same, leaf, numbers, pair, plain
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call, functionalize, grad, jacfwd, jacrev, jvp, linearize, vmap
+from torch.func import functional_call, functionalize, grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from remat import CheckpointError, RematError, remat
 
@@ -805,6 +805,37 @@ def test_a_captured_tensor_that_is_returned_as_it_is_gets_no_derivative_of_the_a
     args = numbers(3), numbers(3, 3)
     result = jacrev(functionalize(lambda x, y: fun(remat, x, y)))(*args)
     assert_same(result, jacrev(functionalize(lambda x, y: fun(plain, x, y)))(*args))
+
+
+def test_an_argument_of_an_inner_function_that_it_finds_in_a_container_too() -> None:
+    def loss(ck: Any, x: Tensor) -> Tensor:
+        held = {"x": (x,)}
+
+        def inner(xs: Any) -> Any:
+            return held["x"][0].cumsum(0) * torch.sin(xs[0])
+
+        return ck(lambda: ck(inner)([held["x"][0]]))().sum()
+
+    x = numbers(3)
+    assert_same(grad(lambda x: loss(remat, x))(x), grad(lambda x: loss(plain, x))(x))
+
+
+def test_what_an_inner_function_finds_in_a_tuple_and_returns_as_it_is() -> None:
+    def fun(ck: Any, x: Tensor) -> Any:
+        held = ck(lambda x: (x.movedim(0, -1).contiguous(), torch.chunk(x, 2)[0]))(x)
+
+        def outer() -> Tensor:
+            found = ck(lambda: (ck(lambda y: y)(held[0]), held[1]))()
+            return found[0].movedim(0, -1).contiguous()
+
+        y = ck(outer)()
+        return held[1], y, held[1].index_add(0, torch.tensor([1]), y[:1])
+
+    results = []
+    for ck in (remat, plain):
+        out, pull = vjp(lambda x, ck=ck: fun(ck, x), numbers(3))
+        results.append(pull(tuple(t.cos() for t in out)))
+    assert_same(*results)
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # by torch's linearize
