@@ -348,7 +348,7 @@ def attach(fn: Derived, values: Values, operands: Values) -> Values:
 
 def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) -> Values:
     outs = [i for i, v in enumerate(values) if v.requires_grad]
-    if not outs:
+    if not outs or internals.tracing():  # what is written down can be differentiated later
         return values
     kept = [values[i] for i in outs]
     if not _reaches(fn, operands):

@@ -708,3 +708,25 @@ def is_hook_of_fully_shard(hook: Any) -> bool:
 def dtensor_at_work() -> bool:
     """Whether the running torch call is one of DTensor's own (2.13), on the local tensors inside of it."""
     return _DTENSOR in sys.modules and _called_by(_DTENSOR)
+
+
+# For remat._pure.
+
+has_global_module_hooks: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
+
+
+def shape_of_module(module: torch.nn.Module) -> Any:
+    """What changes with the names that a module has and with its children; None where calling it does more than that.
+
+    None: it has hooks, or it was compiled in place. Children count by identity.
+    """
+    attributes = module.__dict__
+    if (
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or module._compiled_call_impl is not None
+    ):
+        return None
+    return len(attributes), *map(id, attributes["_modules"].values())

@@ -839,6 +839,16 @@ def test_what_an_inner_function_finds_in_a_tuple_and_returns_as_it_is() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # by torch's linearize
+def test_what_linearize_writes_down_depends_on_captured_parameters() -> None:
+    layer, x = nn.Linear(3, 3).double(), numbers(3, 3)
+    pushes = [linearize(grad(lambda x, ck=ck: ck(layer)(x).sin().sum()), x)[1] for ck in (remat, plain)]
+    results = [push(x.cos()) for push in pushes]
+    assert results[0].requires_grad
+    assert results[1].requires_grad
+    assert_same(*results)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # by torch's linearize
 def test_the_tangents_that_an_autograd_function_is_given_are_results() -> None:
     def loss(ck: Any, x: Tensor) -> Tensor:
         y = ck(lambda a, b: torch.tanh(ck(lambda a: New.apply(a, b))(a)))(torch.sin(x), torch.sin(x))

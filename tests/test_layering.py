@@ -20,7 +20,7 @@ LAYERS = [
     {"_names"},
     {"policies", "random", "debug", "_values", "_offload"},
     {"_frozen", "_context", "_tape", "_static", "_tail", "_compile"},
-    {"_closure", "_spare"},
+    {"_closure", "_spare", "_pure"},
     {"_run"},
     {"_replay"},
     {"_leaks"},

@@ -12,7 +12,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._context import Ambient
-from remat.compat._captured import Captured
+from remat.compat._captured import Captured, Held
 from remat.compat._draws import Draws
 from remat.compat._watch import Forward, Record, Rerun, copy_of
 
@@ -20,7 +20,7 @@ Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractCont
 
 NO_CONTEXTS: Contexts = (contextlib.nullcontext(), contextlib.nullcontext())
 
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _PLAIN = {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Tensor, torch.nn.Parameter}
 
 
@@ -35,19 +35,28 @@ class Call:
 
     - `tensors`: until the forward is over, the tensors among the arguments and in the function's cells.
     - `record`: what the forward noted.
+    - `is_pure`: whether the runs need not be watched. See `remat._pure`.
     """
 
     def __init__(
-        self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        preserve_rng_state: bool,
+        may_be_pure: bool = False,
     ) -> None:
         self.record = Record()
         self._spec: _tree.PyTreeSpec | None = None
-        if kwargs or not _PLAIN.issuperset(map(type, args)):
-            self._leaves, self._spec = _tree.flatten((args, kwargs))
-        else:
+        is_plain = not kwargs and _PLAIN.issuperset(map(type, args))
+        if is_plain:
             self._leaves = list(args)
+        else:
+            self._leaves, self._spec = _tree.flatten((args, kwargs))
         leaves = self._leaves
-        self._captured = Captured(fun, leaves)
+        held = Held.by(fun, args) if may_be_pure and is_plain else None
+        self.is_pure = held is not None
+        self._captured = Captured(fun, leaves, held)
         self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.tensors: list[Tensor] = [leaves[i] for i in self._positions] + self._captured.tensors
         for i in self._positions:
@@ -55,15 +64,19 @@ class Call:
         self._captured.freeze(leaves, self.tensors)
         self._identities = [*map(id, self.tensors)]
         self._ambient = Ambient.current()
-        self._draws = Draws(self.tensors) if preserve_rng_state else None
+        may_draw = held is None or held.reads.draws
+        self._draws = Draws(self.tensors) if preserve_rng_state and may_draw else None
 
     def watch(self, owner: Any = None, under_context: bool = False) -> Forward:
         """The mode for the forward."""
         return Forward(self.record, self.tensors, self._draws, owner, under_context)
 
-    def finish(self, forward: Forward) -> None:
+    def finish(self, forward: Forward | None) -> None:
         """The user's own call is over, and its hooks are gone."""
-        forward.finish()
+        if forward is None:
+            self.record.is_simple = True
+        else:
+            forward.finish()
         self.tensors = []
         if self._draws is not None:
             self._draws.finish(device for _, _, device in self.record.metas)
@@ -99,7 +112,7 @@ class Call:
         self,
         rerun: Rerun | None,
         tensors: Sequence[Tensor],
-        context: contextlib.AbstractContextManager[Any] = _NOTHING,
+        context: contextlib.AbstractContextManager[Any] = NOTHING,
     ) -> Any:
         """The call again, with `tensors` in the place of those that it was given, and its result.
 
@@ -118,14 +131,15 @@ class Call:
             leaves[i] = tensor
         args, kwargs = (leaves, {}) if self._spec is None else _tree.unflatten(self._spec, leaves)
         del leaves
-        ambient = _NOTHING if Ambient.current() == self._ambient else self._ambient.restored()
-        restored = captured.restored() if captured.has_slots else _NOTHING
+        ambient = NOTHING if Ambient.current() == self._ambient else self._ambient.restored()
+        restored = captured.restored() if captured.has_slots else NOTHING
         grad_mode = torch.is_grad_enabled()
         internals.set_grad_enabled(True)
         random_before = None if draws is None else draws.begin()
         try:
             with ambient, context:
-                with rerun or _NOTHING, restored:
+                with rerun or NOTHING, restored:
+                    captured.check(fun)
                     out = fun(*args, **kwargs)
                 if rerun is not None:
                     if rerun.drops_result:
@@ -146,4 +160,4 @@ class Call:
 
 def at_the_base() -> contextlib.AbstractContextManager[None]:
     """Within it, a rerun may run: a backward pass of the base may be called inside of a transform."""
-    return internals.base_level() if internals.transforms_active() else _NOTHING
+    return internals.base_level() if internals.transforms_active() else NOTHING

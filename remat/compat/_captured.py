@@ -8,12 +8,16 @@ import functools
 import operator
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from remat import _pure
+from remat._context import has_accelerator
+from remat._errors import CheckpointError
 from remat._frozen import Freezer, Table, Thawer, cell_contents, parts, written_names
+from remat.compat._watch import SMALL, check_version, version
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _Slot = tuple[Any, Any, Any]  # a cell and None, or a namespace and a name; and what it held
@@ -94,6 +98,51 @@ def _simple_contents(fun: types.FunctionType) -> list[Any] | None:
 _SIMPLE = (Tensor, torch.nn.Module, int, float, str, type, types.ModuleType, types.BuiltinFunctionType)
 
 
+class Held(NamedTuple):
+    """A function that need not be watched, with the tensors of its modules."""
+
+    reads: _pure.Reads
+    places: list[tuple[dict[str, Any], str, Tensor, int]]
+    """Where each is held, and its version."""
+
+    @staticmethod
+    def by(fun: Any, args: Sequence[Any]) -> Held | None:
+        """None where a run has to be watched: the function may do anything, or there may be something to spare."""
+        reads = _pure.reads(fun)
+        if reads is None or any(isinstance(x, Tensor) and x.numel() > SMALL for x in args):
+            return None
+        if reads.draws and has_accelerator():  # which devices draw is seen from what is saved
+            return None
+        places = []
+        for ref in reads.modules:
+            module: Any = ref()
+            for names in (module._parameters, module._buffers):
+                for name, tensor in names.items():
+                    if tensor is None:
+                        continue
+                    if type(tensor) not in _PLAIN or tensor.numel() > SMALL:
+                        return None
+                    places.append((names, name, tensor, version(tensor)))
+        return Held(reads, places)
+
+    def check(self, fun: Any) -> None:
+        """Raise where the function may not be what it was."""
+        if _pure.reads(fun) is not self.reads:
+            raise CheckpointError(
+                f"checkpoint: a module or a function that {getattr(fun, '__qualname__', type(fun).__qualname__)} uses "
+                "was replaced between its forward run and the backward, where it runs again."
+            )
+        for _, _, tensor, before in self.places:
+            check_version(tensor, before)
+
+    def replaced(self) -> list[_Slot]:
+        """The places that hold something else now, with what they held."""
+        return [(names, name, tensor) for names, name, tensor, _ in self.places if names.get(name) is not tensor]
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 class Captured:
     """A function and others that it is given, with what they capture. Neither they nor tensors in cells are held.
 
@@ -102,10 +151,12 @@ class Captured:
     - `tensors`: those in cells, until `freeze`.
     """
 
-    __slots__ = ("_contents", "_fun", "_given", "_modules", "_slots", "_table", "tensors")
+    __slots__ = ("_contents", "_fun", "_given", "_held", "_modules", "_slots", "_table", "tensors")
 
-    def __init__(self, fun: Any, leaves: list[Any]) -> None:
+    def __init__(self, fun: Any, leaves: list[Any], held: Held | None = None) -> None:
+        """`held`: what the function holds, where that is known."""
         self._fun = fun
+        self._held = held
         self._table: Table | None = None
         self._slots: list[_Slot] = []
         self._modules: list[torch.nn.Module] = []
@@ -115,7 +166,7 @@ class Captured:
         functions = [x for x in leaves if isinstance(x, _FUNCTIONS)]
         if type(fun) is types.FunctionType and not functions:
             self._contents = _simple_contents(fun)
-        elif not isinstance(fun, _FUNCTIONS) and not functions:
+        elif not functions and (held is not None or not isinstance(fun, _FUNCTIONS)):
             self._contents = []
         if self._contents is not None:
             if type(fun) is types.FunctionType:
@@ -150,6 +201,8 @@ class Captured:
                 todo += parts(obj)
 
     def _look_at_module(self, module: torch.nn.Module) -> None:
+        if self._held is not None:
+            return
         self._modules.append(module)
         self._slots += _buffers(module)
 
@@ -183,7 +236,7 @@ class Captured:
         now: list[_Slot] = []
         attributes = [(vars(m), dict(vars(m))) for root in self._modules for m in root.modules()]
         try:
-            for container, name, value in self._slots:
+            for container, name, value in self._slots if self._held is None else self._slots + self._held.replaced():
                 now.append((container, name, _look(container, name)))
                 _put(container, name, value)
             yield
@@ -199,7 +252,12 @@ class Captured:
     @property
     def has_slots(self) -> bool:
         """Whether there is something to restore."""
-        return bool(self._slots or self._modules)
+        return bool(self._slots or self._modules or (self._held is not None and self._held.replaced()))
+
+    def check(self, fun: Any) -> None:
+        """See that a function that is not watched is what it was."""
+        if self._held is not None:
+            self._held.check(fun)
 
     def thawed(self, leaves: list[Any], tensors: Sequence[Tensor]) -> tuple[Any, list[Any], Thawer | None]:
         """The function and the leaves, with `tensors` in the place of those in cells; and what put them together."""

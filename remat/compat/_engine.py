@@ -17,7 +17,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError
-from remat.compat._call import NO_CONTEXTS, Call, Contexts, UsesTransforms, at_the_base
+from remat.compat._call import NO_CONTEXTS, NOTHING, Call, Contexts, UsesTransforms, at_the_base
 from remat.compat._watch import Collector, Holder, Rerun
 
 TIP = (
@@ -75,7 +75,8 @@ class Region:
         self.explain: Callable[[CheckpointError], CheckpointError] | None = None
         """What makes a more detailed error of one: for debugging."""
         self._options = options
-        self._call = Call(fun, args, kwargs, options.preserve_rng_state)
+        may_be_pure = contexts is NO_CONTEXTS and not internals.function_modes_active()
+        self._call = Call(fun, args, kwargs, options.preserve_rng_state, may_be_pure)
         self._saved = [internals.save(t) for t in self._call.tensors]
         self._under_context = contexts is not NO_CONTEXTS
         self._is_complete = False
@@ -83,17 +84,17 @@ class Region:
 
     def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward: the user's own call."""
-        forward = self._call.watch(self, self._under_context)
+        forward = None if self._call.is_pure else self._call.watch(self, self._under_context)
         try:
             with self.forward_context:
-                internals.push_saved_tensors_hooks(forward.pack, _unpack)
+                internals.push_saved_tensors_hooks(self._pack if forward is None else forward.pack, _unpack)
                 try:
-                    with forward:
+                    with forward or NOTHING:
                         out = fun(*args, **kwargs)
                 finally:
                     internals.pop_saved_tensors_hooks()
         except RuntimeError as error:
-            if internals.refuses_hooks(error):
+            if forward is not None and internals.refuses_hooks(error):
                 self._call.undo(forward)
                 raise UsesTransforms from None
             raise
@@ -101,6 +102,11 @@ class Region:
         self._saved = self._call.unwritten(self._saved)
         self._is_complete = True
         return out
+
+    def _pack(self, tensor: Tensor) -> Holder:
+        """The hook for a forward that is not watched."""
+        del tensor
+        return self._call.record.hold(self)
 
     def unpack(self, index: int) -> Tensor:
         """The hook: the saved tensor with this number."""

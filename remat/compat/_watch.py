@@ -41,6 +41,9 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OPS = (torch.ops.aten.mm.__class__, torch.ops.aten.mm.default.__class__)
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, *_OPS)
 
+SMALL = 1000
+"""The elements of a tensor that is computed sooner than it is spared."""
+
 
 @functools.cache
 def _mutable(func: Any) -> bool:
@@ -94,7 +97,7 @@ class Result(NamedTuple):
     @property
     def is_large(self) -> bool:
         """Whether it takes longer to compute than to spare."""
-        return self.size.numel() > 1000
+        return self.size.numel() > SMALL
 
     def allocate(self) -> Tensor:
         """Memory for it."""
@@ -111,6 +114,16 @@ def _results(noted: Any) -> list[Result]:
 def version(tensor: Tensor) -> int:
     """How often the memory of a tensor was written to, where torch counts that."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def check_version(tensor: Tensor, before: int) -> None:
+    """Raise if a tensor that a function reads from outside was written to."""
+    if version(tensor) != before:
+        raise RuntimeError(
+            "one of the variables needed for the rerun of a checkpointed function has been modified by an inplace "
+            f"operation: [{tensor.type()} {list(tensor.shape)}], which the function reads from outside, is at "
+            f"version {tensor._version}; expected version {before} instead."
+        )
 
 
 class Outside:
@@ -134,13 +147,8 @@ class Outside:
 
     def check(self) -> None:
         """Raise if the values are not the ones any more that the forward read."""
-        tensor = self.tensor
-        if tensor is not None and version(tensor) != self.version:
-            raise RuntimeError(
-                "one of the variables needed for the rerun of a checkpointed function has been modified by an inplace "
-                f"operation: [{tensor.type()} {list(tensor.shape)}], which the function reads from outside, is at "
-                f"version {tensor._version}; expected version {self.version} instead."
-            )
+        if self.tensor is not None:
+            check_version(self.tensor, self.version)
 
 
 class Record:
@@ -159,10 +167,16 @@ class Record:
         self.tail: list[Any] = []
         """What the last calls returned: from the one on that saved the last tensor."""
         self.metas: list[Meta] = []
-        """What was saved."""
+        """What was saved, where the run was watched."""
         self.holders: list[weakref.ref[Any]] = []
         self.written: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         """By identity, the tensors from outside that were changed in place, and what they were before."""
+
+    def hold(self, owner: Any) -> Holder:
+        """What the graph keeps in the place of the next tensor that it would save."""
+        holder = Holder(owner, len(self.holders))
+        self.holders.append(weakref.ref(holder))
+        return holder
 
 
 def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
@@ -221,10 +235,8 @@ class Forward(TorchFunctionMode):
         """The hook: what the graph keeps in the place of `tensor`."""
         record = self.record
         record.metas.append((tensor.shape, tensor.dtype, tensor.device))
-        holder = Holder(self._owner, len(record.holders))
-        record.holders.append(weakref.ref(holder))
         record.tail.clear()
-        return holder
+        return record.hold(self._owner)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -407,9 +419,9 @@ class Collector:
             saved.append(None)
         else:
             saved.append((tensor, version(tensor)))
-            meta = tensor.shape, tensor.dtype, tensor.device
-            if meta != self._record.metas[index]:
-                self.different.append((index, self._record.metas[index], meta))
+            metas = self._record.metas
+            if metas and metas[index] != (meta := (tensor.shape, tensor.dtype, tensor.device)):
+                self.different.append((index, metas[index], meta))
         if index == self._last:
             self._done = True
             self._stop()

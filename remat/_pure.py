@@ -1,0 +1,329 @@
+"""Functions of which the code shows what they do: compute on their arguments and on what they visibly hold.
+
+A run of such a function need not be watched. It reads its arguments, tensors in its cells and those of the modules that
+it uses; it writes to nothing, and draws from the global generators at most. So that this can be told, all that the code
+names has to be known: the operations and the methods of containers below, globals and cells that hold modules, numbers
+or functions of the same kind, and attributes of those modules. Anything else (another library, an attribute that is
+set, an assignment to a slice) is not known, and the function is watched.
+
+The answer belongs to the code and to what it found. It is kept, and checked at each call.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import dis
+import functools
+import itertools
+import math
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from remat import _torch_internals as internals
+from remat._frozen import ATOMS
+
+# What a function may be made of.
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_OPS = _words("""
+    abs acos acosh add addcdiv addcmul addmm amax amin angle arange argmax argmin argsort asin asinh atan atan2 atanh
+    avg_pool1d avg_pool2d avg_pool3d baddbmm bilinear bmm broadcast_tensors broadcast_to cat cdist ceil celu chunk clamp
+    clamp_max clamp_min clone concat conj contiguous conv1d conv2d conv3d conv_transpose1d conv_transpose2d
+    conv_transpose3d cos cosh cosine_similarity cross cross_entropy cumprod cumsum deg2rad detach diag diag_embed
+    diagonal diff div dot dropout einsum elu eq erf erfc erfinv exp exp2 expand expand_as expm1 eye finfo flatten flip
+    float_power floor fmod full full_like gather ge gelu glu group_norm gt hardsigmoid hardswish hardtanh hstack
+    huber_loss hypot index_add index_select interpolate inner isfinite isinf isnan item kl_div kron l1_loss layer_norm
+    le leaky_relu lerp lgamma linear linspace log log10 log1p log2 log_softmax logaddexp logcumsumexp logical_and
+    logical_not logical_or logsigmoid logsumexp lt masked_fill matmul max max_pool1d max_pool2d maximum mean min minimum
+    mish mm movedim mse_loss mul multinomial mv narrow ne neg nll_loss norm normalize numel one_hot ones ones_like outer
+    pad permute pixel_shuffle polar pow prelu prod rad2deg rand rand_like randn randn_like reciprocal relu relu6
+    remainder repeat repeat_interleave reshape rms_norm roll rot90 round rsqrt scaled_dot_product_attention select selu
+    sigmoid sign silu sin sinc sinh size smooth_l1_loss softmax softmin softplus softsign split sqrt square squeeze
+    stack std sub sum swapaxes take_along_dim tan tanh tanhshrink tensor tensordot threshold tile to topk trace
+    transpose tril triu true_divide trunc type_as unbind unflatten unfold unsqueeze var vdot view view_as vstack where
+    zeros zeros_like
+    """)
+_DRAWS = frozenset(
+    {"dropout", "multinomial", "rand", "rand_like", "randn", "randn_like", "scaled_dot_product_attention"}
+)
+_ATTRIBUTES = _words("""
+    T H mT mH device dtype dim ndim real imag requires_grad shape values indices nn functional special linalg fft
+    Size Tensor bool float double half long int bfloat16 bfloat float16 float32 float64 int8 int16 int32 int64 uint8
+    complex64 complex128 cpu cuda inf pi e nan newaxis eps tiny is_floating_point is_complex is_cuda
+    append copy count extend format get insert items join keys pop reverse sort update
+    """)
+_MATH = frozenset(n for n in dir(math) if not n.startswith("_"))
+_KNOWN = _OPS | _ATTRIBUTES | _MATH
+_MODULES = (torch, F, math, torch.linalg, torch.special, torch.fft, torch.nn)
+_BUILTINS = tuple(
+    getattr(builtins, name)
+    for name in _words("""
+    AssertionError RuntimeError TypeError ValueError abs all any bool dict divmod enumerate float int isinstance len
+    list map max min pow range reversed round set slice sorted str sum tuple zip
+""")
+)
+_MAY_BE_INPLACE = _words("""
+    celu dropout elu hardsigmoid hardswish hardtanh leaky_relu mish relu relu6 selu silu threshold
+    """)
+_REFUSED = tuple(
+    _words("""
+    STORE_GLOBAL DELETE_ STORE_ATTR STORE_SUBSCR STORE_SLICE STORE_NAME IMPORT_ YIELD_ LOAD_NAME LOAD_BUILD_CLASS
+    INPLACE_ LOAD_SUPER_ATTR SETUP_WITH BEFORE_WITH LOAD_SPECIAL SEND GET_AWAITABLE
+    """)
+)
+_MISSING: Any = object()
+_CONSTANTS = ATOMS | {torch.dtype, torch.device, torch.Size, type(Ellipsis), type(_MISSING)}
+
+
+class _Code(NamedTuple):
+    """What code names."""
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+
+
+@functools.cache
+def _names(code: types.CodeType) -> _Code | None:
+    """What code, and the functions defined in it, name. None: it does what is not known."""
+    if code.co_flags & (0x20 | 0x80 | 0x200) and code.co_name != "<genexpr>":  # generators and coroutines
+        return None
+    globals_, attributes = set(), set()
+    for i in dis.get_instructions(code):
+        if i.opname == "STORE_DEREF" and i.argval in code.co_freevars:
+            return None
+        if i.opname.startswith("YIELD_") and code.co_name == "<genexpr>":
+            continue
+        if i.opname.startswith(_REFUSED) or (i.opname == "BINARY_OP" and i.argrepr.endswith("=")):
+            return None
+        if i.opname == "LOAD_GLOBAL":
+            globals_.add(i.argval)
+        elif i.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(i.argval)
+    keywords = {n for c in code.co_consts if isinstance(c, tuple) for n in c}
+    if keywords & {"out", "generator"} or ("inplace" in keywords and "inplace" not in attributes):
+        return None
+    if attributes & _MAY_BE_INPLACE and any(c is True for c in code.co_consts):  # F.relu(x, True)
+        return None
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            inner = _names(const)
+            if inner is None:
+                return None
+            globals_ |= inner.globals
+            attributes |= inner.attributes
+    return _Code(frozenset(globals_), frozenset(attributes))
+
+
+class Reads(NamedTuple):
+    """What is known of a function."""
+
+    modules: tuple[weakref.ref[nn.Module], ...]
+    """The modules that it uses, with those inside of them."""
+    draws: bool
+    """Whether it may draw from the global generators."""
+
+
+_Meaning = Any
+"""What a name meant: a weak reference, or a type, for of a number only the type counts."""
+
+
+def _meaning(value: Any) -> _Meaning:
+    return type(value) if type(value) in _CONSTANTS or isinstance(value, (tuple, list)) else weakref.ref(value)
+
+
+def _still(meaning: _Meaning, value: Any) -> bool:
+    return value is meaning() if type(meaning) is weakref.ref else type(value) is meaning
+
+
+class _Answer:
+    """What was found out about a function, and what that depends on."""
+
+    def __init__(self, roots: list[Any]) -> None:
+        self.reads: Reads | None = None
+        self._shapes: list[tuple[weakref.ref[nn.Module], Any]] = []
+        self._globals: list[tuple[Any, str, _Meaning]] = []  # of a root, by its number, or of another function
+        self._attributes: list[tuple[weakref.ref[Any], str, _Meaning]] = []
+        self._names: set[str] = set()
+        self._functions: dict[int, types.FunctionType] = {}
+        self._modules: dict[int, nn.Module] = {}
+        self._roots = {id(root): i for i, root in enumerate(roots)}
+        with contextlib.suppress(_Unknown):
+            self._search(roots)
+        del self._functions, self._modules, self._roots, self._names
+
+    def holds(self, roots: list[Any]) -> bool:
+        """Whether all that it depends on is as it was."""
+        for at, name, meaning in self._globals:
+            function = roots[at] if type(at) is int else at()
+            if function is None or not _still(meaning, function.__globals__.get(name, _MISSING)):
+                return False
+        for module_ref, shape in self._shapes:
+            module = module_ref()
+            if module is None or internals.shape_of_module(module) != shape:
+                return False
+        for ref, name, meaning in self._attributes:
+            owner = ref()
+            if owner is None or not _still(meaning, owner.__dict__.get(name, _MISSING)):
+                return False
+        return True
+
+    def _search(self, roots: list[Any]) -> None:
+        for root in roots:
+            self._take(root)
+        looked_up: set[tuple[int, str]] = set()
+        while new := set(itertools.product(self._modules, self._names)) - looked_up:
+            looked_up |= new
+            for key, name in new:
+                self._attribute(self._modules[key], name)
+        owned = {n for m in self._modules.values() for n in _names_of(m)}
+        if self._names <= _KNOWN | owned:
+            self.reads = Reads(tuple(map(weakref.ref, self._modules.values())), bool(self._names & _DRAWS))
+
+    def _take(self, value: Any) -> None:
+        """Something that the function can reach."""
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                if id(module) not in self._modules:
+                    self._modules[id(module)] = module
+                    self._module(module)
+        elif isinstance(value, types.FunctionType) and id(value) not in _operations():
+            if id(value) not in self._functions:
+                self._functions[id(value)] = value
+                self._function(value)
+        elif not (type(value) in _CONSTANTS or id(value) in _operations()):
+            raise _Unknown
+
+    def _function(self, function: types.FunctionType) -> None:
+        names = _names(function.__code__)
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        if names is None or any(type(d) not in _CONSTANTS for d in defaults):
+            raise _Unknown
+        if function.__closure__ and id(function) not in self._roots:
+            raise _Unknown
+        self._names |= names.attributes
+        for name in names.globals:
+            value = function.__globals__.get(name, _MISSING)
+            at = self._roots[id(function)] if id(function) in self._roots else weakref.ref(function)
+            self._globals.append((at, name, _meaning(value)))
+            if value is not _MISSING:
+                self._take(value)
+            elif getattr(builtins, name, _MISSING) not in _BUILTINS:
+                raise _Unknown
+
+    def _module(self, module: nn.Module) -> None:
+        kind, shape = type(module), internals.shape_of_module(module)
+        self._shapes.append((weakref.ref(module), shape))
+        if (
+            kind.__call__ is not nn.Module.__call__
+            or kind.__getattr__ is not nn.Module.__getattr__
+            or kind.__getattribute__ is not object.__getattribute__
+            or shape is None
+            or any(map(_has_operators, kind.__mro__))
+        ):
+            raise _Unknown
+        if kind not in _CONTAINERS:
+            self._attribute(module, "forward")
+
+    def _attribute(self, module: nn.Module, name: str) -> None:
+        """What the function finds if it looks for a name in a module."""
+        for owner in (module, *type(module).__mro__):
+            if name not in vars(owner):
+                continue
+            if owner is nn.Module and name in _KNOWN:
+                return  # it is a tensor's: `x.float()`
+            value = vars(owner)[name]
+            if name == "inplace" and value is not False:
+                raise _Unknown
+            self._attributes.append((weakref.ref(owner), name, _meaning(value)))
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                self._take(item)
+            return
+
+
+class _Unknown(Exception):  # noqa: N818
+    """Something is not known."""
+
+
+_CONTAINERS = {nn.ModuleList, nn.ModuleDict}
+_HARMLESS = _words("""
+    __abstractmethods__ __annotate__ __annotate_func__ __annotations__ __annotations_cache__ __constants__ __dict__
+    __doc__ __firstlineno__ __hash__ __init__ __jit_unused_properties__ __module__ __orig_bases__ __parameters__
+    __repr__ __setstate__ __static_attributes__ __weakref__
+    """)
+
+
+def _has_operators(kind: type) -> bool:
+    """Whether a class of the user's says what an operator does."""
+    if kind.__module__ == "builtins" or kind.__module__.startswith("torch.nn.modules."):
+        return False
+    return any(n.startswith("__") and n.endswith("__") and n not in _HARMLESS for n in vars(kind))
+
+
+def _names_of(module: nn.Module) -> Iterator[str]:
+    yield from vars(module)
+    yield from module._parameters
+    yield from module._buffers
+    yield from module._modules
+    for kind in type(module).__mro__:
+        if kind is not nn.Module and kind is not object:
+            yield from vars(kind)
+
+
+@functools.cache
+def _operations() -> frozenset[int]:
+    found = [getattr(space, name, None) for space in _MODULES for name in _OPS]
+    return frozenset(id(f) for f in (*found, *_MODULES, *_BUILTINS, Tensor) if f is not None)
+
+
+_answers: dict[Any, _Answer] = {}
+
+
+def reads(fun: Any) -> Reads | None:
+    """What is known of a function, a module or a method of a module. None: it has to be watched."""
+    roots: list[Any] = []
+    key = _key(fun, roots)
+    if key is None or internals.has_global_module_hooks():
+        return None
+    answer = _answers.get(key)
+    if answer is None or not answer.holds(roots):
+        if len(_answers) > 1000:
+            _answers.clear()
+        answer = _answers[key] = _Answer(roots)
+    return answer.reads
+
+
+def _key(fun: Any, roots: list[Any]) -> Any:
+    """What the answer for a function depends on, apart from names: its code, and what its cells hold."""
+    kind = type(fun)
+    if kind is types.FunctionType:
+        roots.append(fun)
+        if not fun.__closure__:
+            return id(fun.__globals__), fun.__code__
+        try:
+            contents = [cell.cell_contents for cell in fun.__closure__]
+        except ValueError:  # an empty cell
+            return None
+        keys = [
+            Tensor if type(c) in _TENSORS else type(c) if type(c) in _CONSTANTS else _key(c, roots) for c in contents
+        ]
+        return None if None in keys else (id(fun.__globals__), fun.__code__, *keys)
+    if isinstance(fun, nn.Module):
+        roots.append(fun)
+        return id(fun)
+    if kind is types.MethodType and isinstance(fun.__self__, nn.Module):
+        return _key(fun.__func__, roots), _key(fun.__self__, roots)
+    return None
+
+
+_TENSORS = {Tensor, nn.Parameter}

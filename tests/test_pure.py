@@ -1,0 +1,378 @@
+"""What can be told of a function from its code, and that nothing goes wrong where that is relied on."""
+
+import functools
+import gc
+import math
+import random
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Fun, assert_same, leaf, numbers
+from torch import Tensor, nn
+
+from remat import CheckpointError, _pure
+from remat.compat import checkpoint
+
+LAYERS = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+WEIGHT = numbers(3, 3, seed=7)
+SCALE = 2.0
+COUNT = 0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.act = 3, F.gelu
+        self.norm, self.linear, self.out = nn.LayerNorm(3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.attend(self.norm(x)))
+
+    def attend(self, x: Tensor) -> Tensor:
+        q = self.linear(x).unflatten(-1, (self.heads, -1))
+        return self.act(q / math.sqrt(q.shape[-1])).flatten(-2)
+
+
+class Remembers(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.detach()
+        return super().forward(x)
+
+
+class Indexed(Block):
+    def __getitem__(self, index: int) -> Tensor:
+        return WEIGHT[index]
+
+
+def product(x: Tensor) -> Tensor:
+    return torch.tanh(x @ x)
+
+
+def calls_another(x: Tensor) -> Tensor:
+    return F.softmax(product(x) * SCALE, -1)
+
+
+def loops(x: Tensor) -> Tensor:
+    found = [x.sin() for _ in range(2)]
+    for i, y in enumerate(found):
+        found.append(y * i) if i < 2 else None
+    return torch.stack(found).sum(0)
+
+
+def has_inner(x: Tensor) -> Tensor:
+    y = x.cos()
+
+    def inner(z: Tensor) -> Tensor:
+        return z * y
+
+    return inner(x)
+
+
+def captures(w: Any) -> Fun:
+    return lambda x: torch.tanh(x @ w)
+
+
+def scales(factor: float) -> Fun:
+    return lambda x: torch.tanh(x * factor)
+
+
+def uses(module: Any) -> Fun:
+    return lambda x: module(x)
+
+
+def reads_a_global_tensor(x: Tensor) -> Tensor:
+    return x @ WEIGHT
+
+
+def counts(x: Tensor) -> Tensor:
+    global COUNT
+    COUNT += 1
+    return x.sin()
+
+
+def draws_by_hand(x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+def calls_an_impure_one(x: Tensor) -> Tensor:
+    return draws_by_hand(x).sin()
+
+
+def writes_to_an_argument(x: Tensor) -> Tensor:
+    x += 1
+    return x.sin()
+
+
+def writes_in_place(x: Tensor) -> Tensor:
+    return x.mul_(2).sin()
+
+
+def assigns_to_a_slice(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[0] = 1
+    return y
+
+
+def reads_an_attribute(x: Tensor) -> Tensor:
+    return x * x.scale
+
+
+def differentiates(x: Tensor) -> Tensor:
+    return torch.func.grad(lambda x: x.sin().sum())(x)
+
+
+def writes_out(x: Tensor) -> Tensor:
+    return torch.sin(x, out=WEIGHT)
+
+
+def may_write(x: Tensor) -> Tensor:
+    return F.relu(x, True)
+
+
+def may_write_by_name(x: Tensor) -> Tensor:
+    return F.relu(x, inplace=True)
+
+
+def without_gradient(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x.sin()
+
+
+def imports(x: Tensor) -> Tensor:
+    import time
+
+    return x * time.time()
+
+
+def looks_by_name(x: Tensor) -> Tensor:
+    return getattr(x, "sin")()  # noqa: B009
+
+
+def generates(x: Tensor) -> Any:
+    yield x.sin()
+
+
+def assigns_to_a_cell() -> Fun:
+    total = 0
+
+    def fun(x: Tensor) -> Tensor:
+        nonlocal total
+        total = total + 1
+        return x.sin()
+
+    return fun
+
+
+def with_default(x: Tensor, w: Tensor = WEIGHT) -> Tensor:
+    return x @ w
+
+
+def hooked() -> nn.Module:
+    module = Block()
+    module.linear.register_forward_hook(lambda *_: None)
+    return module
+
+
+def with_attribute(**attributes: Any) -> nn.Module:
+    module = nn.ReLU()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+KNOWN: dict[str, Any] = {
+    "product": product,
+    "calls another": calls_another,
+    "loops": loops,
+    "an inner function": has_inner,
+    "a captured tensor": captures(WEIGHT),
+    "a captured number": scales(2.0),
+    "a module": Block(),
+    "its forward": Block().forward,
+    "another method": Block().attend,
+    "a captured module": uses(LAYERS),
+    "a captured method": uses(Block().attend),
+    "a captured function": uses(product),
+    "a stock module": nn.ReLU(),
+}
+UNKNOWN: dict[str, Any] = {
+    f.__name__: f
+    for f in (
+        reads_a_global_tensor,
+        counts,
+        draws_by_hand,
+        calls_an_impure_one,
+        writes_to_an_argument,
+        writes_in_place,
+        assigns_to_a_slice,
+        reads_an_attribute,
+        differentiates,
+        writes_out,
+        may_write,
+        may_write_by_name,
+        without_gradient,
+        imports,
+        looks_by_name,
+        generates,
+        with_default,
+    )
+} | {
+    "assigns to a cell": assigns_to_a_cell(),
+    "captures an impure one": uses(draws_by_hand),
+    "captures a list": captures([WEIGHT]),
+    "a partial": functools.partial(product),
+    "an object": types.SimpleNamespace(),
+    "a builtin": torch.sin,
+    "a module that remembers": Remembers(),
+    "a module with an operator": Indexed(),
+    "a module with a hook": hooked(),
+    "a module with another forward": with_attribute(forward=draws_by_hand),
+    "in place": nn.ReLU(inplace=True),
+    "statistics": nn.BatchNorm1d(3),
+    "an embedding, which may renormalize": nn.Embedding(3, 3),
+    "flattened weights": nn.LSTM(3, 3),
+    "parametrized": nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
+}
+
+
+@pytest.mark.parametrize("fun", KNOWN.values(), ids=KNOWN)
+def test_known(fun: Any) -> None:
+    assert _pure.reads(fun) is not None
+    assert _pure.reads(fun) is _pure.reads(fun)
+
+
+@pytest.mark.parametrize("fun", UNKNOWN.values(), ids=UNKNOWN)
+def test_unknown(fun: Any) -> None:
+    assert _pure.reads(fun) is None
+
+
+def test_who_draws() -> None:
+    assert _pure.reads(nn.Dropout()) is not None
+    for fun, draws in {nn.Dropout(): True, nn.Tanh(): False, (lambda x: x * torch.rand(3)): True}.items():
+        found = _pure.reads(fun)
+        assert found is not None
+        assert found.draws == draws
+
+
+CHANGES: dict[str, Callable[[Block], Any]] = {
+    "a hook": lambda m: m.norm.register_forward_pre_hook(lambda *_: None),
+    "another child": lambda m: setattr(m, "out", Remembers()),
+    "another method": lambda m: setattr(m, "attend", draws_by_hand),
+    "another function": lambda m: setattr(m, "act", lambda x: x * random.random()),
+    "a hook for all": lambda m: nn.modules.module.register_module_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_was_known_before_a_change(change: Callable[[Block], Any]) -> None:
+    module = Block()
+    assert _pure.reads(module) is not None
+    handle = change(module)
+    assert _pure.reads(module) is None
+    if hasattr(handle, "remove"):
+        handle.remove()
+        assert _pure.reads(module) is not None
+
+
+def test_nothing_is_kept_alive() -> None:
+    module = Block()
+    parts = [weakref.ref(x) for x in (module, module.linear, module.linear.weight)]
+    assert _pure.reads(module) is not None
+    assert _pure.reads(uses(module)) is not None
+    del module
+    gc.collect()
+    assert [ref() for ref in parts] == [None] * 3
+
+
+# Where it is relied on.
+
+
+def gradients(fun: Any, x: Tensor, between: Callable[[], Any] = lambda: None) -> Any:
+    y = checkpoint(fun, x, use_reentrant=False)
+    between()
+    parameters = list(fun.parameters()) if isinstance(fun, nn.Module) else []
+    return torch.autograd.grad(y.sin().sum(), [x, *parameters])
+
+
+@pytest.mark.parametrize("fun", [f for f in KNOWN.values() if f not in (KNOWN["another method"],)])
+def test_same_as_plain(fun: Any) -> None:
+    x = leaf(numbers(3, 3))
+    assert_same(gradients(fun, x)[0], torch.autograd.grad(fun(x).sin().sum(), x)[0])
+
+
+def test_dropout_draws_the_same_again() -> None:
+    module, x = nn.Sequential(nn.Linear(3, 3), nn.Dropout()).double(), leaf(numbers(3, 3))
+    torch.manual_seed(0)
+    found = gradients(module, x, lambda: torch.rand(5))
+    torch.manual_seed(0)
+    assert_same(found, torch.autograd.grad(module(x).sin().sum(), [x, *module.parameters()]))
+
+
+def test_a_parameter_that_was_replaced_counts_as_it_was() -> None:
+    module, x = Block(), leaf(numbers(3, 3))
+    weight = module.linear.weight
+    y = checkpoint(module, x, use_reentrant=False).sum()
+    module.linear.weight = nn.Parameter(torch.zeros_like(weight))
+    found = torch.autograd.grad(y, [x, weight])
+    assert module.linear.weight is not weight
+    module.linear.weight = weight
+    assert_same(found, torch.autograd.grad(module(x).sum(), [x, weight]))
+
+
+def test_a_parameter_that_was_changed_in_place_is_an_error() -> None:
+    module, x = Block(), leaf(numbers(3, 3))
+
+    def change() -> None:
+        with torch.no_grad():
+            module.linear.weight.zero_()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(module, x, change)
+
+
+@pytest.mark.parametrize("change", [c for name, c in CHANGES.items() if "for all" not in name])
+def test_a_module_that_was_changed_is_an_error(change: Callable[[Block], Any]) -> None:
+    module, x = Block(), leaf(numbers(3, 3))
+    y = checkpoint(module, x, use_reentrant=False).sum()
+    change(module)
+    with pytest.raises(CheckpointError, match="a module or a function that Block uses was replaced"):
+        y.backward()
+
+
+def test_globals_count_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = leaf(numbers(3, 3))
+    expected = torch.autograd.grad(calls_another(x).sin().sum(), x)
+    y = checkpoint(calls_another, x, use_reentrant=False).sin().sum()
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    monkeypatch.setitem(globals(), "product", torch.sin)
+    assert_same(torch.autograd.grad(y, x), expected)
+    assert globals()["SCALE"] == 3.0
+
+
+def test_a_loop_variable_counts_as_it_was() -> None:
+    modules, x = [Block() for _ in range(3)], leaf(numbers(3, 3))
+
+    def all_of_them(way: Callable[[Fun, Tensor], Tensor]) -> Any:
+        y = x
+        for module in modules:
+            y = way(lambda x: module(x), y)
+        return torch.autograd.grad(y.sum(), [x, *(p for m in modules for p in m.parameters())])
+
+    assert_same(all_of_them(functools.partial(checkpoint, use_reentrant=False)), all_of_them(lambda fun, x: fun(x)))
+
+
+def test_a_function_of_the_function_that_was_replaced_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def calls_deeper(x: Tensor) -> Tensor:
+        return calls_another(x).sin()
+
+    x = leaf(numbers(3, 3))
+    y = checkpoint(calls_deeper, x, use_reentrant=False).sum()
+    monkeypatch.setitem(globals(), "product", torch.sin)
+    with pytest.raises(CheckpointError, match="calls_deeper uses was replaced"):
+        y.backward()
