@@ -348,8 +348,8 @@ def attach(fn: Derived, values: Values, operands: Values) -> Values:
 
 def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) -> Values:
     outs = [i for i, v in enumerate(values) if v.requires_grad]
-    if not outs or internals.tracing():  # what is written down can be differentiated later
-        return values
+    if not outs or (internals.tracing() and not internals.compiling()):
+        return values  # what is written down can be differentiated later
     kept = [values[i] for i in outs]
     if not _reaches(fn, operands):
         return _replace(values, outs, [v.detach() for v in kept])
