@@ -74,6 +74,11 @@ def has_inner(x: Tensor) -> Tensor:
     return inner(x)
 
 
+def forgets(x: Tensor, y: Tensor | None = None) -> Tensor:
+    del y
+    return x.sin()
+
+
 def captures(w: Any) -> Fun:
     return lambda x: torch.tanh(x @ w)
 
@@ -191,6 +196,7 @@ KNOWN: dict[str, Any] = {
     "calls another": calls_another,
     "loops": loops,
     "an inner function": has_inner,
+    "a name that is deleted": forgets,
     "a captured tensor": captures(WEIGHT),
     "a captured number": scales(2.0),
     "a module": Block(),

@@ -177,7 +177,9 @@ def _reached(
     reached = {}
     for node, number in foreign_edges(outputs, stand_ins, since):
         variable = getattr(node, "variable", None)
-        position = next((i for i, t in enumerate(originals) if t is not None and _leads_to(t, node, number)), None)
+        position = next(
+            (i for i, t in enumerate(originals) if t is not None and internals.is_end_of(node, number, t)), None
+        )
         original = None if position is None else originals[position]
         # Its hooks would be called twice; and with create_graph, the stand-ins lead to the originals too.
         if position is not None and original is not None and not original._backward_hooks and not create_graph:
@@ -189,11 +191,6 @@ def _reached(
                 "it. Pass it as an argument, or use use_reentrant=False."
             )
     return reached
-
-
-def _leads_to(tensor: Tensor, node: Any, number: int) -> bool:
-    variable = getattr(node, "variable", None)
-    return tensor is variable if variable is not None else tensor.grad_fn is node and tensor.output_nr == number
 
 
 def _what(variable: Tensor | None, node: Any) -> str:
