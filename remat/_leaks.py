@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge
 from remat import _torch_internals as internals
 from remat._errors import RematError
 from remat._replay import Call
+from remat._typing import RepeatableCall
 
 
 def foreign_edges(outputs: Sequence[Tensor], inputs: Sequence[Tensor], since: int) -> list[tuple[Any, int]]:
@@ -41,7 +42,7 @@ def foreign_edges(outputs: Sequence[Tensor], inputs: Sequence[Tensor], since: in
 
 
 def graph_alone(
-    call: Call, values: list[Tensor], cotangents: Iterable[tuple[int, Tensor]]
+    call: RepeatableCall, values: list[Tensor], cotangents: Iterable[tuple[int, Tensor]]
 ) -> tuple[list[GradientEdge | None], list[Tensor]]:
     """The graph of a rerun's results (None where there is none), and the cotangents of the others.
 
@@ -53,8 +54,12 @@ def graph_alone(
     return [e for e, _ in pairs], [c for e, c in pairs if e is not None]
 
 
-def rerun_without_leaks(call: Call, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+def rerun_without_leaks(
+    call: RepeatableCall, run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]
+) -> list[Tensor]:
     """`run(*inputs)`, a rerun of `call`, with a graph that ends at the inputs."""
+    if not isinstance(call, Call):
+        return run(*inputs)
     for ref in call.originals:
         original = ref()
         if original is not None:

@@ -28,8 +28,8 @@ from torch.autograd import forward_ad
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError, RematError
 from remat._leaks import graph_alone, rerun_without_leaks
-from remat._replay import Call
 from remat._run import paused_runs
+from remat._typing import RepeatableCall
 
 Values = list[Tensor]
 Fn = Callable[..., list[Any]]
@@ -41,7 +41,7 @@ Fn = Callable[..., list[Any]]
 class Derived:
     """A function derived from a call by transforms."""
 
-    def __init__(self, call: Call, run: Fn, is_vjp: bool = False) -> None:
+    def __init__(self, call: RepeatableCall, run: Fn, is_vjp: bool = False) -> None:
         self.call = call
         self.run = run
         self.is_vjp = is_vjp
@@ -86,7 +86,9 @@ def _vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: 
     return Derived(fn.call, pullback, is_vjp=True)
 
 
-def _at_base(call: Call, operands: Sequence[Tensor], cotangents: Sequence[Tensor], wrt: Sequence[int]) -> bool:
+def _at_base(
+    call: RepeatableCall, operands: Sequence[Tensor], cotangents: Sequence[Tensor], wrt: Sequence[int]
+) -> bool:
     """Whether to rerun without functorch. Under it some ops come apart in other ways, random ones too."""
     if call.needs_level or any(internals.is_wrapper(t) for t in operands):
         return False

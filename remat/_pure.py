@@ -1,10 +1,12 @@
 """Functions of which the code shows what they do: compute on their arguments and on what they visibly hold.
 
 A run of such a function need not be watched. It reads its arguments, tensors in its cells and those of the modules that
-it uses; it writes to nothing, and draws from the global generators at most. So that this can be told, all that the code
-names has to be known: the operations and the methods of containers below, globals and cells that hold modules, numbers
-or functions of the same kind, and attributes of those modules. Anything else (another library, an attribute that is
-set, an assignment to a slice) is not known, and the function is watched.
+it uses, and draws from the global generators at most. So that this can be told, all that the code names has to be
+known: the operations and the methods of containers below, globals and cells that hold modules, numbers or functions of
+the same kind, and attributes of those modules. Anything else (another library, an attribute that is set, an assignment
+to a slice) is not known, and the function is watched. An operation that is told to work in place by a value that the
+code gets from elsewhere can still change a tensor: who relies on the answer has to look at the versions of those that
+the function reads.
 
 The answer belongs to the code and to what it found. It is kept, and checked at each call.
 """
@@ -78,9 +80,9 @@ _MAY_BE_INPLACE = _words("""
     """)
 _REFUSED = tuple(
     _words("""
-    BEFORE_WITH DELETE_ATTR DELETE_DEREF DELETE_GLOBAL DELETE_NAME DELETE_SUBSCR GET_AWAITABLE IMPORT_ INPLACE_
-    LOAD_BUILD_CLASS LOAD_NAME LOAD_SPECIAL LOAD_SUPER_ATTR SEND SETUP_WITH STORE_ATTR STORE_GLOBAL STORE_NAME
-    STORE_SLICE STORE_SUBSCR YIELD_
+    BEFORE_WITH CALL_FUNCTION_EX DELETE_ATTR DELETE_DEREF DELETE_GLOBAL DELETE_NAME DELETE_SUBSCR GET_AWAITABLE
+    IMPORT_ INPLACE_ LOAD_BUILD_CLASS LOAD_NAME LOAD_SPECIAL LOAD_SUPER_ATTR SEND SETUP_WITH STORE_ATTR STORE_GLOBAL
+    STORE_NAME STORE_SLICE STORE_SUBSCR YIELD_
     """)
 )
 _MISSING: Any = object()
@@ -111,7 +113,7 @@ def _names(code: types.CodeType) -> _Code | None:
             globals_.add(i.argval)
         elif i.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             attributes.add(i.argval)
-    keywords = {n for c in code.co_consts if isinstance(c, tuple) for n in c}
+    keywords = {n for c in code.co_consts for n in (c if isinstance(c, tuple) else (c,)) if isinstance(n, str)}
     if keywords & {"out", "generator"} or ("inplace" in keywords and "inplace" not in attributes):
         return None
     if attributes & _MAY_BE_INPLACE and any(c is True for c in code.co_consts):  # F.relu(x, True)
@@ -140,7 +142,8 @@ _Meaning = Any
 
 
 def _meaning(value: Any) -> _Meaning:
-    return type(value) if type(value) in _CONSTANTS or isinstance(value, (tuple, list)) else weakref.ref(value)
+    by_type = type(value) in _CONSTANTS or isinstance(value, (tuple, list, dict))
+    return type(value) if by_type else weakref.ref(value)
 
 
 def _still(meaning: _Meaning, value: Any) -> bool:
@@ -202,7 +205,9 @@ class _Answer:
             if id(value) not in self._functions:
                 self._functions[id(value)] = value
                 self._function(value)
-        elif not (type(value) in _CONSTANTS or id(value) in _operations()):
+        elif id(value) in _operations():
+            self._names |= {getattr(value, "__name__", "")} & _DRAWS
+        elif type(value) not in _CONSTANTS:
             raise _Unknown
 
     def _function(self, function: types.FunctionType) -> None:
@@ -304,9 +309,21 @@ def reads(fun: Any) -> Reads | None:
     return answer.reads
 
 
+def named_by(fun: Any) -> Iterator[tuple[str, Any]]:
+    """The globals of a function, or of a method, that are not the same for all: modules, numbers, functions."""
+    function = getattr(fun, "__func__", fun)
+    names = _names(function.__code__) if type(function) is types.FunctionType else None
+    for name in names.globals if names is not None else ():
+        value = function.__globals__.get(name, _MISSING)
+        if value is not _MISSING and id(value) not in _operations():
+            yield name, value
+
+
 def _key(fun: Any, roots: list[Any]) -> Any:
     """What the answer for a function depends on, apart from names: its code, and what its cells hold."""
     kind = type(fun)
+    if any(fun is root for root in roots):
+        return kind
     if kind is types.FunctionType:
         roots.append(fun)
         if not fun.__closure__:

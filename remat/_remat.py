@@ -20,6 +20,7 @@ from remat._primitive import Derived, attach
 from remat._replay import Call
 from remat._run import Run, active_runs
 from remat._static import StaticArguments, as_tuple
+from remat._unwatched import unwatched
 from remat.policies import as_policy
 
 P = ParamSpec("P")
@@ -41,6 +42,9 @@ class _Options:
     preserve_rng_state: bool
 
 
+_PLAIN = _Options(None, (), (), True)
+
+
 class Remat(Generic[P, R]):
     """A function that runs again on backward: what `remat` returns."""
 
@@ -52,6 +56,7 @@ class Remat(Generic[P, R]):
         self._name = _name(fun)
         self._policy = None if options.policy is None or _compile.tracing() else as_policy(options.policy)
         self._static = StaticArguments(fun, self._name, options.static_argnums, options.static_argnames)
+        self._may_be_unwatched = options == _PLAIN
 
     def __remat_maker__(self) -> Callable[[Callable[P, R]], Remat[P, R]]:
         """The same transform, to be applied to another function."""
@@ -63,9 +68,13 @@ class Remat(Generic[P, R]):
             return _compile.call(remat, self._options.policy, self._options.preserve_rng_state, fun, args, kwargs)
         if not torch.is_grad_enabled() or plainly.get():
             return fun(*args, **kwargs)
+        watches = [watch for find in watchers if (watch := find()) is not None]
+        if self._may_be_unwatched and not watches:
+            unwatched_call = unwatched(fun, self._name, args, kwargs)
+            if unwatched_call is not None:
+                return unwatched_call.run(args, kwargs)
         leaves, spec = _tree.flatten(self._static.boxed(args, kwargs))
         call = Call(fun, self._name, leaves, spec, self._policy)
-        watches = [watch for find in watchers if (watch := find()) is not None]
         call.watched = bool(watches)
         out, run = call.record(args, kwargs, leaves, self._options.preserve_rng_state)
         see_result = [watch(fun, call, run, out, args, kwargs) for watch in watches]

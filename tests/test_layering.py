@@ -25,6 +25,7 @@ LAYERS = [
     {"_replay"},
     {"_leaks"},
     {"_primitive"},
+    {"_unwatched"},
     {"_remat"},
     {"_inspect"},
     {"compat"},

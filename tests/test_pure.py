@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from helpers import Fun, assert_same, leaf, numbers
 from torch import Tensor, nn
 
-from remat import CheckpointError, _pure
+from remat import CheckpointError, RematError, _pure, remat
 from remat.compat import checkpoint
 
 LAYERS = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
@@ -136,6 +136,14 @@ def writes_out(x: Tensor) -> Tensor:
     return torch.sin(x, out=WEIGHT)
 
 
+def may_write_if_told(x: Tensor, flag: bool = False) -> Tensor:
+    return F.relu(x, flag)
+
+
+def unpacks(*args: Any) -> Tensor:
+    return F.relu(*args)
+
+
 def may_write(x: Tensor) -> Tensor:
     return F.relu(x, True)
 
@@ -197,6 +205,8 @@ KNOWN: dict[str, Any] = {
     "loops": loops,
     "an inner function": has_inner,
     "a name that is deleted": forgets,
+    "what may write": may_write_if_told,
+    "an operation": F.normalize,
     "a captured tensor": captures(WEIGHT),
     "a captured number": scales(2.0),
     "a module": Block(),
@@ -222,6 +232,7 @@ UNKNOWN: dict[str, Any] = {
         writes_out,
         may_write,
         may_write_by_name,
+        unpacks,
         without_gradient,
         imports,
         looks_by_name,
@@ -260,7 +271,9 @@ def test_unknown(fun: Any) -> None:
 
 def test_who_draws() -> None:
     assert _pure.reads(nn.Dropout()) is not None
-    for fun, draws in {nn.Dropout(): True, nn.Tanh(): False, (lambda x: x * torch.rand(3)): True}.items():
+    drop = F.dropout
+    drawing = (nn.Dropout(), F.dropout, lambda x: x * torch.rand(3), lambda x: drop(x))
+    for fun, draws in {nn.Tanh(): False, **dict.fromkeys(drawing, True)}.items():
         found = _pure.reads(fun)
         assert found is not None
         assert found.draws == draws
@@ -349,6 +362,13 @@ def test_a_module_that_was_changed_is_an_error(change: Callable[[Block], Any]) -
     change(module)
     with pytest.raises(CheckpointError, match="a module or a function that Block uses was replaced"):
         y.backward()
+
+
+@pytest.mark.parametrize("way", [lambda f, *args: remat(f)(*args), functools.partial(checkpoint, use_reentrant=False)])
+@pytest.mark.parametrize("make", [lambda f: f, lambda f: lambda x, flag: f(x, flag)])
+def test_an_operation_that_is_told_to_write_is_an_error(way: Any, make: Any) -> None:
+    with pytest.raises(RematError, match=r"changes .*in place.*a place out of sight"):
+        way(make(may_write_if_told), leaf(numbers(3, 3)).sin(), True)
 
 
 def test_globals_count_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

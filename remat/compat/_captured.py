@@ -15,7 +15,7 @@ from torch import Tensor
 
 from remat import _pure
 from remat._context import has_accelerator
-from remat._errors import CheckpointError
+from remat._errors import CheckpointError, RematError
 from remat._frozen import Freezer, Table, Thawer, cell_contents, parts, written_names
 from remat.compat._watch import SMALL, check_version, version
 
@@ -102,6 +102,8 @@ class Held(NamedTuple):
     """A function that need not be watched, with the tensors of its modules."""
 
     reads: _pure.Reads
+    versions: list[int]
+    """Of the tensors that it is given."""
     places: list[tuple[dict[str, Any], str, Tensor, int]]
     """Where each is held, and its version."""
 
@@ -123,7 +125,7 @@ class Held(NamedTuple):
                     if type(tensor) not in _PLAIN or tensor.numel() > SMALL:
                         return None
                     places.append((names, name, tensor, version(tensor)))
-        return Held(reads, places)
+        return Held(reads, [version(x) for x in args if isinstance(x, Tensor)], places)
 
     def check(self, fun: Any) -> None:
         """Raise where the function may not be what it was."""
@@ -132,7 +134,7 @@ class Held(NamedTuple):
                 f"checkpoint: a module or a function that {getattr(fun, '__qualname__', type(fun).__qualname__)} uses "
                 "was replaced between its forward run and the backward, where it runs again."
             )
-        for _, _, tensor, before in self.places:
+        for *_, tensor, before in self.places:
             check_version(tensor, before)
 
     def replaced(self) -> list[_Slot]:
@@ -253,6 +255,19 @@ class Captured:
     def has_slots(self) -> bool:
         """Whether there is something to restore."""
         return bool(self._slots or self._modules or (self._held is not None and self._held.replaced()))
+
+    def check_versions(self, given: Sequence[Tensor]) -> None:
+        """See that a function that was not watched has changed nothing. `given`: the tensors that it was given."""
+        if self._held is None:
+            return
+        versions = zip(given, self._held.versions, strict=False)
+        for tensor, before in (*versions, *(place[2:] for place in self._held.places)):
+            if version(tensor) != before:
+                raise RematError(
+                    f"checkpoint: the function changes a tensor of shape {list(tensor.shape)}, {tensor.dtype} in place "
+                    "that it was given or has read, in a place out of sight. Its rerun would start from the changed "
+                    "value. Change a copy instead: x = x.clone()."
+                )
 
     def check(self, fun: Any) -> None:
         """See that a function that is not watched is what it was."""

@@ -1,0 +1,33 @@
+"""Protocols that modules share."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class RepeatableCall(Protocol):
+    """A call of a user's function, as the node that saves its operands knows it."""
+
+    name: str
+    random: Any
+    """The draws to repeat, None where there were none."""
+    last_rerun: bool
+    """Whether the rerun that is about to come is known to be the last."""
+
+    @property
+    def needs_level(self) -> bool:
+        """Whether reruns have to be under a transform, as the forward was."""
+
+    def __call__(self, *operands: Tensor) -> list[Any]:
+        """The results of the function for some operands."""
+
+    def settle(self) -> None:
+        """Called when the results of a rerun are gone and only its graph is left."""
+
+    def clean(self) -> None:
+        """Called when the rerun's graph is gone."""
+
+    def finish(self) -> None:
+        """Called when the derivative is there."""

@@ -1,0 +1,206 @@
+"""Calls of functions that need not be watched, because their code shows what they do. See `remat._pure`.
+
+What such a function depends on is known before it runs: its arguments, the tensors in its cells and those of the
+modules that it uses. Watching costs as much as several small ops for each torch call, so this is for small tensors; for
+large ones that cost is nothing, and a watched run can spare the last product of the rerun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from remat import _pure, _tree
+from remat import _torch_internals as internals
+from remat._context import Ambient
+from remat._errors import CheckpointError, RematError
+from remat._frozen import Freezer, Thawer, cell_contents
+from remat._primitive import Derived, attach
+from remat._run import CHANGES
+
+_SMALL = 2**12  # elements
+_TENSORS = {Tensor, torch.nn.Parameter}
+_LEAVES = _TENSORS | {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size}
+_REPLACED = (
+    "remat: a module or a function that {} uses was replaced between its forward run and the backward, where it runs "
+    "again. Pass what varies as an argument."
+)
+
+
+def _is_plain(tree: Any) -> bool:
+    """Whether there is nothing in it that has code of its own."""
+    kind = type(tree)
+    if kind in _LEAVES:
+        return True
+    if kind is dict:
+        return all(map(_is_plain, tree.values()))
+    return (kind is tuple or kind is list) and all(map(_is_plain, tree))
+
+
+def _is_small(tensors: Sequence[Tensor]) -> bool:
+    return all(type(t) in _TENSORS and t.numel() <= _SMALL and not t.is_inference() for t in tensors)
+
+
+class UnwatchedCall:
+    """One call of a function, ready to be repeated: `call(*operands)` gives its results. It holds no operand."""
+
+    random = None
+    tape = None
+    needs_level = False
+    last_rerun = False
+
+    def __init__(self, fun: Any, name: str, reads: _pure.Reads, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.name = name
+        self.returned: list[int] = []
+        self._fun = fun
+        self._reads = reads
+        self._leaves, self._spec = _tree.flatten((args, kwargs))
+        self._contents = cell_contents([fun]) if getattr(fun, "__closure__", None) else {}
+        in_cells = [content for _, content in self._contents.values() if isinstance(content, Tensor)]
+        places = list(_places(reads))
+        arguments = [x for x in self._leaves if isinstance(x, Tensor)]
+        found = {id(t): t for t in (*arguments, *in_cells, *(names[name] for names, name in places))}
+        self.operands = list(found.values())
+        position = {key: i for i, key in enumerate(found)}
+        self._position = position
+        self._arguments = [(i, position[id(x)]) for i, x in enumerate(self._leaves) if isinstance(x, Tensor)]
+        self._places = [(names, name, position[id(names[name])]) for names, name in places]
+        self._globals = [(fun.__globals__, name, value) for name, value in _pure.named_by(fun)]
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The user's own call, and its result with the remat'd derivative."""
+        ambient = Ambient.current()
+        versions = [t._version for t in self.operands]
+        with internals.without_saved_tensors_hooks():
+            out = self._fun(*args, **kwargs)
+        for tensor, version in zip(self.operands, versions, strict=True):
+            if tensor._version != version:
+                raise RematError(CHANGES.format(self.name, list(tensor.shape), tensor.dtype, "a place out of sight"))
+        results, spec = _tree.flatten(out)
+        where: dict[int, list[int]] = {}
+        for i, r in enumerate(results):
+            if isinstance(r, Tensor) and self._computed(r):
+                where.setdefault(id(r), []).append(i)
+        if not where:
+            return out
+        self.returned = [places[0] for places in where.values()]
+        values = [results[i] for i in self.returned]
+        operands = self._freeze(ambient)
+        attached = attach(Derived(self, self), values, [internals.unwrap_dead(t) for t in operands])
+        if attached is values:
+            return out
+        for value, places in zip(attached, where.values(), strict=True):
+            for i in places:
+                results[i] = value
+        return _tree.unflatten(spec, results)
+
+    def _computed(self, result: Tensor) -> bool:
+        """Whether a result is differentiated, and neither an operand nor a view of one."""
+        if id(result) in self._position or not (result.is_floating_point() or result.is_complex()):
+            return False
+        if not (internals.requires_grad_at_any_level(result) or internals.forward_ad_active()):
+            return False
+        return not (result._is_view() and any(result._base is t or result._base is t._base for t in self.operands))
+
+    def _freeze(self, ambient: Ambient) -> list[Tensor]:
+        """Hold tensors and functions as they were, by position. Returns the operands."""
+        operands, self.operands = self.operands, []
+        self._ambient = ambient
+        self._originals = [weakref.ref(t) for t in operands]
+        freezer = Freezer(self._contents, self._position)
+        self._fun = freezer(self._fun)
+        self._table = freezer.table
+        for i, _ in self._arguments:
+            self._leaves[i] = None
+        del self._contents, self._position
+        return operands
+
+    def __call__(self, *operands: Tensor) -> list[Tensor]:
+        leaves = list(self._leaves)
+        for i, at in self._arguments:
+            leaves[i] = operands[at]
+        args, kwargs = _tree.unflatten(self._spec, leaves)
+        thaw = Thawer(self._table, operands)
+        fun = thaw(self._fun)
+        swaps: dict[int, Tensor] = {}
+        slots = [slot for slot in self._globals if slot[0].get(slot[1]) is not slot[2]]
+        for names, name, at in self._places:
+            original = self._originals[at]()
+            if original is not None and names.get(name) is original:
+                swaps[id(original)] = operands[at]
+            else:
+                slots.append((names, name, operands[at]))
+        try:
+            with self._ambient.restored(), _filled(slots) if slots else contextlib.nullcontext():
+                if _pure.reads(fun) is not self._reads:
+                    raise CheckpointError(_REPLACED.format(self.name))
+                with _Swap(swaps) if swaps else contextlib.nullcontext():
+                    out, _ = _tree.flatten(fun(*args, **kwargs))
+        finally:
+            thaw.empty()
+        return [out[i] for i in self.returned]
+
+    def settle(self) -> None:
+        """Called when the results of a rerun are gone."""
+
+    def clean(self) -> None:
+        """Called when the rerun's graph is gone."""
+
+    def finish(self) -> None:
+        """Called when the derivative is there."""
+
+
+def _places(reads: _pure.Reads) -> Iterator[tuple[dict[str, Any], str]]:
+    for ref in reads.modules:
+        module: Any = ref()
+        for names in (module._parameters, module._buffers):
+            yield from ((names, name) for name, tensor in names.items() if tensor is not None)
+
+
+@contextlib.contextmanager
+def _filled(slots: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Within it, places hold what is wanted."""
+    before = [(names, name, names[name]) for names, name, _ in slots if name in names]
+    try:
+        for names, name, value in slots:
+            names[name] = value
+        yield
+    finally:
+        for names, name, _ in slots:
+            names.pop(name, None)
+        for names, name, value in before:
+            names[name] = value
+
+
+class _Swap(TorchFunctionMode):
+    """Within it, tensors stand for others: not where these are held, for other threads read them there."""
+
+    def __init__(self, swaps: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._swaps = swaps
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = [self._swapped(a) for a in args]
+        return func(*args, **{k: self._swapped(v) for k, v in kwargs.items()}) if kwargs else func(*args)
+
+    def _swapped(self, arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            return self._swaps.get(id(arg), arg)
+        return type(arg)(map(self._swapped, arg)) if type(arg) in (list, tuple) else arg
+
+
+def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnwatchedCall | None:
+    """A call of a function that need not be watched, else None."""
+    if internals.function_modes_active() or not (_is_plain(args) and _is_plain(kwargs)):
+        return None
+    reads = _pure.reads(fun)
+    if reads is None or reads.draws or internals.tracing():
+        return None
+    call = UnwatchedCall(fun, name, reads, args, kwargs)
+    return call if _is_small(call.operands) else None
