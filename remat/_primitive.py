@@ -214,7 +214,7 @@ class _Link:
 
     def check_versions(self, saved: Sequence[Tensor]) -> None:
         """See that nobody has written to the operands since."""
-        for tensor, version in zip(saved if self.versions else (), self.versions, strict=True):
+        for tensor, version in zip(saved, self.versions, strict=True):
             if internals.innermost(tensor)._version != version:
                 raise CheckpointError(
                     f"remat: a tensor of shape {list(tensor.shape)}, {tensor.dtype} that {self.fn.call.name} was given "
@@ -233,6 +233,8 @@ class _Node(internals.SingleLevelFunction):  # type: ignore[misc]
         ctx.set_materialize_grads(False)
         # A view that a custom node returns can't be changed in place: torch raises. Where values share memory with
         # each other or with an operand, a change of one would have to reach the derivatives of the others.
+        if not link.shared:
+            return tuple(values)
         with torch.enable_grad():  # for the levels below: their nodes are attached already
             return tuple(v.view_as(v) if i in link.shared else v for i, v in enumerate(values))
 
@@ -240,8 +242,9 @@ class _Node(internals.SingleLevelFunction):  # type: ignore[misc]
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         link: _Link = ctx.link
         operands: tuple[Tensor, ...] = ctx.saved_tensors
-        with internals.DisableTorchFunction():
-            link.check_versions(operands)
+        if link.versions:
+            with internals.DisableTorchFunction():
+                link.check_versions(operands)
         wrt = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         given = [i for i, c in enumerate(cotangents) if c is not None]
         grads: list[Any] = [None] * len(operands)

@@ -135,6 +135,8 @@ class Reads(NamedTuple):
     """The modules that it uses, with those inside of them."""
     draws: bool
     """Whether it may draw from the global generators."""
+    names: tuple[str, ...]
+    """The names that it has itself for modules, numbers and functions in its globals."""
 
 
 _Meaning = Any
@@ -192,7 +194,8 @@ class _Answer:
                 self._attribute(self._modules[key], name)
         owned = {n for m in self._modules.values() for n in _names_of(m)}
         if self._names <= _KNOWN | owned:
-            self.reads = Reads(tuple(map(weakref.ref, self._modules.values())), bool(self._names & _DRAWS))
+            modules = tuple(map(weakref.ref, self._modules.values()))
+            self.reads = Reads(modules, bool(self._names & _DRAWS), tuple(_names_of_its_own(roots[0])))
 
     def _take(self, value: Any) -> None:
         """Something that the function can reach."""
@@ -286,6 +289,14 @@ def _names_of(module: nn.Module) -> Iterator[str]:
             yield from vars(kind)
 
 
+def _names_of_its_own(fun: Any) -> Iterator[str]:
+    names = _names(fun.__code__) if type(fun) is types.FunctionType else None
+    for name in names.globals if names is not None else ():
+        value = fun.__globals__.get(name, _MISSING)
+        if value is not _MISSING and id(value) not in _operations():
+            yield name
+
+
 @functools.cache
 def _operations() -> frozenset[int]:
     found = [getattr(space, name, None) for space in _MODULES for name in _OPS]
@@ -307,16 +318,6 @@ def reads(fun: Any) -> Reads | None:
             _answers.clear()
         answer = _answers[key] = _Answer(roots)
     return answer.reads
-
-
-def named_by(fun: Any) -> Iterator[tuple[str, Any]]:
-    """The globals of a function, or of a method, that are not the same for all: modules, numbers, functions."""
-    function = getattr(fun, "__func__", fun)
-    names = _names(function.__code__) if type(function) is types.FunctionType else None
-    for name in names.globals if names is not None else ():
-        value = function.__globals__.get(name, _MISSING)
-        if value is not _MISSING and id(value) not in _operations():
-            yield name, value
 
 
 def _key(fun: Any, roots: list[Any]) -> Any:

@@ -277,7 +277,7 @@ def without_legacy_vmap() -> Iterator[tuple[Callable[[Tensor], Tensor], Callable
 
 def forward_ad_disabled() -> contextlib.AbstractContextManager[Any]:
     """Within it, tangents of the inputs of an op are not looked at."""
-    return _set_fwd_grad_enabled(False)
+    return _set_fwd_grad_enabled(False) if fwad._current_level >= 0 else contextlib.nullcontext()
 
 
 def forward_ad_active() -> bool:

@@ -20,7 +20,7 @@ from remat import _pure, _tree
 from remat import _torch_internals as internals
 from remat._context import Ambient
 from remat._errors import CheckpointError, RematError
-from remat._frozen import Freezer, Thawer, cell_contents
+from remat._frozen import Freezer, Table, Thawer, cell_contents
 from remat._primitive import Derived, attach
 from remat._run import CHANGES
 
@@ -43,10 +43,6 @@ def _is_plain(tree: Any) -> bool:
     return (kind is tuple or kind is list) and all(map(_is_plain, tree))
 
 
-def _is_small(tensors: Sequence[Tensor]) -> bool:
-    return all(type(t) in _TENSORS and t.numel() <= _SMALL and not t.is_inference() for t in tensors)
-
-
 class UnwatchedCall:
     """One call of a function, ready to be repeated: `call(*operands)` gives its results. It holds no operand."""
 
@@ -60,38 +56,48 @@ class UnwatchedCall:
         self.returned: list[int] = []
         self._fun = fun
         self._reads = reads
-        self._leaves, self._spec = _tree.flatten((args, kwargs))
+        self._spec: _tree.PyTreeSpec | None = None
+        if kwargs or not _LEAVES.issuperset(map(type, args)):
+            self._leaves, self._spec = _tree.flatten((args, kwargs))
+        else:
+            self._leaves = list(args)
         self._contents = cell_contents([fun]) if getattr(fun, "__closure__", None) else {}
-        in_cells = [content for _, content in self._contents.values() if isinstance(content, Tensor)]
-        places = list(_places(reads))
-        arguments = [x for x in self._leaves if isinstance(x, Tensor)]
-        found = {id(t): t for t in (*arguments, *in_cells, *(names[name] for names, name in places))}
-        self.operands = list(found.values())
-        position = {key: i for i, key in enumerate(found)}
-        self._position = position
-        self._arguments = [(i, position[id(x)]) for i, x in enumerate(self._leaves) if isinstance(x, Tensor)]
-        self._places = [(names, name, position[id(names[name])]) for names, name in places]
-        self._globals = [(fun.__globals__, name, value) for name, value in _pure.named_by(fun)]
+        self._places = list(_places(reads)) if reads.modules else []
+        found = [x for x in self._leaves if isinstance(x, Tensor)]
+        found += [content for _, content in self._contents.values() if isinstance(content, Tensor)]
+        found += [names[name] for names, name in self._places]
+        self.operands = list({id(t): t for t in found}.values())
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a watched run would spare nothing."""
+        return all(type(t) in _TENSORS and t.numel() <= _SMALL and not t.is_inference() for t in self.operands)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own call, and its result with the remat'd derivative."""
-        ambient = Ambient.current()
-        versions = [t._version for t in self.operands]
+        operands, self.operands = self.operands, []
+        fun = self._fun
+        may_be_differentiated = internals.transforms_active() or internals.forward_ad_active()
+        if not may_be_differentiated and not any(t.requires_grad for t in operands):
+            return fun(*args, **kwargs)
+        self._ambient = Ambient.current()
+        self._position = {id(t): i for i, t in enumerate(operands)}
+        self._freeze(operands)
+        versions = [t._version for t in operands]
         with internals.without_saved_tensors_hooks():
-            out = self._fun(*args, **kwargs)
-        for tensor, version in zip(self.operands, versions, strict=True):
-            if tensor._version != version:
-                raise RematError(CHANGES.format(self.name, list(tensor.shape), tensor.dtype, "a place out of sight"))
+            out = fun(*args, **kwargs)
+        if [t._version for t in operands] != versions:
+            t = next(t for t, before in zip(operands, versions, strict=True) if t._version != before)
+            raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
         results, spec = _tree.flatten(out)
         where: dict[int, list[int]] = {}
         for i, r in enumerate(results):
-            if isinstance(r, Tensor) and self._computed(r):
+            if isinstance(r, Tensor) and self._computed(r, operands):
                 where.setdefault(id(r), []).append(i)
         if not where:
             return out
         self.returned = [places[0] for places in where.values()]
         values = [results[i] for i in self.returned]
-        operands = self._freeze(ambient)
         attached = attach(Derived(self, self), values, [internals.unwrap_dead(t) for t in operands])
         if attached is values:
             return out
@@ -100,37 +106,40 @@ class UnwatchedCall:
                 results[i] = value
         return _tree.unflatten(spec, results)
 
-    def _computed(self, result: Tensor) -> bool:
+    def _computed(self, result: Tensor, operands: list[Tensor]) -> bool:
         """Whether a result is differentiated, and neither an operand nor a view of one."""
         if id(result) in self._position or not (result.is_floating_point() or result.is_complex()):
             return False
         if not (internals.requires_grad_at_any_level(result) or internals.forward_ad_active()):
             return False
-        return not (result._is_view() and any(result._base is t or result._base is t._base for t in self.operands))
+        return not (result._is_view() and any(result._base is t or result._base is t._base for t in operands))
 
-    def _freeze(self, ambient: Ambient) -> list[Tensor]:
-        """Hold tensors and functions as they were, by position. Returns the operands."""
-        operands, self.operands = self.operands, []
-        self._ambient = ambient
+    def _freeze(self, operands: list[Tensor]) -> None:
+        """Hold tensors and functions as they are now, by position."""
+        position = self._position
         self._originals = [weakref.ref(t) for t in operands]
-        freezer = Freezer(self._contents, self._position)
-        self._fun = freezer(self._fun)
-        self._table = freezer.table
+        self._globals = [(self._fun.__globals__, name, self._fun.__globals__[name]) for name in self._reads.names]
+        self._arguments = [(i, position[id(x)]) for i, x in enumerate(self._leaves) if isinstance(x, Tensor)]
+        self._held = [(names, name, position[id(names[name])]) for names, name in self._places]
         for i, _ in self._arguments:
             self._leaves[i] = None
-        del self._contents, self._position
-        return operands
+        self._table = Table()
+        if self._contents:
+            freezer = Freezer(self._contents, position)
+            self._fun = freezer(self._fun)
+            self._table = freezer.table
+        self._contents, self._places = {}, []
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
         leaves = list(self._leaves)
         for i, at in self._arguments:
             leaves[i] = operands[at]
-        args, kwargs = _tree.unflatten(self._spec, leaves)
+        args, kwargs = (leaves, {}) if self._spec is None else _tree.unflatten(self._spec, leaves)
         thaw = Thawer(self._table, operands)
         fun = thaw(self._fun)
         swaps: dict[int, Tensor] = {}
         slots = [slot for slot in self._globals if slot[0].get(slot[1]) is not slot[2]]
-        for names, name, at in self._places:
+        for names, name, at in self._held:
             original = self._originals[at]()
             if original is not None and names.get(name) is original:
                 swaps[id(original)] = operands[at]
@@ -203,4 +212,4 @@ def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     if reads is None or reads.draws or internals.tracing():
         return None
     call = UnwatchedCall(fun, name, reads, args, kwargs)
-    return call if _is_small(call.operands) else None
+    return call if call.is_small else None
