@@ -135,8 +135,9 @@ class Reads(NamedTuple):
     """The modules that it uses, with those inside of them."""
     draws: bool
     """Whether it may draw from the global generators."""
-    names: tuple[str, ...]
-    """The names that it has itself for modules, numbers and functions in its globals."""
+    names: tuple[tuple[Any, str], ...]
+    """Names that may come to mean something else: globals of the function itself (owner: a number, of a root), numbers
+    in globals of others, and numbers in modules (owner: a weak reference)."""
 
 
 _Meaning = Any
@@ -161,12 +162,13 @@ class _Answer:
         self._globals: list[tuple[Any, str, _Meaning]] = []  # of a root, by its number, or of another function
         self._attributes: list[tuple[weakref.ref[Any], str, _Meaning]] = []
         self._names: set[str] = set()
+        self._values: list[tuple[Any, str]] = []
         self._functions: dict[int, types.FunctionType] = {}
         self._modules: dict[int, nn.Module] = {}
         self._roots = {id(root): i for i, root in enumerate(roots)}
         with contextlib.suppress(_Unknown):
             self._search(roots)
-        del self._functions, self._modules, self._roots, self._names
+        del self._functions, self._modules, self._roots, self._names, self._values
 
     def holds(self, roots: list[Any]) -> bool:
         """Whether all that it depends on is as it was."""
@@ -195,7 +197,7 @@ class _Answer:
         owned = {n for m in self._modules.values() for n in _names_of(m)}
         if self._names <= _KNOWN | owned:
             modules = tuple(map(weakref.ref, self._modules.values()))
-            self.reads = Reads(modules, bool(self._names & _DRAWS), tuple(_names_of_its_own(roots[0])))
+            self.reads = Reads(modules, bool(self._names & _DRAWS), tuple(self._values))
 
     def _take(self, value: Any) -> None:
         """Something that the function can reach."""
@@ -227,6 +229,8 @@ class _Answer:
             self._globals.append((at, name, _meaning(value)))
             if value is not _MISSING:
                 self._take(value)
+                if id(value) not in _operations() and (type(at) is int or type(value) in _CONSTANTS):
+                    self._values.append((at, name))
             elif getattr(builtins, name, _MISSING) not in _BUILTINS:
                 raise _Unknown
 
@@ -255,8 +259,12 @@ class _Answer:
             if name == "inplace" and value is not False:
                 raise _Unknown
             self._attributes.append((weakref.ref(owner), name, _meaning(value)))
-            for item in value if isinstance(value, (tuple, list)) else (value,):
+            for item in value if type(value) is tuple else (value,):
                 self._take(item)
+            if type(value) in _CONSTANTS or type(value) is tuple:
+                if owner is not module:
+                    raise _Unknown
+                self._values.append((weakref.ref(module), name))
             return
 
 
@@ -289,14 +297,6 @@ def _names_of(module: nn.Module) -> Iterator[str]:
             yield from vars(kind)
 
 
-def _names_of_its_own(fun: Any) -> Iterator[str]:
-    names = _names(fun.__code__) if type(fun) is types.FunctionType else None
-    for name in names.globals if names is not None else ():
-        value = fun.__globals__.get(name, _MISSING)
-        if value is not _MISSING and id(value) not in _operations():
-            yield name
-
-
 @functools.cache
 def _operations() -> frozenset[int]:
     found = [getattr(space, name, None) for space in _MODULES for name in _OPS]
@@ -318,6 +318,23 @@ def reads(fun: Any) -> Reads | None:
             _answers.clear()
         answer = _answers[key] = _Answer(roots)
     return answer.reads
+
+
+Value = tuple[dict[str, Any], str, Any]
+"""A namespace, a name, and what it means there."""
+
+
+def values(fun: Any, reads: Reads) -> list[Value]:
+    """What the names mean now that may come to mean something else."""
+    roots: list[Any] = []
+    if reads.names:
+        _key(fun, roots)
+    found = []
+    for at, name in reads.names:
+        owner = roots[at] if type(at) is int else at()
+        names = owner.__globals__ if isinstance(owner, types.FunctionType) else vars(owner)
+        found.append((names, name, names[name]))
+    return found
 
 
 def _key(fun: Any, roots: list[Any]) -> Any:

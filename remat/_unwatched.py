@@ -118,7 +118,7 @@ class UnwatchedCall:
         """Hold tensors and functions as they are now, by position."""
         position = self._position
         self._originals = [weakref.ref(t) for t in operands]
-        self._globals = [(self._fun.__globals__, name, self._fun.__globals__[name]) for name in self._reads.names]
+        self._values = _pure.values(self._fun, self._reads)
         self._arguments = [(i, position[id(x)]) for i, x in enumerate(self._leaves) if isinstance(x, Tensor)]
         self._held = [(names, name, position[id(names[name])]) for names, name in self._places]
         for i, _ in self._arguments:
@@ -138,7 +138,7 @@ class UnwatchedCall:
         thaw = Thawer(self._table, operands)
         fun = thaw(self._fun)
         swaps: dict[int, Tensor] = {}
-        slots = [slot for slot in self._globals if slot[0].get(slot[1]) is not slot[2]]
+        slots = [value for value in self._values if value[0].get(value[1]) is not value[2]]
         for names, name, at in self._held:
             original = self._originals[at]()
             if original is not None and names.get(name) is original:

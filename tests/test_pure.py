@@ -39,6 +39,13 @@ class Block(nn.Module):
         return self.act(q / math.sqrt(q.shape[-1])).flatten(-2)
 
 
+class Factor(Block):
+    factor = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.factor
+
+
 class Remembers(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.last = x.detach()
@@ -248,6 +255,7 @@ UNKNOWN: dict[str, Any] = {
     "a builtin": torch.sin,
     "a module that remembers": Remembers(),
     "a module with an operator": Indexed(),
+    "a number of the class": Factor(),
     "a module with a hook": hooked(),
     "a module with another forward": with_attribute(forward=draws_by_hand),
     "in place": nn.ReLU(inplace=True),
@@ -379,6 +387,37 @@ def test_globals_count_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "product", torch.sin)
     assert_same(torch.autograd.grad(y, x), expected)
     assert globals()["SCALE"] == 3.0
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = 2.0, nn.Linear(3, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) * self.scale * SCALE)
+
+
+@pytest.mark.parametrize("way", [lambda f, x: remat(f)(x), functools.partial(checkpoint, use_reentrant=False)])
+@pytest.mark.parametrize("make", [lambda m: m, uses, lambda m: m.forward, lambda m: lambda x: call(m, x)])
+def test_numbers_in_modules_and_globals_count_as_they_were(
+    way: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x = Scaled(), leaf(numbers(3, 3))
+    inputs = [x, *module.parameters()]
+    fun = make(module)
+    assert _pure.reads(fun) is not None
+    expected = torch.autograd.grad(fun(x).sum(), inputs)
+    y = way(fun, x)
+    module.scale = 3.0
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    assert_same(torch.autograd.grad(y.sum(), inputs), expected)
+    assert module.scale == SCALE == 3.0
+
+
+def call(fun: Fun, x: Tensor) -> Tensor:
+    return fun(x)
 
 
 def test_a_loop_variable_counts_as_it_was() -> None:

@@ -171,7 +171,9 @@ class Captured:
         elif not functions and (held is not None or not isinstance(fun, _FUNCTIONS)):
             self._contents = []
         if self._contents is not None:
-            if type(fun) is types.FunctionType:
+            if held is not None:
+                self._slots += _pure.values(fun, held.reads)
+            elif type(fun) is types.FunctionType:
                 self._slots += _slots(fun)
             elif isinstance(fun, torch.nn.Module):
                 self._look_at_module(fun)
