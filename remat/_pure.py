@@ -258,7 +258,9 @@ class _Answer:
             value = vars(owner)[name]
             if name == "inplace" and value is not False:
                 raise _Unknown
-            self._attributes.append((weakref.ref(owner), name, _meaning(value)))
+            entry = weakref.ref(owner), name, _meaning(value)
+            if entry not in self._attributes:  # modules have their classes in common
+                self._attributes.append(entry)
             for item in value if type(value) is tuple else (value,):
                 self._take(item)
             if type(value) in _CONSTANTS or type(value) is tuple:
@@ -334,6 +336,16 @@ def values(fun: Any, reads: Reads) -> list[Value]:
         owner = roots[at] if type(at) is int else at()
         names = owner.__globals__ if isinstance(owner, types.FunctionType) else vars(owner)
         found.append((names, name, names[name]))
+    return found
+
+
+def places(reads: Reads) -> list[Value]:
+    """Where the tensors of the modules are."""
+    found: list[Value] = []
+    for ref in reads.modules:
+        module: Any = ref()
+        for names in (module._parameters, module._buffers):
+            found += [(names, name, tensor) for name, tensor in names.items() if tensor is not None]
     return found
 
 

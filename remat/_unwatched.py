@@ -62,10 +62,10 @@ class UnwatchedCall:
         else:
             self._leaves = list(args)
         self._contents = cell_contents([fun]) if getattr(fun, "__closure__", None) else {}
-        self._places = list(_places(reads)) if reads.modules else []
+        self._places = _pure.places(reads) if reads.modules else []
         found = [x for x in self._leaves if isinstance(x, Tensor)]
         found += [content for _, content in self._contents.values() if isinstance(content, Tensor)]
-        found += [names[name] for names, name in self._places]
+        found += [tensor for *_, tensor in self._places]
         self.operands = list({id(t): t for t in found}.values())
 
     @property
@@ -120,7 +120,7 @@ class UnwatchedCall:
         self._originals = [weakref.ref(t) for t in operands]
         self._values = _pure.values(self._fun, self._reads)
         self._arguments = [(i, position[id(x)]) for i, x in enumerate(self._leaves) if isinstance(x, Tensor)]
-        self._held = [(names, name, position[id(names[name])]) for names, name in self._places]
+        self._held = [(names, name, position[id(tensor)]) for names, name, tensor in self._places]
         for i, _ in self._arguments:
             self._leaves[i] = None
         self._table = Table()
@@ -165,15 +165,8 @@ class UnwatchedCall:
         """Called when the derivative is there."""
 
 
-def _places(reads: _pure.Reads) -> Iterator[tuple[dict[str, Any], str]]:
-    for ref in reads.modules:
-        module: Any = ref()
-        for names in (module._parameters, module._buffers):
-            yield from ((names, name) for name, tensor in names.items() if tensor is not None)
-
-
 @contextlib.contextmanager
-def _filled(slots: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+def _filled(slots: Sequence[_pure.Value]) -> Iterator[None]:
     """Within it, places hold what is wanted."""
     before = [(names, name, names[name]) for names, name, _ in slots if name in names]
     try:

@@ -75,7 +75,7 @@ class Call:
         """The user's own call is over, and its hooks are gone."""
         if forward is None:
             self.record.is_simple = True
-            self._captured.check_versions(self.tensors)
+            self._captured.check_unchanged(self.tensors)
         else:
             forward.finish()
         self.tensors = []

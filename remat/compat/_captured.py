@@ -17,7 +17,7 @@ from remat import _pure
 from remat._context import has_accelerator
 from remat._errors import CheckpointError, RematError
 from remat._frozen import Freezer, Table, Thawer, cell_contents, parts, written_names
-from remat.compat._watch import SMALL, check_version, version
+from remat.compat._watch import SMALL, check_version
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _Slot = tuple[Any, Any, Any]  # a cell and None, or a namespace and a name; and what it held
@@ -98,34 +98,31 @@ def _simple_contents(fun: types.FunctionType) -> list[Any] | None:
 _SIMPLE = (Tensor, torch.nn.Module, int, float, str, type, types.ModuleType, types.BuiltinFunctionType)
 
 
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
 class Held(NamedTuple):
     """A function that need not be watched, with the tensors of its modules."""
 
     reads: _pure.Reads
+    places: list[_pure.Value]
+    """Where each is held."""
     versions: list[int]
-    """Of the tensors that it is given."""
-    places: list[tuple[dict[str, Any], str, Tensor, int]]
-    """Where each is held, and its version."""
+    given: list[int]
+    """The versions of the tensors that the function is given."""
 
     @staticmethod
     def by(fun: Any, args: Sequence[Any]) -> Held | None:
         """None where a run has to be watched: the function may do anything, or there may be something to spare."""
         reads = _pure.reads(fun)
-        if reads is None or any(isinstance(x, Tensor) and x.numel() > SMALL for x in args):
+        if reads is None or (reads.draws and has_accelerator()):  # which devices draw is seen from what is saved
             return None
-        if reads.draws and has_accelerator():  # which devices draw is seen from what is saved
-            return None
-        places = []
-        for ref in reads.modules:
-            module: Any = ref()
-            for names in (module._parameters, module._buffers):
-                for name, tensor in names.items():
-                    if tensor is None:
-                        continue
-                    if type(tensor) not in _PLAIN or tensor.numel() > SMALL:
-                        return None
-                    places.append((names, name, tensor, version(tensor)))
-        return Held(reads, [version(x) for x in args if isinstance(x, Tensor)], places)
+        places = _pure.places(reads) if reads.modules else []
+        given, held = [x for x in args if isinstance(x, Tensor)], [t for *_, t in places]
+        for tensor in (*given, *held):
+            if type(tensor) not in _PLAIN or tensor.numel() > SMALL or tensor.is_inference():
+                return None
+        return Held(reads, places, [t._version for t in held], [t._version for t in given])
 
     def check(self, fun: Any) -> None:
         """Raise where the function may not be what it was."""
@@ -134,15 +131,24 @@ class Held(NamedTuple):
                 f"checkpoint: a module or a function that {getattr(fun, '__qualname__', type(fun).__qualname__)} uses "
                 "was replaced between its forward run and the backward, where it runs again."
             )
-        for *_, tensor, before in self.places:
-            check_version(tensor, before)
+        if [tensor._version for *_, tensor in self.places] != self.versions:
+            for (*_, tensor), before in zip(self.places, self.versions, strict=True):
+                check_version(tensor, before)
+
+    def check_unchanged(self, given: Sequence[Tensor]) -> None:
+        """Raise where the forward has changed what it was given (`given`) or has read."""
+        tensors = *given[: len(self.given)], *(tensor for *_, tensor in self.places)
+        for tensor, before in zip(tensors, (*self.given, *self.versions), strict=True):
+            if tensor._version != before:
+                raise RematError(
+                    f"checkpoint: the function changes a tensor of shape {list(tensor.shape)}, {tensor.dtype} in place "
+                    "that it was given or has read, in a place out of sight. Its rerun would start from the changed "
+                    "value. Change a copy instead: x = x.clone()."
+                )
 
     def replaced(self) -> list[_Slot]:
         """The places that hold something else now, with what they held."""
-        return [(names, name, tensor) for names, name, tensor, _ in self.places if names.get(name) is not tensor]
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
+        return [place for place in self.places if place[0].get(place[1]) is not place[2]]
 
 
 class Captured:
@@ -258,18 +264,10 @@ class Captured:
         """Whether there is something to restore."""
         return bool(self._slots or self._modules or (self._held is not None and self._held.replaced()))
 
-    def check_versions(self, given: Sequence[Tensor]) -> None:
+    def check_unchanged(self, given: Sequence[Tensor]) -> None:
         """See that a function that was not watched has changed nothing. `given`: the tensors that it was given."""
-        if self._held is None:
-            return
-        versions = zip(given, self._held.versions, strict=False)
-        for tensor, before in (*versions, *(place[2:] for place in self._held.places)):
-            if version(tensor) != before:
-                raise RematError(
-                    f"checkpoint: the function changes a tensor of shape {list(tensor.shape)}, {tensor.dtype} in place "
-                    "that it was given or has read, in a place out of sight. Its rerun would start from the changed "
-                    "value. Change a copy instead: x = x.clone()."
-                )
+        if self._held is not None:
+            self._held.check_unchanged(given)
 
     def check(self, fun: Any) -> None:
         """See that a function that is not watched is what it was."""
