@@ -345,7 +345,8 @@ def places(reads: Reads) -> list[Value]:
     for ref in reads.modules:
         module: Any = ref()
         for names in (module._parameters, module._buffers):
-            found += [(names, name, tensor) for name, tensor in names.items() if tensor is not None]
+            if names:
+                found += [(names, name, tensor) for name, tensor in names.items() if tensor is not None]
     return found
 
 

@@ -420,6 +420,21 @@ def call(fun: Fun, x: Tensor) -> Tensor:
     return fun(x)
 
 
+@pytest.mark.parametrize("way", [lambda f, x: remat(f)(x), functools.partial(checkpoint, use_reentrant=False)])
+def test_what_a_method_captures(way: Any) -> None:
+    w, x = leaf(numbers(3, 3, seed=1)), leaf(numbers(3, 3))
+
+    class Captures(Block):
+        def attend(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.linear(x) @ w)
+
+    fun = Captures().attend
+    assert _pure.reads(fun) is not None
+    expected = torch.autograd.grad(fun(x).sum(), [x, w])
+    y, original, w = way(fun, x), w, leaf(torch.zeros(3, 3).double())
+    assert_same(torch.autograd.grad(y.sum(), [x, original]), expected)
+
+
 def test_a_loop_variable_counts_as_it_was() -> None:
     modules, x = [Block() for _ in range(3)], leaf(numbers(3, 3))
 

@@ -171,15 +171,17 @@ class Captured:
         self.tensors: list[Tensor] = []
         self._given: list[Any] = []
         self._contents: Any = None
+        if held is not None:
+            self._slots += _pure.values(fun, held.reads)
+            if not getattr(fun, "__closure__", None):
+                return
         functions = [x for x in leaves if isinstance(x, _FUNCTIONS)]
         if type(fun) is types.FunctionType and not functions:
             self._contents = _simple_contents(fun)
-        elif not functions and (held is not None or not isinstance(fun, _FUNCTIONS)):
+        elif not isinstance(fun, _FUNCTIONS) and not functions:
             self._contents = []
         if self._contents is not None:
-            if held is not None:
-                self._slots += _pure.values(fun, held.reads)
-            elif type(fun) is types.FunctionType:
+            if held is None and type(fun) is types.FunctionType:
                 self._slots += _slots(fun)
             elif isinstance(fun, torch.nn.Module):
                 self._look_at_module(fun)
@@ -198,7 +200,7 @@ class Captured:
         todo = list(objects)
         for obj in todo:
             if isinstance(obj, types.FunctionType):
-                if id(obj) not in seen:
+                if id(obj) not in seen and self._held is None:
                     seen.add(id(obj))
                     self._slots += _slots(obj)
             elif isinstance(obj, Tensor):
