@@ -217,8 +217,7 @@ class _Answer:
 
     def _function(self, function: types.FunctionType) -> None:
         names = _names(function.__code__)
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        if names is None or any(type(d) not in _CONSTANTS for d in defaults):
+        if names is None or any(type(d) not in _CONSTANTS for d in _defaults(function)):
             raise _Unknown
         if function.__closure__ and id(function) not in self._roots:
             raise _Unknown
@@ -357,8 +356,9 @@ def _key(fun: Any, roots: list[Any]) -> Any:
         return kind
     if kind is types.FunctionType:
         roots.append(fun)
+        key = id(fun.__globals__), fun.__code__, *map(type, _defaults(fun))
         if not fun.__closure__:
-            return id(fun.__globals__), fun.__code__
+            return key
         try:
             contents = [cell.cell_contents for cell in fun.__closure__]
         except ValueError:  # an empty cell
@@ -366,13 +366,18 @@ def _key(fun: Any, roots: list[Any]) -> Any:
         keys = [
             Tensor if type(c) in _TENSORS else type(c) if type(c) in _CONSTANTS else _key(c, roots) for c in contents
         ]
-        return None if None in keys else (id(fun.__globals__), fun.__code__, *keys)
+        return None if None in keys else (*key, *keys)
     if isinstance(fun, nn.Module):
         roots.append(fun)
         return id(fun)
     if kind is types.MethodType and isinstance(fun.__self__, nn.Module):
         return _key(fun.__func__, roots), _key(fun.__self__, roots)
     return None
+
+
+def _defaults(fun: types.FunctionType) -> tuple[Any, ...]:
+    defaults, named = fun.__defaults__ or (), fun.__kwdefaults__
+    return (*defaults, *named.values()) if named else defaults
 
 
 _TENSORS = {Tensor, nn.Parameter}

@@ -307,6 +307,21 @@ def test_what_was_known_before_a_change(change: Callable[[Block], Any]) -> None:
         assert _pure.reads(module) is not None
 
 
+def with_weight(w: Any) -> Fun:
+    def fun(x: Tensor, w: Any = w) -> Tensor:
+        return x * w
+
+    return fun
+
+
+def test_defaults_are_part_of_a_function() -> None:
+    assert _pure.reads(with_weight(2.0)) is not None
+    w, x = leaf(WEIGHT), leaf(numbers(3, 3))
+    assert _pure.reads(with_weight(w)) is None
+    expected = torch.autograd.grad((x * w).sum(), [x, w])
+    assert_same(torch.autograd.grad(remat(with_weight(w))(x).sum(), [x, w]), expected)
+
+
 def test_nothing_is_kept_alive() -> None:
     module = Block()
     parts = [weakref.ref(x) for x in (module, module.linear, module.linear.weight)]
