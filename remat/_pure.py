@@ -62,7 +62,7 @@ _DRAWS = frozenset(
 _ATTRIBUTES = _words("""
     T H mT mH device dtype dim ndim real imag requires_grad shape values indices nn functional special linalg fft
     Size Tensor bool float double half long int bfloat16 bfloat float16 float32 float64 int8 int16 int32 int64 uint8
-    complex64 complex128 cpu cuda inf pi e nan newaxis eps tiny is_floating_point is_complex is_cuda
+    complex64 complex128 cpu cuda inf pi e nan newaxis eps tiny is_floating_point is_complex is_cuda stride mode
     append copy count extend format get insert items join keys pop reverse sort update
     """)
 _MATH = frozenset(n for n in dir(math) if not n.startswith("_"))
@@ -194,8 +194,9 @@ class _Answer:
             looked_up |= new
             for key, name in new:
                 self._attribute(self._modules[key], name)
+        unknown = self._names - _KNOWN
         owned = {n for m in self._modules.values() for n in _names_of(m)}
-        if self._names <= _KNOWN | owned:
+        if unknown <= owned and not any(map(_is_of_torch, unknown)):
             modules = tuple(map(weakref.ref, self._modules.values()))
             self.reads = Reads(modules, bool(self._names & _DRAWS), tuple(self._values))
 
@@ -273,6 +274,7 @@ class _Unknown(Exception):  # noqa: N818
     """Something is not known."""
 
 
+_PRIVATE = vars(nn.Module()).keys() - {"training"}
 _CONTAINERS = {nn.ModuleList, nn.ModuleDict}
 _HARMLESS = _words("""
     __abstractmethods__ __annotate__ __annotate_func__ __annotations__ __annotations_cache__ __constants__ __dict__
@@ -286,6 +288,12 @@ def _has_operators(kind: type) -> bool:
     if kind.__module__ == "builtins" or kind.__module__.startswith("torch.nn.modules."):
         return False
     return any(n.startswith("__") and n.endswith("__") and n not in _HARMLESS for n in vars(kind))
+
+
+@functools.cache
+def _is_of_torch(name: str) -> bool:
+    """Whether it means something elsewhere, so that `self.rrelu` does not make `F.rrelu` known; nor `_modules`."""
+    return name in _PRIVATE or any(hasattr(space, name) for space in (*_MODULES, Tensor))
 
 
 def _names_of(module: nn.Module) -> Iterator[str]:

@@ -46,6 +46,22 @@ class Factor(Block):
         return self.linear(x) * self.factor
 
 
+class Randomized(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rrelu = nn.RReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rrelu(x)
+
+
+class Lists(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self._modules.values():
+            x = module(x)
+        return x
+
+
 class Remembers(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.last = x.detach()
@@ -223,6 +239,7 @@ KNOWN: dict[str, Any] = {
     "a captured method": uses(Block().attend),
     "a captured function": uses(product),
     "a stock module": nn.ReLU(),
+    "one that has a stride": nn.AvgPool1d(1),
 }
 UNKNOWN: dict[str, Any] = {
     f.__name__: f
@@ -256,6 +273,8 @@ UNKNOWN: dict[str, Any] = {
     "a module that remembers": Remembers(),
     "a module with an operator": Indexed(),
     "a number of the class": Factor(),
+    "a module by the name of an operation": Randomized(),
+    "a module by no name": Lists(),
     "a module with a hook": hooked(),
     "a module with another forward": with_attribute(forward=draws_by_hand),
     "in place": nn.ReLU(inplace=True),
