@@ -141,16 +141,26 @@ class Reads(NamedTuple):
 
 
 _Meaning = Any
-"""What a name meant: a weak reference, or a type, for of a number only the type counts."""
+"""What a name meant: a weak reference; or a type, for of a number only the type counts; of a tuple, these."""
 
 
 def _meaning(value: Any) -> _Meaning:
-    by_type = type(value) in _CONSTANTS or isinstance(value, (tuple, list, dict))
-    return type(value) if by_type else weakref.ref(value)
+    if type(value) is tuple:
+        return tuple(map(_meaning, value))
+    if type(value) in _CONSTANTS:
+        return type(value)
+    try:
+        return weakref.ref(value)
+    except TypeError:  # a property, a range, a number of NumPy's
+        raise _Unknown from None
 
 
 def _still(meaning: _Meaning, value: Any) -> bool:
-    return value is meaning() if type(meaning) is weakref.ref else type(value) is meaning
+    if type(meaning) is weakref.ref:
+        return value is meaning()
+    if type(meaning) is tuple:
+        return type(value) is tuple and len(value) == len(meaning) and all(map(_still, meaning, value))
+    return type(value) is meaning
 
 
 class _Answer:

@@ -716,9 +716,9 @@ has_global_module_hooks: Callable[[], bool] = torch.nn.modules.module._has_any_g
 
 
 def shape_of_module(module: torch.nn.Module) -> Any:
-    """What changes with the names that a module has and with its children; None where calling it does more than that.
+    """What changes with a module's class, names and children; None where calling it does more than that.
 
-    None: it has hooks, or it was compiled in place. Children count by identity.
+    None: it has hooks, or it was compiled in place. Class and children count by identity.
     """
     attributes = module.__dict__
     if (
@@ -729,4 +729,4 @@ def shape_of_module(module: torch.nn.Module) -> Any:
         or module._compiled_call_impl is not None
     ):
         return None
-    return len(attributes), *map(id, attributes["_modules"].values())
+    return id(type(module)), len(attributes), *map(id, attributes["_modules"].values())
