@@ -27,6 +27,7 @@ from remat._run import CHANGES
 _SMALL = 2**12  # elements
 _TENSORS = {Tensor, torch.nn.Parameter}
 _LEAVES = _TENSORS | {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size}
+_MISSING: Any = object()
 _REPLACED = (
     "remat: a module or a function that {} uses was replaced between its forward run and the backward, where it runs "
     "again. Pass what varies as an argument."
@@ -168,16 +169,17 @@ class UnwatchedCall:
 @contextlib.contextmanager
 def _filled(slots: Sequence[_pure.Value]) -> Iterator[None]:
     """Within it, places hold what is wanted."""
-    before = [(names, name, names[name]) for names, name, _ in slots if name in names]
+    before = [(names, name, names.get(name, _MISSING)) for names, name, _ in slots]
     try:
         for names, name, value in slots:
             names[name] = value
         yield
     finally:
-        for names, name, _ in slots:
-            names.pop(name, None)
         for names, name, value in before:
-            names[name] = value
+            if value is _MISSING:
+                names.pop(name, None)
+            else:  # in its place, for the order of a module's parameters counts
+                names[name] = value
 
 
 class _Swap(TorchFunctionMode):

@@ -403,6 +403,10 @@ def test_nothing_is_kept_alive() -> None:
 
 # Where it is relied on.
 
+WAYS = pytest.mark.parametrize(
+    "way", [lambda f, x: remat(f)(x), functools.partial(checkpoint, use_reentrant=False)], ids=["remat", "checkpoint"]
+)
+
 
 def gradients(fun: Any, x: Tensor, between: Callable[[], Any] = lambda: None) -> Any:
     y = checkpoint(fun, x, use_reentrant=False)
@@ -436,6 +440,16 @@ def test_a_parameter_that_was_replaced_counts_as_it_was() -> None:
     assert_same(found, torch.autograd.grad(module(x).sum(), [x, weight]))
 
 
+@WAYS
+def test_the_order_of_parameters_stays(way: Any) -> None:
+    module, x = Block(), leaf(numbers(3, 3))
+    names = [name for name, _ in module.named_parameters()]
+    y = way(module, x).sum()
+    module.linear.weight = nn.Parameter(module.linear.weight.detach().clone())
+    y.backward()
+    assert [name for name, _ in module.named_parameters()] == names
+
+
 def test_a_parameter_that_was_changed_in_place_is_an_error() -> None:
     module, x = Block(), leaf(numbers(3, 3))
 
@@ -452,7 +466,7 @@ def test_a_module_that_was_changed_is_an_error(change: Callable[[Block], Any]) -
     module, x = Block(), leaf(numbers(3, 3))
     y = checkpoint(module, x, use_reentrant=False).sum()
     change(module)
-    with pytest.raises(CheckpointError, match="a module or a function that .* uses was replaced"):
+    with pytest.raises(CheckpointError, match=r"a module or a function that .* uses was replaced"):
         y.backward()
 
 
