@@ -128,18 +128,6 @@ def _names(code: types.CodeType) -> _Code | None:
     return _Code(frozenset(globals_), frozenset(attributes))
 
 
-class Reads(NamedTuple):
-    """What is known of a function."""
-
-    modules: tuple[weakref.ref[nn.Module], ...]
-    """The modules that it uses, with those inside of them."""
-    draws: bool
-    """Whether it may draw from the global generators."""
-    names: tuple[tuple[Any, str], ...]
-    """Names that may come to mean something else: globals of the function itself (owner: a number, of a root), numbers
-    in globals of others, and numbers in modules (owner: a weak reference)."""
-
-
 _Meaning = Any
 """What a name meant: a weak reference; or a type, for of a number only the type counts; of a tuple, these."""
 
@@ -163,22 +151,35 @@ def _still(meaning: _Meaning, value: Any) -> bool:
     return type(value) is meaning
 
 
-class _Answer:
-    """What was found out about a function, and what that depends on."""
+class Reads:
+    """What is known of a function, and what that depends on.
+
+    **Attributes:**
+
+    - `is_known`: whether the code shows what it does. The others count only then.
+    - `modules`: the modules that it uses, with those inside of them.
+    - `draws`: whether it may draw from the global generators.
+    - `names`: names that may come to mean something else: globals of the function itself (owner: a number, of a root),
+        numbers in globals of others, and numbers in modules (owner: a weak reference).
+    """
 
     def __init__(self, roots: list[Any]) -> None:
-        self.reads: Reads | None = None
+        self.is_known = False
+        self.draws = False
+        self.modules: list[weakref.ref[nn.Module]] = []
+        self.names: list[tuple[Any, str]] = []
         self._shapes: list[tuple[weakref.ref[nn.Module], Any]] = []
         self._globals: list[tuple[Any, str, _Meaning]] = []  # of a root, by its number, or of another function
         self._attributes: list[tuple[weakref.ref[Any], str, _Meaning]] = []
         self._names: set[str] = set()
-        self._values: list[tuple[Any, str]] = []
         self._functions: dict[int, types.FunctionType] = {}
         self._modules: dict[int, nn.Module] = {}
         self._roots = {id(root): i for i, root in enumerate(roots)}
         with contextlib.suppress(_Unknown):
             self._search(roots)
-        del self._functions, self._modules, self._roots, self._names, self._values
+        self.modules = [*map(weakref.ref, self._modules.values())]
+        self.draws = bool(self._names & _DRAWS)
+        del self._functions, self._modules, self._roots, self._names
 
     def holds(self, roots: list[Any]) -> bool:
         """Whether all that it depends on is as it was."""
@@ -196,6 +197,16 @@ class _Answer:
                 return False
         return True
 
+    def same_as(self, other: Reads) -> bool:
+        """Whether the same was found out, from the same: a module may have got an attribute that is not read."""
+        pairs: list[tuple[list[Any], list[Any]]] = [
+            (self.modules, other.modules),
+            (self.names, other.names),
+            (self._globals, other._globals),
+            (self._attributes, other._attributes),
+        ]
+        return all(len(mine) == len(theirs) and all(x in theirs for x in mine) for mine, theirs in pairs)
+
     def _search(self, roots: list[Any]) -> None:
         for root in roots:
             self._take(root)
@@ -207,8 +218,7 @@ class _Answer:
         unknown = self._names - _KNOWN
         owned = {n for m in self._modules.values() for n in _names_of(m)}
         if unknown <= owned and not any(map(_is_of_torch, unknown)):
-            modules = tuple(map(weakref.ref, self._modules.values()))
-            self.reads = Reads(modules, bool(self._names & _DRAWS), tuple(self._values))
+            self.is_known = True
 
     def _take(self, value: Any) -> None:
         """Something that the function can reach."""
@@ -240,7 +250,7 @@ class _Answer:
             if value is not _MISSING:
                 self._take(value)
                 if id(value) not in _operations() and (type(at) is int or type(value) in _CONSTANTS):
-                    self._values.append((at, name))
+                    self.names.append((at, name))
             elif getattr(builtins, name, _MISSING) not in _BUILTINS:
                 raise _Unknown
 
@@ -276,7 +286,7 @@ class _Answer:
             if type(value) in _CONSTANTS or type(value) is tuple:
                 if owner is not module:
                     raise _Unknown
-                self._values.append((weakref.ref(module), name))
+                self.names.append((weakref.ref(module), name))
             return
 
 
@@ -322,7 +332,7 @@ def _operations() -> frozenset[int]:
     return frozenset(id(f) for f in (*found, *_MODULES, *_BUILTINS, Tensor) if f is not None)
 
 
-_answers: dict[Any, _Answer] = {}
+_found: dict[Any, Reads] = {}
 
 
 def reads(fun: Any) -> Reads | None:
@@ -331,12 +341,23 @@ def reads(fun: Any) -> Reads | None:
     key = _key(fun, roots)
     if key is None or internals.has_global_module_hooks():
         return None
-    answer = _answers.get(key)
-    if answer is None or not answer.holds(roots):
-        if len(_answers) > 1000:
-            _answers.clear()
-        answer = _answers[key] = _Answer(roots)
-    return answer.reads
+    found = _found.get(key)
+    if found is None or not found.holds(roots):
+        if len(_found) > 1000:
+            _found.clear()
+        found = _found[key] = Reads(roots)
+    return found if found.is_known else None
+
+
+def still(fun: Any, before: Reads) -> bool:
+    """Whether a function does what it did."""
+    roots: list[Any] = []
+    if _key(fun, roots) is None or internals.has_global_module_hooks():
+        return False
+    if before.holds(roots):
+        return True
+    now = reads(fun)
+    return now is not None and now.same_as(before)
 
 
 Value = tuple[dict[str, Any], str, Any]

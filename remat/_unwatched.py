@@ -148,7 +148,7 @@ class UnwatchedCall:
                 slots.append((names, name, operands[at]))
         try:
             with self._ambient.restored(), _filled(slots) if slots else contextlib.nullcontext():
-                if _pure.reads(fun) is not self._reads:
+                if not _pure.still(fun, self._reads):
                     raise CheckpointError(_REPLACED.format(self.name))
                 with _Swap(swaps) if swaps else contextlib.nullcontext():
                     out, _ = _tree.flatten(fun(*args, **kwargs))

@@ -440,6 +440,29 @@ def test_a_parameter_that_was_replaced_counts_as_it_was() -> None:
     assert_same(found, torch.autograd.grad(module(x).sum(), [x, weight]))
 
 
+def forget(module: Block) -> None:
+    _pure._found.clear()
+
+
+def hook_for_a_while(module: Block) -> None:
+    handle = module.linear.register_forward_hook(lambda *_: None)
+    assert _pure.reads(module) is None
+    handle.remove()
+
+
+def note(module: Block) -> None:
+    module.linear.output_shape = (3, 3)
+
+
+@WAYS
+@pytest.mark.parametrize("event", [forget, hook_for_a_while, note])
+def test_what_changes_nothing_is_no_error(way: Any, event: Any) -> None:
+    module, x = Block(), leaf(numbers(3, 3))
+    y = way(module, x).sum()
+    event(module)
+    assert_same(torch.autograd.grad(y, x), torch.autograd.grad(module(x).sum(), x))
+
+
 @WAYS
 def test_the_order_of_parameters_stays(way: Any) -> None:
     module, x = Block(), leaf(numbers(3, 3))

@@ -126,7 +126,7 @@ class Held(NamedTuple):
 
     def check(self, fun: Any) -> None:
         """Raise where the function may not be what it was."""
-        if _pure.reads(fun) is not self.reads:
+        if not _pure.still(fun, self.reads):
             raise CheckpointError(
                 f"checkpoint: a module or a function that {getattr(fun, '__qualname__', type(fun).__qualname__)} uses "
                 "was replaced between its forward run and the backward, where it runs again."
