@@ -19,9 +19,10 @@ import dis
 import functools
 import itertools
 import math
+import operator
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -171,6 +172,7 @@ class Reads:
         self._shapes: list[tuple[weakref.ref[nn.Module], Any]] = []
         self._globals: list[tuple[Any, str, _Meaning]] = []  # of a root, by its number, or of another function
         self._attributes: list[tuple[weakref.ref[Any], str, _Meaning]] = []
+        self._operations: list[tuple[Mapping[str, Any], str, Any]] = []
         self._names: set[str] = set()
         self._functions: dict[int, types.FunctionType] = {}
         self._modules: dict[int, nn.Module] = {}
@@ -190,6 +192,9 @@ class Reads:
         for module_ref, shape in self._shapes:
             module = module_ref()
             if module is None or internals.shape_of_module(module) != shape:
+                return False
+        for space, name, operation in self._operations:
+            if space.get(name) is not operation:
                 return False
         for ref, name, meaning in self._attributes:
             owner = ref()
@@ -215,6 +220,12 @@ class Reads:
             looked_up |= new
             for key, name in new:
                 self._attribute(self._modules[key], name)
+        for name in self._names & _OPS:
+            now = [space.get(name) for space in _SPACES]
+            found = zip(_SPACES, now, strict=True)
+            self._operations += [(s, name, op) for s, op in found if op is not None or s is _OF_TENSORS]
+            if any(map(operator.is_not, now, _ORIGINALS[name])):  # somebody has put something else there
+                raise _Unknown
         unknown = self._names - _KNOWN
         owned = {n for m in self._modules.values() for n in _names_of(m)}
         if unknown <= owned and not any(map(_is_of_torch, unknown)):
@@ -331,6 +342,10 @@ def _operations() -> frozenset[int]:
     found = [getattr(space, name, None) for space in _MODULES for name in _OPS]
     return frozenset(id(f) for f in (*found, *_MODULES, *_BUILTINS, Tensor) if f is not None)
 
+
+_OF_TENSORS = vars(Tensor)  # without what it inherits
+_SPACES = [*(vars(m) for m in _MODULES if m is not math), _OF_TENSORS]
+_ORIGINALS = {name: [space.get(name) for space in _SPACES] for name in _OPS}
 
 _found: dict[Any, Reads] = {}
 

@@ -391,6 +391,18 @@ def test_a_tuple_that_was_replaced() -> None:
     assert _pure.reads(module) is None
 
 
+@pytest.mark.parametrize(("space", "name"), [(F, "gelu"), (torch, "tanh"), (Tensor, "tanh")])
+def test_an_operation_that_was_replaced(space: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fun(x: Tensor) -> Tensor:
+        return torch.tanh(F.gelu(x)).tanh()
+
+    assert _pure.reads(fun) is not None
+    monkeypatch.setattr(space, name, draws_by_hand)
+    assert _pure.reads(fun) is None
+    monkeypatch.undo()
+    assert _pure.reads(fun) is not None
+
+
 def test_nothing_is_kept_alive() -> None:
     module = Block()
     parts = [weakref.ref(x) for x in (module, module.linear, module.linear.weight)]
