@@ -158,7 +158,8 @@ class Reads:
     **Attributes:**
 
     - `is_known`: whether the code shows what it does. The others count only then.
-    - `modules`: the modules that it uses, with those inside of them.
+    - `modules`: the modules that it uses.
+    - `attributes`: what it looks up, in them or elsewhere.
     - `draws`: whether it may draw from the global generators.
     - `names`: names that may come to mean something else: globals of the function itself (owner: a number, of a root),
         numbers in globals of others, and numbers in modules (owner: a weak reference).
@@ -169,6 +170,7 @@ class Reads:
         self.draws = False
         self.modules: list[weakref.ref[nn.Module]] = []
         self.names: list[tuple[Any, str]] = []
+        self.attributes: frozenset[str] = frozenset()
         self._shapes: list[tuple[weakref.ref[nn.Module], Any]] = []
         self._globals: list[tuple[Any, str, _Meaning]] = []  # of a root, by its number, or of another function
         self._attributes: list[tuple[weakref.ref[Any], str, _Meaning]] = []
@@ -181,6 +183,7 @@ class Reads:
             self._search(roots)
         self.modules = [*map(weakref.ref, self._modules.values())]
         self.draws = bool(self._names & _DRAWS)
+        self.attributes = frozenset(self._names)
         del self._functions, self._modules, self._roots, self._names
 
     def holds(self, roots: list[Any]) -> bool:
@@ -234,10 +237,9 @@ class Reads:
     def _take(self, value: Any) -> None:
         """Something that the function can reach."""
         if isinstance(value, nn.Module):
-            for module in value.modules():
-                if id(module) not in self._modules:
-                    self._modules[id(module)] = module
-                    self._module(module)
+            if id(value) not in self._modules:
+                self._modules[id(value)] = value
+                self._module(value)
         elif isinstance(value, types.FunctionType) and id(value) not in _operations():
             if id(value) not in self._functions:
                 self._functions[id(value)] = value
@@ -278,6 +280,9 @@ class Reads:
             raise _Unknown
         if kind not in _CONTAINERS:
             self._attribute(module, "forward")
+        if isinstance(module, (nn.Sequential, *_CONTAINERS)):  # others are asked for their children by name
+            for child in module.children():
+                self._take(child)
 
     def _attribute(self, module: nn.Module, name: str) -> None:
         """What the function finds if it looks for a name in a module."""
@@ -299,6 +304,9 @@ class Reads:
                     raise _Unknown
                 self.names.append((weakref.ref(module), name))
             return
+        child = module._modules.get(name)
+        if child is not None:
+            self._take(child)
 
 
 class _Unknown(Exception):  # noqa: N818
@@ -306,7 +314,7 @@ class _Unknown(Exception):  # noqa: N818
 
 
 _PRIVATE = vars(nn.Module()).keys() - {"training"}
-_CONTAINERS = {nn.ModuleList, nn.ModuleDict}
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _HARMLESS = _words("""
     __abstractmethods__ __annotate__ __annotate_func__ __annotations__ __annotations_cache__ __constants__ __dict__
     __doc__ __firstlineno__ __hash__ __init__ __jit_unused_properties__ __module__ __orig_bases__ __parameters__
@@ -393,13 +401,14 @@ def values(fun: Any, reads: Reads) -> list[Value]:
 
 
 def places(reads: Reads) -> list[Value]:
-    """Where the tensors of the modules are."""
+    """Where the tensors are that it may read in the modules."""
     found: list[Value] = []
     for ref in reads.modules:
         module: Any = ref()
         for names in (module._parameters, module._buffers):
-            if names:
-                found += [(names, name, tensor) for name, tensor in names.items() if tensor is not None]
+            for name, tensor in names.items():
+                if tensor is not None and name in reads.attributes:
+                    found.append((names, name, tensor))
     return found
 
 

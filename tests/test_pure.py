@@ -475,6 +475,27 @@ def test_what_changes_nothing_is_no_error(way: Any, event: Any) -> None:
     assert_same(torch.autograd.grad(y, x), torch.autograd.grad(module(x).sum(), x))
 
 
+class Adversaries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_buffer("steps", torch.zeros(()))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.generator(x))
+
+
+@WAYS
+def test_what_it_does_not_read_may_change(way: Any) -> None:
+    module, x = Adversaries(), leaf(numbers(3, 3))
+    y = way(module, x).sum()
+    with torch.no_grad():
+        module.steps += 1
+        module.critic.weight.zero_()
+    assert_same(torch.autograd.grad(y, x), torch.autograd.grad(module(x).sum(), x))
+
+
 @WAYS
 def test_the_order_of_parameters_stays(way: Any) -> None:
     module, x = Block(), leaf(numbers(3, 3))
