@@ -392,24 +392,26 @@ def values(fun: Any, reads: Reads) -> list[Value]:
     roots: list[Any] = []
     if reads.names:
         _key(fun, roots)
-    found = []
+    found: list[Value] = []
     for at, name in reads.names:
         owner = roots[at] if type(at) is int else at()
         names = owner.__globals__ if isinstance(owner, types.FunctionType) else vars(owner)
         found.append((names, name, names[name]))
-    return found
+    return found + [place for place in _places(reads) if place[2] is None]  # a bias that there is none of
 
 
 def places(reads: Reads) -> list[Value]:
     """Where the tensors are that it may read in the modules."""
-    found: list[Value] = []
+    return [place for place in _places(reads) if place[2] is not None]
+
+
+def _places(reads: Reads) -> Iterator[Value]:
     for ref in reads.modules:
         module: Any = ref()
         for names in (module._parameters, module._buffers):
             for name, tensor in names.items():
-                if tensor is not None and name in reads.attributes:
-                    found.append((names, name, tensor))
-    return found
+                if name in reads.attributes:
+                    yield names, name, tensor
 
 
 def _key(fun: Any, roots: list[Any]) -> Any:

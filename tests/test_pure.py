@@ -497,6 +497,16 @@ def test_what_it_does_not_read_may_change(way: Any) -> None:
 
 
 @WAYS
+def test_a_parameter_that_there_was_none_of(way: Any) -> None:
+    module, x = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh()).double(), leaf(numbers(3, 3))
+    expected = torch.autograd.grad(module(x).sum(), x)
+    y = way(module, x).sum()
+    module[0].bias = nn.Parameter(numbers(3))
+    assert_same(torch.autograd.grad(y, x), expected)
+    assert module[0].bias is not None
+
+
+@WAYS
 def test_the_order_of_parameters_stays(way: Any) -> None:
     module, x = Block(), leaf(numbers(3, 3))
     names = [name for name, _ in module.named_parameters()]
