@@ -77,7 +77,7 @@ def _differentiated(out: Any) -> bool:
     return any(isinstance(t, Tensor) and internals.requires_grad_at_any_level(t) for t in out)
 
 
-_PLAIN = frozenset({bool, int, str, type(None), torch.Size, torch.dtype, torch.device})
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device})
 
 
 def _same(expected: Any, actual: Any) -> bool:
@@ -284,7 +284,7 @@ class Run(TorchFunctionMode):
                     live = True
                 else:
                     known = False
-            elif isinstance(arg, (list, tuple, dict, torch.Generator)):
+            elif type(arg) not in _PLAIN and isinstance(arg, (list, tuple, dict, torch.Generator)):
                 known = False
         if not known:
             strangers = len(self.outside)
@@ -332,6 +332,8 @@ class Run(TorchFunctionMode):
         if isinstance(arg, Tensor):
             arg = self.resolve(arg)
             self._live_reads += self.is_made(arg)
+            return arg
+        if type(arg) in _PLAIN:
             return arg
         if isinstance(arg, (list, tuple)) and any(isinstance(a, (Tensor, list, tuple, dict)) for a in arg):
             items = [self._visit(a) for a in arg]
