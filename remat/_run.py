@@ -381,7 +381,9 @@ class Run(TorchFunctionMode):
             if self._expected is None:
                 self._numbers += 1
                 self.reads[key] = _Read(self._numbers)
-        if tensor.requires_grad or internals.is_wrapper(tensor):  # a look that the runs around this one see
+        with _NOTHING if read else internals.DisableTorchFunction():  # the runs around this one see who reads
+            differentiated = tensor.requires_grad
+        if differentiated or internals.is_wrapper(tensor):
             self.made[key] = weakref.ref(tensor)
             self.given[key] = weakref.ref(tensor)
         return tensor

@@ -838,6 +838,26 @@ def test_what_an_inner_function_finds_in_a_tuple_and_returns_as_it_is() -> None:
     assert_same(*results)
 
 
+def test_what_is_handed_on_to_inner_functions_alone_is_not_read() -> None:
+    def loss(ck: Any, x: Tensor) -> Tensor:
+        held = {"x": (x,)}
+        y, z, h = x.clone(), x + 0.5, torch.sin(x)
+
+        def outer(a: Tensor, b: Tensor) -> Tensor:
+            found = ck(lambda _: (z, x, h))(h)
+
+            def inner(d: Any, e: Tensor = found[1]) -> Tensor:
+                return ck(lambda v, w: (held["x"][0], y, 2))([d["z"], b], z)[0]
+
+            ck(inner)({"z": found[0]})
+            return ck(functools.partial(torch.addcmul, found[2], found[2]))(found[0])
+
+        return (h + ck(outer)(h, x)).sum()
+
+    x = numbers(1).sum()
+    assert_same(grad(lambda x: loss(remat, x))(x), grad(lambda x: loss(plain, x))(x))
+
+
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # by torch's linearize
 def test_what_linearize_writes_down_depends_on_captured_parameters() -> None:
     layer, x = nn.Linear(3, 3).double(), numbers(3, 3)
