@@ -127,9 +127,10 @@ class Call:
             tensor = ref()
             if tensor is not None and (id(tensor) in run.given or id(tensor) not in inside):
                 found.setdefault(id(tensor), tensor)
-        unread = {id(t) for t in in_cells if id(t) not in run.outside and not run.is_made(t)}
+        read = run.outside.keys() - run.handed_on
+        unread = {id(t) for t in in_cells if id(t) not in read and not run.is_made(t)}
         self._unread = {i for i, key in enumerate(found) if key in unread}
-        self.handed_on = self._unread | set(range(captured))
+        self.handed_on = self._unread | {i for i, key in enumerate(found) if i < captured or key in run.handed_on}
         originals = list(found.values())
         self._key = list(found).index(self._key) if self._drew_from is not None else 0
         self._argument_of = [list(found).index(id(leaves[i])) for i in self.positions]

@@ -198,6 +198,8 @@ class Run(TorchFunctionMode):
         """What was made inside and depends on nothing from outside."""
         self.outside: dict[int, weakref.ref[Tensor]] = {}
         """What was read, and no call was seen to make."""
+        self.handed_on: set[int] = set()
+        """Those of them that no torch call has read: nested functions have them."""
         self.in_cells: set[int] = set()
         self.versions: dict[int, int] = {}
         self.snapshots: dict[int, Tensor] = {}
@@ -381,11 +383,16 @@ class Run(TorchFunctionMode):
             if self._expected is None:
                 self._numbers += 1
                 self.reads[key] = _Read(self._numbers)
+            if not read:
+                self.handed_on.add(key)
+        if read:
+            self.handed_on.discard(key)
         with _NOTHING if read else internals.DisableTorchFunction():  # the runs around this one see who reads
             differentiated = tensor.requires_grad
         if differentiated or internals.is_wrapper(tensor):
-            self.made[key] = weakref.ref(tensor)
             self.given[key] = weakref.ref(tensor)
+            if read:
+                self.made[key] = weakref.ref(tensor)
         return tensor
 
     def _knows(self, tensor: Tensor) -> bool:
@@ -601,6 +608,7 @@ class Run(TorchFunctionMode):
             for table in (self.outside, self.given, self.versions, self.snapshots):
                 if key in table:
                     del table[key]  # it was of a tensor that has died since
+            self.handed_on.discard(key)
             if key not in self._originals:
                 read = self.reads.get(id(same_as))
                 if read is not None:
