@@ -117,7 +117,7 @@ def _names(code: types.CodeType) -> _Code | None:
     keywords = {n for c in code.co_consts for n in (c if isinstance(c, tuple) else (c,)) if isinstance(n, str)}
     if keywords & {"out", "generator"} or ("inplace" in keywords and "inplace" not in attributes):
         return None
-    if attributes & _MAY_BE_INPLACE and any(c is True for c in code.co_consts):  # F.relu(x, True)
+    if (attributes | globals_) & _MAY_BE_INPLACE and any(c is True for c in code.co_consts):  # F.relu(x, True)
         return None
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -130,7 +130,7 @@ def _names(code: types.CodeType) -> _Code | None:
 
 
 _Meaning = Any
-"""What a name meant: a weak reference; or a type, for of a number only the type counts; of a tuple, these."""
+"""What a name meant: a weak reference; or a type, for of a number only the type counts; of a tuple, these; or False."""
 
 
 def _meaning(value: Any) -> _Meaning:
@@ -149,7 +149,7 @@ def _still(meaning: _Meaning, value: Any) -> bool:
         return value is meaning()
     if type(meaning) is tuple:
         return type(value) is tuple and len(value) == len(meaning) and all(map(_still, meaning, value))
-    return type(value) is meaning
+    return type(value) is meaning if isinstance(meaning, type) else value is meaning
 
 
 class Reads:
@@ -291,10 +291,12 @@ class Reads:
                 continue
             if owner is nn.Module and name in _KNOWN:
                 return  # it is a tensor's: `x.float()`
+            if owner is nn.ModuleDict and name in ("items", "keys", "values"):
+                return
             value = vars(owner)[name]
             if name == "inplace" and value is not False:
                 raise _Unknown
-            entry = weakref.ref(owner), name, _meaning(value)
+            entry = weakref.ref(owner), name, False if name == "inplace" else _meaning(value)
             if entry not in self._attributes:  # modules have their classes in common
                 self._attributes.append(entry)
             for item in value if type(value) is tuple else (value,):

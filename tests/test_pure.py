@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from helpers import Fun, assert_same, leaf, numbers
 from torch import Tensor, nn
+from torch.nn.functional import relu
 
 from remat import CheckpointError, RematError, _pure, remat
 from remat.compat import checkpoint
@@ -80,6 +81,17 @@ class Both(Block):
         for act in self.acts:
             x = act(x)
         return x
+
+
+class ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"first": nn.Linear(3, 3), "then": nn.Tanh()}).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts.values():
+            x = part(x)
+        return self.parts["first"](x)
 
 
 class Described(Block):
@@ -209,6 +221,10 @@ def may_write(x: Tensor) -> Tensor:
     return F.relu(x, True)
 
 
+def may_write_and_is_imported(x: Tensor) -> Tensor:
+    return relu(x, True)
+
+
 def may_write_by_name(x: Tensor) -> Tensor:
     return F.relu(x, inplace=True)
 
@@ -278,6 +294,7 @@ KNOWN: dict[str, Any] = {
     "a captured function": uses(product),
     "a stock module": nn.ReLU(),
     "one that has a stride": nn.AvgPool1d(1),
+    "modules by name": ByName(),
 }
 UNKNOWN: dict[str, Any] = {
     f.__name__: f
@@ -293,6 +310,7 @@ UNKNOWN: dict[str, Any] = {
         differentiates,
         writes_out,
         may_write,
+        may_write_and_is_imported,
         may_write_by_name,
         unpacks,
         without_gradient,
@@ -382,6 +400,13 @@ def test_defaults_are_part_of_a_function() -> None:
     assert _pure.reads(with_weight(w)) is None
     expected = torch.autograd.grad((x * w).sum(), [x, w])
     assert_same(torch.autograd.grad(remat(with_weight(w))(x).sum(), [x, w]), expected)
+
+
+def test_a_module_that_comes_to_work_in_place() -> None:
+    module = nn.ReLU()
+    assert _pure.reads(module) is not None
+    module.inplace = True
+    assert _pure.reads(module) is None
 
 
 def test_a_tuple_that_was_replaced() -> None:
