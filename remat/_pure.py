@@ -175,6 +175,7 @@ class Reads:
         self._globals: list[tuple[Any, str, _Meaning]] = []  # of a root, by its number, or of another function
         self._attributes: list[tuple[weakref.ref[Any], str, _Meaning]] = []
         self._operations: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._codes: list[tuple[weakref.ref[types.FunctionType], types.CodeType, Any]] = []  # of others
         self._names: set[str] = set()
         self._functions: dict[int, types.FunctionType] = {}
         self._modules: dict[int, nn.Module] = {}
@@ -196,6 +197,10 @@ class Reads:
             module = module_ref()
             if module is None or internals.shape_of_module(module) != shape:
                 return False
+        for function_ref, code, defaults in self._codes:  # a notebook that reloads puts others there
+            function = function_ref()
+            if function is None or function.__code__ is not code or function.__defaults__ is not defaults:
+                return False
         for space, name, operation in self._operations:
             if space.get(name) is not operation:
                 return False
@@ -212,6 +217,7 @@ class Reads:
             (self.names, other.names),
             (self._globals, other._globals),
             (self._attributes, other._attributes),
+            (self._codes, other._codes),
         ]
         return all(len(mine) == len(theirs) and all(x in theirs for x in mine) for mine, theirs in pairs)
 
@@ -255,6 +261,8 @@ class Reads:
             raise _Unknown
         if function.__closure__ and id(function) not in self._roots:
             raise _Unknown
+        if id(function) not in self._roots and not str(function.__module__).startswith("torch."):
+            self._codes.append((weakref.ref(function), function.__code__, function.__defaults__))
         self._names |= names.attributes
         for name in names.globals:
             value = function.__globals__.get(name, _MISSING)
@@ -286,8 +294,10 @@ class Reads:
 
     def _attribute(self, module: nn.Module, name: str) -> None:
         """What the function finds if it looks for a name in a module."""
+        missing: list[Any] = []
         for owner in (module, *type(module).__mro__):
             if name not in vars(owner):
+                missing.append(owner)
                 continue
             if owner is nn.Module and name in _KNOWN:
                 return  # it is a tensor's: `x.float()`
@@ -297,8 +307,11 @@ class Reads:
             if name == "inplace" and value is not False:
                 raise _Unknown
             entry = weakref.ref(owner), name, False if name == "inplace" else _meaning(value)
-            if entry not in self._attributes:  # modules have their classes in common
-                self._attributes.append(entry)
+            # Of the module itself, its shape tells that it has got a name.
+            absent = [(weakref.ref(kind), name, type(_MISSING)) for kind in missing if kind is not module]
+            for e in (*absent, entry):
+                if e not in self._attributes:  # modules have their classes in common
+                    self._attributes.append(e)
             for item in value if type(value) is tuple else (value,):
                 self._take(item)
             if type(value) in _CONSTANTS or type(value) is tuple:

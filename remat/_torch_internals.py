@@ -729,4 +729,4 @@ def shape_of_module(module: torch.nn.Module) -> Any:
         or module._compiled_call_impl is not None
     ):
         return None
-    return id(type(module)), len(attributes), *map(id, attributes["_modules"].values())
+    return id(type(module)), len(attributes), next(reversed(attributes)), *map(id, attributes["_modules"].values())

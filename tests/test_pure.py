@@ -409,6 +409,34 @@ def test_a_module_that_comes_to_work_in_place() -> None:
     assert _pure.reads(module) is None
 
 
+class Inherits(Block):
+    pass
+
+
+def shadow(module: Inherits) -> None:
+    del module.heads
+    module.attend = draws_by_hand
+
+
+def override(module: Inherits) -> None:
+    Inherits.attend = draws_by_hand
+
+
+def reload(module: Inherits) -> None:
+    Block.attend.__code__ = draws_by_hand.__code__
+
+
+@pytest.mark.parametrize("change", [shadow, override, reload])
+def test_a_method_that_was_replaced(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Inherits()
+    assert _pure.reads(module) is not None
+    monkeypatch.setattr(Inherits, "attend", Block.attend)
+    monkeypatch.delattr(Inherits, "attend")
+    monkeypatch.setattr(Block.attend, "__code__", Block.attend.__code__)
+    change(module)
+    assert _pure.reads(module) is None
+
+
 def test_a_tuple_that_was_replaced() -> None:
     module = Both()
     assert _pure.reads(module) is not None
