@@ -410,11 +410,13 @@ def test_a_module_that_comes_to_work_in_place() -> None:
 
 
 class Inherits(Block):
-    pass
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = 0
 
 
 def shadow(module: Inherits) -> None:
-    del module.heads
+    del module.spare
     module.attend = draws_by_hand
 
 
