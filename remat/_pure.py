@@ -158,8 +158,8 @@ class Reads:
     **Attributes:**
 
     - `is_known`: whether the code shows what it does. The others count only then.
-    - `modules`: the modules that it uses.
-    - `attributes`: what it looks up, in them or elsewhere.
+    - `tensors`: where modules hold the tensors that it may read: a weak reference, whether it is a parameter (else a
+        buffer), and the name.
     - `draws`: whether it may draw from the global generators.
     - `names`: names that may come to mean something else: globals of the function itself (owner: a number, of a root),
         numbers in globals of others, and numbers in modules (owner: a weak reference).
@@ -168,23 +168,25 @@ class Reads:
     def __init__(self, roots: list[Any]) -> None:
         self.is_known = False
         self.draws = False
-        self.modules: list[weakref.ref[nn.Module]] = []
+        self.tensors: list[tuple[weakref.ref[nn.Module], bool, str]] = []
         self.names: list[tuple[Any, str]] = []
-        self.attributes: frozenset[str] = frozenset()
         self._shapes: list[tuple[weakref.ref[nn.Module], Any]] = []
         self._globals: list[tuple[Any, str, _Meaning]] = []  # of a root, by its number, or of another function
         self._attributes: list[tuple[weakref.ref[Any], str, _Meaning]] = []
-        self._operations: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._operations: list[tuple[Mapping[str, Any], str]] = []
+        self._meant: list[Any] = []  # by these
         self._codes: list[tuple[weakref.ref[types.FunctionType], types.CodeType, Any]] = []  # of others
         self._names: set[str] = set()
         self._functions: dict[int, types.FunctionType] = {}
         self._modules: dict[int, nn.Module] = {}
         self._roots = {id(root): i for i, root in enumerate(roots)}
+        self._keeps_identities = [root.__code__ for root in roots if type(root) is types.FunctionType]
         with contextlib.suppress(_Unknown):
             self._search(roots)
-        self.modules = [*map(weakref.ref, self._modules.values())]
+        for module in self._modules.values():
+            for is_parameter, names in ((True, module._parameters), (False, module._buffers)):
+                self.tensors += [(weakref.ref(module), is_parameter, name) for name in names if name in self._names]
         self.draws = bool(self._names & _DRAWS)
-        self.attributes = frozenset(self._names)
         del self._functions, self._modules, self._roots, self._names
 
     def holds(self, roots: list[Any]) -> bool:
@@ -193,17 +195,14 @@ class Reads:
             function = roots[at] if type(at) is int else at()
             if function is None or not _still(meaning, function.__globals__.get(name, _MISSING)):
                 return False
-        for module_ref, shape in self._shapes:
-            module = module_ref()
-            if module is None or internals.shape_of_module(module) != shape:
-                return False
+        if not internals.have_shapes(self._shapes):
+            return False
         for function_ref, code, defaults in self._codes:  # a notebook that reloads puts others there
             function = function_ref()
             if function is None or function.__code__ is not code or function.__defaults__ is not defaults:
                 return False
-        for space, name, operation in self._operations:
-            if space.get(name) is not operation:
-                return False
+        if [space.get(name) for space, name in self._operations] != self._meant:
+            return False
         for ref, name, meaning in self._attributes:
             owner = ref()
             if owner is None or not _still(meaning, owner.__dict__.get(name, _MISSING)):
@@ -213,7 +212,7 @@ class Reads:
     def same_as(self, other: Reads) -> bool:
         """Whether the same was found out, from the same: a module may have got an attribute that is not read."""
         pairs: list[tuple[list[Any], list[Any]]] = [
-            (self.modules, other.modules),
+            (self.tensors, other.tensors),
             (self.names, other.names),
             (self._globals, other._globals),
             (self._attributes, other._attributes),
@@ -232,7 +231,9 @@ class Reads:
         for name in self._names & _OPS:
             now = [space.get(name) for space in _SPACES]
             found = zip(_SPACES, now, strict=True)
-            self._operations += [(s, name, op) for s, op in found if op is not None or s is _OF_TENSORS]
+            checked = [(s, op) for s, op in found if op is not None or s is _OF_TENSORS]
+            self._operations += [(s, name) for s, _ in checked]
+            self._meant += [op for _, op in checked]
             if any(map(operator.is_not, now, _ORIGINALS[name])):  # somebody has put something else there
                 raise _Unknown
         unknown = self._names - _KNOWN
@@ -261,13 +262,15 @@ class Reads:
             raise _Unknown
         if function.__closure__ and id(function) not in self._roots:
             raise _Unknown
-        if id(function) not in self._roots and not str(function.__module__).startswith("torch."):
+        is_of_torch = str(function.__module__).startswith("torch.")
+        if id(function) not in self._roots and not is_of_torch:
             self._codes.append((weakref.ref(function), function.__code__, function.__defaults__))
         self._names |= names.attributes
         for name in names.globals:
             value = function.__globals__.get(name, _MISSING)
             at = self._roots[id(function)] if id(function) in self._roots else weakref.ref(function)
-            self._globals.append((at, name, _meaning(value)))
+            if not is_of_torch:
+                self._globals.append((at, name, _meaning(value)))
             if value is not _MISSING:
                 self._take(value)
                 if id(value) not in _operations() and (type(at) is int or type(value) in _CONSTANTS):
@@ -402,41 +405,33 @@ Value = tuple[dict[str, Any], str, Any]
 """A namespace, a name, and what it means there."""
 
 
-def values(fun: Any, reads: Reads) -> list[Value]:
-    """What the names mean now that may come to mean something else."""
+def held(fun: Any, reads: Reads) -> tuple[list[Value], list[Value]]:
+    """What the names mean now that may come to mean something else, and where the tensors are that modules hold."""
     roots: list[Any] = []
     if reads.names:
         _key(fun, roots)
-    found: list[Value] = []
+    names: list[Value] = []
     for at, name in reads.names:
         owner = roots[at] if type(at) is int else at()
-        names = owner.__globals__ if isinstance(owner, types.FunctionType) else vars(owner)
-        found.append((names, name, names[name]))
-    return found + [place for place in _places(reads) if place[2] is None]  # a bias that there is none of
-
-
-def places(reads: Reads) -> list[Value]:
-    """Where the tensors are that it may read in the modules."""
-    return [place for place in _places(reads) if place[2] is not None]
-
-
-def _places(reads: Reads) -> Iterator[Value]:
-    for ref in reads.modules:
+        namespace = owner.__globals__ if isinstance(owner, types.FunctionType) else vars(owner)
+        names.append((namespace, name, namespace[name]))
+    tensors: list[Value] = []
+    for ref, is_parameter, name in reads.tensors:
         module: Any = ref()
-        for names in (module._parameters, module._buffers):
-            for name, tensor in names.items():
-                if name in reads.attributes:
-                    yield names, name, tensor
+        namespace = module._parameters if is_parameter else module._buffers
+        tensor = namespace.get(name)
+        (names if tensor is None else tensors).append((namespace, name, tensor))  # a bias that there is none of
+    return names, tensors
 
 
 def _key(fun: Any, roots: list[Any]) -> Any:
     """What the answer for a function depends on, apart from names: its code, and what its cells hold."""
     kind = type(fun)
-    if any(fun is root for root in roots):
+    if roots and any(fun is root for root in roots):
         return kind
     if kind is types.FunctionType:
         roots.append(fun)
-        key = id(fun.__globals__), fun.__code__, *map(type, _defaults(fun))
+        key = id(fun.__globals__), id(fun.__code__), *map(type, _defaults(fun))
         if not fun.__closure__:
             return key
         try:

@@ -729,4 +729,15 @@ def shape_of_module(module: torch.nn.Module) -> Any:
         or module._compiled_call_impl is not None
     ):
         return None
-    return id(type(module)), len(attributes), next(reversed(attributes)), *map(id, attributes["_modules"].values())
+    children = [*map(id, attributes["_modules"].values())] if attributes["_modules"] else None
+    sizes = len(attributes), len(attributes["_parameters"]), len(attributes["_buffers"])
+    return id(type(module)), next(reversed(attributes)), sizes, children
+
+
+def have_shapes(shapes: Iterable[tuple[Any, Any]]) -> bool:
+    """Whether all modules, by weak reference, live and have these shapes."""
+    for ref, shape in shapes:
+        module = ref()
+        if module is None or shape_of_module(module) != shape:
+            return False
+    return True

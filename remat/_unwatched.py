@@ -63,7 +63,7 @@ class UnwatchedCall:
         else:
             self._leaves = list(args)
         self._contents = cell_contents([fun]) if getattr(fun, "__closure__", None) else {}
-        self._places = _pure.places(reads) if reads.modules else []
+        self._values, self._places = _pure.held(fun, reads)
         found = [x for x in self._leaves if isinstance(x, Tensor)]
         found += [content for _, content in self._contents.values() if isinstance(content, Tensor)]
         found += [tensor for *_, tensor in self._places]
@@ -119,7 +119,6 @@ class UnwatchedCall:
         """Hold tensors and functions as they are now, by position."""
         position = self._position
         self._originals = [weakref.ref(t) for t in operands]
-        self._values = _pure.values(self._fun, self._reads)
         self._arguments = [(i, position[id(x)]) for i, x in enumerate(self._leaves) if isinstance(x, Tensor)]
         self._held = [(names, name, position[id(tensor)]) for names, name, tensor in self._places]
         for i, _ in self._arguments:

@@ -101,10 +101,17 @@ _SIMPLE = (Tensor, torch.nn.Module, int, float, str, type, types.ModuleType, typ
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
+def _is_replaced(place: _pure.Value) -> bool:
+    names, name, value = place
+    return names.get(name) is not value
+
+
 class Held(NamedTuple):
     """A function that need not be watched, with the tensors of its modules."""
 
     reads: _pure.Reads
+    names: list[_pure.Value]
+    """What may come to mean something else."""
     places: list[_pure.Value]
     """Where each is held."""
     versions: list[int]
@@ -117,12 +124,12 @@ class Held(NamedTuple):
         reads = _pure.reads(fun)
         if reads is None or (reads.draws and has_accelerator()):  # which devices draw is seen from what is saved
             return None
-        places = _pure.places(reads) if reads.modules else []
+        names, places = _pure.held(fun, reads)
         given, held = [x for x in args if isinstance(x, Tensor)], [t for *_, t in places]
         for tensor in (*given, *held):
             if type(tensor) not in _PLAIN or tensor.numel() > SMALL or tensor.is_inference():
                 return None
-        return Held(reads, places, [t._version for t in held], [t._version for t in given])
+        return Held(reads, names, places, [t._version for t in held], [t._version for t in given])
 
     def check(self, fun: Any) -> None:
         """Raise where the function may not be what it was."""
@@ -148,7 +155,7 @@ class Held(NamedTuple):
 
     def replaced(self) -> list[_Slot]:
         """The places that hold something else now, with what they held."""
-        return [place for place in self.places if place[0].get(place[1]) is not place[2]]
+        return [*filter(_is_replaced, self.places)]
 
 
 class Captured:
@@ -172,7 +179,7 @@ class Captured:
         self._given: list[Any] = []
         self._contents: Any = None
         if held is not None:
-            self._slots += _pure.values(fun, held.reads)
+            self._slots += held.names
             if not getattr(fun, "__closure__", None):
                 return
         functions = [x for x in leaves if isinstance(x, _FUNCTIONS)]
@@ -264,7 +271,9 @@ class Captured:
     @property
     def has_slots(self) -> bool:
         """Whether there is something to restore."""
-        return bool(self._slots or self._modules or (self._held is not None and self._held.replaced()))
+        if self._held is not None:  # it assigns nothing
+            return any(map(_is_replaced, self._slots)) or any(map(_is_replaced, self._held.places))
+        return bool(self._slots or self._modules)
 
     def check_unchanged(self, given: Sequence[Tensor]) -> None:
         """See that a function that was not watched has changed nothing. `given`: the tensors that it was given."""
