@@ -88,14 +88,14 @@ class Call:
         if self._draws is not None:
             self._draws.undo()
 
-    def given(self, operand: Callable[[int], Tensor]) -> list[Tensor]:
-        """What to give the rerun: operands, by their positions; and copies of what the forward changed in place."""
+    def given(self, operands: Sequence[Any]) -> list[Any]:
+        """What to give the rerun: operands, and copies of what the forward changed in place."""
         copies: dict[int, Tensor] = {}  # a tensor that was given twice is one tensor
         written = self.record.written
         found = []
         for position, key in enumerate(self._identities):
             if key not in written:
-                found.append(operand(position))
+                found.append(operands[position])
                 continue
             if key not in copies:
                 copies[key] = copy_of(written[key][1])

@@ -101,6 +101,10 @@ _SIMPLE = (Tensor, torch.nn.Module, int, float, str, type, types.ModuleType, typ
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
+def _has_version(tensor: Tensor, version: int) -> bool:
+    return tensor._version == version
+
+
 def _is_replaced(place: _pure.Value) -> bool:
     names, name, value = place
     return names.get(name) is not value
@@ -125,11 +129,13 @@ class Held(NamedTuple):
         if reads is None or (reads.draws and has_accelerator()):  # which devices draw is seen from what is saved
             return None
         names, places = _pure.held(fun, reads)
-        given, held = [x for x in args if isinstance(x, Tensor)], [t for *_, t in places]
-        for tensor in (*given, *held):
+        given = [x for x in args if isinstance(x, Tensor)]
+        versions = []
+        for tensor in (*given, *[t for *_, t in places]):
             if type(tensor) not in _PLAIN or tensor.numel() > SMALL or tensor.is_inference():
                 return None
-        return Held(reads, names, places, [t._version for t in held], [t._version for t in given])
+            versions.append(tensor._version)
+        return Held(reads, names, places, versions[len(given) :], versions[: len(given)])
 
     def check(self, fun: Any) -> None:
         """Raise where the function may not be what it was."""
@@ -144,8 +150,10 @@ class Held(NamedTuple):
 
     def check_unchanged(self, given: Sequence[Tensor]) -> None:
         """Raise where the forward has changed what it was given (`given`) or has read."""
-        tensors = *given[: len(self.given)], *(tensor for *_, tensor in self.places)
-        for tensor, before in zip(tensors, (*self.given, *self.versions), strict=True):
+        held = [tensor for *_, tensor in self.places]
+        if [t._version for t in held] == self.versions and all(map(_has_version, given, self.given)):
+            return
+        for tensor, before in zip((*given[: len(self.given)], *held), (*self.given, *self.versions), strict=True):
             if tensor._version != before:
                 raise RematError(
                     f"checkpoint: the function changes a tensor of shape {list(tensor.shape)}, {tensor.dtype} in place "

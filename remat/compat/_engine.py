@@ -106,7 +106,10 @@ class Region:
     def _pack(self, tensor: Tensor) -> Holder:
         """The hook for a forward that is not watched."""
         del tensor
-        return self._call.record.hold(self)
+        holders = self._call.record.holders
+        holder = Holder(self, len(holders))
+        holders.append(weakref.ref(holder))
+        return holder
 
     def unpack(self, index: int) -> Tensor:
         """The hook: the saved tensor with this number."""
@@ -148,7 +151,8 @@ class Region:
 
     def _collect(self, trusting: bool = True) -> Collector:
         call = self._call
-        tensors = call.given(lambda i: self._saved[i].unpack())
+        unpacked: list[Any] = [None if s is None else s.unpack() for s in self._saved]
+        tensors = call.given(unpacked) if call.record.written else unpacked
         early_stop = self._options.early_stop and self._is_complete
         rerun: Rerun | None = None
         if call.record.is_simple:
@@ -158,7 +162,8 @@ class Region:
         context = self.rerun_context
         if self._under_context and not self._is_complete:  # a backward inside of the forward, and of its context
             context = internals.DisableTorchDispatch()
-        internals.push_saved_tensors_hooks(collector.pack, _same)
+        is_seen = not call.is_pure or internals.function_modes_active()
+        internals.push_saved_tensors_hooks(collector.pack if is_seen else collector.collect, _same)
         try:
             call.rerun(rerun, tensors, context)
         except Exception:

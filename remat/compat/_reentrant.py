@@ -117,7 +117,7 @@ def _gradients(
     create_graph = torch.is_grad_enabled()
     stand_ins = [_stand_in(t, create_graph) for t in operands]
     for trusting in (True, False):
-        given = call.given(stand_ins.__getitem__)
+        given = call.given(stand_ins)
         rerun = Rerun(call.record, given, early_stop=False, trusting=trusting)
         for original, stand_in in zip(originals[count:], stand_ins[count:], strict=True):
             if original is not None:

@@ -172,12 +172,6 @@ class Record:
         self.written: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         """By identity, the tensors from outside that were changed in place, and what they were before."""
 
-    def hold(self, owner: Any) -> Holder:
-        """What the graph keeps in the place of the next tensor that it would save."""
-        holder = Holder(owner, len(self.holders))
-        self.holders.append(weakref.ref(holder))
-        return holder
-
 
 def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
     for arg in args:
@@ -236,7 +230,9 @@ class Forward(TorchFunctionMode):
         record = self.record
         record.metas.append((tensor.shape, tensor.dtype, tensor.device))
         record.tail.clear()
-        return record.hold(self._owner)
+        holder = Holder(self._owner, len(record.holders))
+        record.holders.append(weakref.ref(holder))
+        return holder
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -405,10 +401,11 @@ class Collector:
         """The hook: collects `tensor`."""
         if internals.function_modes_active():
             with internals.DisableTorchFunction():
-                return self._pack(tensor)
-        return self._pack(tensor)
+                return self.collect(tensor)
+        return self.collect(tensor)
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def collect(self, tensor: Tensor) -> Any:
+        """The hook where no mode may see what it does."""
         if tensor.requires_grad:
             tensor = tensor.detach()
         if self._done:
