@@ -107,23 +107,17 @@ def _name(fun: Any) -> str:
 
 def _with_derivative(out: Any, call: Call, leaves: list[Any], run: Run) -> Any:
     """The result of a run, with the remat'd derivative in the place of the graph it came with."""
-    results, spec = _tree.flatten(out)
-    where: dict[int, list[int]] = {}
-    for i, r in enumerate(results):
-        if isinstance(r, Tensor) and run.computed(r):
-            where.setdefault(id(r), []).append(i)
-    if not where:
+    results = _tree.Picked(out, run.computed)
+    values = results.tensors
+    if not values:
         return out
     with internals.DisableTorchFunction():
-        differentiated = internals.forward_ad_active() or any(
-            internals.requires_grad_at_any_level(results[places[0]]) for places in where.values()
-        )
+        differentiated = internals.forward_ad_active() or any(map(internals.requires_grad_at_any_level, values))
     if not differentiated or (internals.tracing() and not internals.differentiating()):
         return out  # what `make_fx` and `torch.export` write down can be differentiated later
-    call.returned = [places[0] for places in where.values()]
-    values = [results[i] for i in call.returned]
+    call.returned = results.positions
     with internals.DisableTorchFunction():
-        operands = call.operands(leaves, run, values, [r for r in results if isinstance(r, Tensor)])
+        operands = call.operands(leaves, run, values, [r for r in results.leaves if isinstance(r, Tensor)])
     outer = active_runs()
     for other in reversed(outer):
         operands = [other.resolve(t, read=i not in call.handed_on) for i, t in enumerate(operands)]
@@ -132,12 +126,10 @@ def _with_derivative(out: Any, call: Call, leaves: list[Any], run: Run) -> Any:
         attached = attach(Derived(call, call), values, [internals.unwrap_dead(t) for t in operands])
     if attached is values:
         return out
-    for value, raw, places in zip(attached, values, where.values(), strict=True):
+    for value, raw in zip(attached, values, strict=True):
         for other in outer:
             other.adopt(value, same_as=raw)
-        for i in places:
-            results[i] = value
-    return _tree.unflatten(spec, results)
+    return results.replaced(attached)
 
 
 @overload

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import optree
@@ -47,6 +48,34 @@ def _adopted(kind: type) -> bool:
 def unflatten(spec: PyTreeSpec, leaves: list[Any]) -> Any:
     """The inverse of `flatten`."""
     return optree.tree_unflatten(spec, leaves)
+
+
+class Picked:
+    """The distinct tensors among the leaves of a tree that pass a test, to put others in their places.
+
+    **Attributes:**
+
+    - `leaves`: all of them.
+    - `positions`: where each of the tensors comes first.
+    - `tensors`: these.
+    """
+
+    def __init__(self, tree: Any, test: Callable[[torch.Tensor], bool]) -> None:
+        self.leaves, self._spec = flatten(tree)
+        places: dict[int, list[int]] = {}
+        for i, leaf in enumerate(self.leaves):
+            if isinstance(leaf, torch.Tensor) and test(leaf):
+                places.setdefault(id(leaf), []).append(i)
+        self._places = list(places.values())
+        self.positions = [found[0] for found in self._places]
+        self.tensors: list[torch.Tensor] = [self.leaves[i] for i in self.positions]
+
+    def replaced(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """The tree with `tensors` in their places."""
+        for tensor, places in zip(tensors, self._places, strict=True):
+            for i in places:
+                self.leaves[i] = tensor
+        return unflatten(self._spec, self.leaves)
 
 
 class Static:

@@ -90,22 +90,13 @@ class UnwatchedCall:
         if [t._version for t in operands] != versions:
             t = next(t for t, before in zip(operands, versions, strict=True) if t._version != before)
             raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
-        results, spec = _tree.flatten(out)
-        where: dict[int, list[int]] = {}
-        for i, r in enumerate(results):
-            if isinstance(r, Tensor) and self._computed(r, operands):
-                where.setdefault(id(r), []).append(i)
-        if not where:
+        results = _tree.Picked(out, lambda r: self._computed(r, operands))
+        values = results.tensors
+        if not values:
             return out
-        self.returned = [places[0] for places in where.values()]
-        values = [results[i] for i in self.returned]
+        self.returned = results.positions
         attached = attach(Derived(self, self), values, [internals.unwrap_dead(t) for t in operands])
-        if attached is values:
-            return out
-        for value, places in zip(attached, where.values(), strict=True):
-            for i in places:
-                results[i] = value
-        return _tree.unflatten(spec, results)
+        return out if attached is values else results.replaced(attached)
 
     def _computed(self, result: Tensor, operands: list[Tensor]) -> bool:
         """Whether a result is differentiated, and neither an operand nor a view of one."""
