@@ -26,7 +26,7 @@ from remat import _tree
 from remat._errors import RematError
 from remat._frozen import parts
 from remat._names import current_name
-from remat._remat import Watch, plainly, watchers
+from remat._remat import plainly, watchers, watching
 from remat._replay import Call
 from remat._run import Run, active_runs, call_site
 from remat._values import is_view
@@ -295,10 +295,6 @@ def _forward(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any,
         return fun(*args, **kwargs), args, kwargs
 
 
-_watching: ContextVar[Callable[[str], None] | None] = ContextVar("remat_watching", default=None)
-"""Where to tell of mistakes while residuals are looked at."""
-
-
 @contextlib.contextmanager
 def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
     token = variable.set(value)
@@ -341,7 +337,7 @@ def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> li
         ['from the argument w', 'from the argument x']
     """
     here = call_site()
-    with _set(_watching, _watching.get() or _ignore):
+    with _set(watching, watching.get() or _Watched(_ignore)):
         origins = _Origins()
         with origins:
             out, args, kwargs = _forward(fun, args, kwargs)
@@ -462,7 +458,7 @@ def print_saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any)
         ...
     """
     mistakes: list[str] = []
-    with _set(_watching, mistakes.append):
+    with _set(watching, _Watched(mistakes.append)):
         residuals = saved_residuals(fun, *args, **kwargs)
         flops = _flops_of_gradient(fun, args, kwargs)
     with _set(plainly, True):
@@ -485,19 +481,6 @@ _warned: set[str] = set()
 _with_others_inside: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
-def _watch() -> Watch | None:
-    warn = _watching.get()
-    if warn is not None:
-        return _Watched(warn)
-    if "REMAT_LOG" in os.environ and "residuals" in os.environ["REMAT_LOG"].split(","):
-        _make_visible()
-        return _Watched(_warn_once, _log.info)
-    return None
-
-
-watchers.append(_watch)
-
-
 def _make_visible() -> None:
     """Who asks for the log wants to see it."""
     if _log.level == logging.NOTSET:
@@ -509,7 +492,13 @@ def _make_visible() -> None:
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
+        _make_visible()
         _log.warning(message)
+
+
+def _inform(message: str) -> None:
+    _make_visible()
+    _log.info(message)
 
 
 _SMALL = 4  # what comes after a call is small beside what the call drops: a quarter of it
@@ -729,3 +718,10 @@ def list_ops(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> OpCosts:
         with torch.enable_grad(), torch.random.fork_rng(_cuda_devices()), _Costs() as costs:
             fun(*args, **kwargs)
     return OpCosts(tuple(sorted(costs.costs.values(), key=lambda o: -o.seconds)))
+
+
+logging_watch = _Watched(_warn_once, _inform)
+"""What logs residuals and mistakes."""
+
+if "residuals" in os.environ.get("REMAT_LOG", "").split(","):  # once: at each call it would cost as much as a small op
+    watchers.append(logging_watch)

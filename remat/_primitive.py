@@ -29,7 +29,7 @@ from remat import _torch_internals as internals
 from remat._errors import CheckpointError, RematError
 from remat._leaks import graph_alone, rerun_without_leaks
 from remat._run import paused_runs
-from remat._typing import RepeatableCall
+from remat._typing import OwnGraph, RepeatableCall
 
 Values = list[Tensor]
 Fn = Callable[..., list[Any]]
@@ -212,6 +212,17 @@ class _Link:
         # The wrappers that a level saves have version counters of their own.
         self.versions = [internals.innermost(t)._version for t in operands] if internals.transforms_active() else []
 
+    def unshared(self, values: Values) -> tuple[Tensor, ...]:
+        """What a node returns for its values.
+
+        A view that a custom node returns can't be changed in place: torch raises. Where values share memory with each
+        other or with an operand, a change of one would have to reach the derivatives of the others.
+        """
+        if not self.shared:
+            return tuple(values)
+        with torch.enable_grad():  # for the levels below: their nodes are attached already
+            return tuple(v.view_as(v) if i in self.shared else v for i, v in enumerate(values))
+
     def check_versions(self, saved: Sequence[Tensor]) -> None:
         """See that nobody has written to the operands since."""
         for tensor, version in zip(saved, self.versions, strict=True):
@@ -231,12 +242,7 @@ class _Node(internals.SingleLevelFunction):  # type: ignore[misc]
         ctx.link = link
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)
-        # A view that a custom node returns can't be changed in place: torch raises. Where values share memory with
-        # each other or with an operand, a change of one would have to reach the derivatives of the others.
-        if not link.shared:
-            return tuple(values)
-        with torch.enable_grad():  # for the levels below: their nodes are attached already
-            return tuple(v.view_as(v) if i in link.shared else v for i, v in enumerate(values))
+        return link.unshared(values)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
@@ -245,27 +251,61 @@ class _Node(internals.SingleLevelFunction):  # type: ignore[misc]
         if link.versions:
             with internals.DisableTorchFunction():
                 link.check_versions(operands)
-        wrt = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-        given = [i for i, c in enumerate(cotangents) if c is not None]
-        grads: list[Any] = [None] * len(operands)
-        if given and wrt:
-            call = link.fn.call
-            call.last_rerun = not internals.graph_is_retained() and not any(
-                internals.requires_grad_below(t) for t in (*operands, *cotangents) if t is not None
-            )
-            try:
-                with paused_runs():
-                    results = _differentiate(
-                        link, operands, wrt, [link.outs[i] for i in given], [cotangents[i] for i in given], ()
-                    )
-            finally:
-                call.clean()
-            call.finish()
-            if not internals.graph_is_retained():
-                ctx.link = None  # what the function closes over goes with the saved operands
-            for i, grad in zip(wrt, results, strict=True):
-                grads[i] = grad
+        grads = _gradients(link, operands, ctx.needs_input_grad[2:], cotangents)
+        if not internals.graph_is_retained():
+            ctx.link = None  # what the function closes over goes with the saved operands
         return None, None, *grads
+
+
+class _OverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
+    """Values that come with a graph which saves nothing. It is used where nothing differentiates the derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, link: _Link, graph: OwnGraph, values: Values, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.link, ctx.graph = link, graph
+        ctx.set_materialize_grads(False)
+        return link.unshared(values)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        link, graph = ctx.link, ctx.graph
+        needed = ctx.needs_input_grad[3 + len(cotangents) :]
+        if not internals.graph_is_retained():
+            ctx.link = ctx.graph = None
+        if not (
+            torch.is_grad_enabled()
+            or internals.transforms_active()
+            or internals.forward_ad_active()
+            or any(c is not None and internals.is_legacy_batched(c) for c in cotangents)
+        ):
+            return None, None, None, *cotangents, *[None] * len(needed)
+        graph.skip()
+        return None, None, None, *[None] * len(cotangents), *_gradients(link, graph.operands(), needed, cotangents)
+
+
+def _gradients(
+    link: _Link, operands: Sequence[Tensor], needed: Sequence[bool], cotangents: Sequence[Tensor | None]
+) -> list[Any]:
+    """The gradients of a node's operands."""
+    wrt = [i for i, n in enumerate(needed) if n]
+    given = [i for i, c in enumerate(cotangents) if c is not None]
+    grads: list[Any] = [None] * len(operands)
+    if given and wrt:
+        call = link.fn.call
+        call.last_rerun = not internals.graph_is_retained() and not any(
+            internals.requires_grad_below(t) for t in (*operands, *cotangents) if t is not None
+        )
+        try:
+            with paused_runs():
+                results = _differentiate(
+                    link, operands, wrt, [link.outs[i] for i in given], [cotangents[i] for i in given], ()
+                )
+        finally:
+            call.clean()
+        call.finish()
+        for i, grad in zip(wrt, results, strict=True):
+            grads[i] = grad
+    return grads
 
 
 def _differentiate(
@@ -361,6 +401,20 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
     with internals.forward_ad_disabled():  # for the node, the tangents of its operands are constants
         nodes = _Node.apply(_Link(fn, outs, kept, operands), [v.detach() for v in kept], *operands)
     return _replace(values, outs, nodes)
+
+
+def attach_over_graph(fn: Derived, values: Values, operands: Values, graph: OwnGraph) -> Values:
+    """`attach` outside of all transforms, for values with a graph that saves nothing and computes again what it needs.
+
+    torch's engine runs over that graph faster than over one that a node has to build. But where the derivative is
+    recorded, all that is computed again would be kept, so there the node takes the place of the graph.
+    """
+    outs = [i for i, v in enumerate(values) if v.requires_grad]
+    if not outs:
+        return values
+    ends = [values[i] for i in outs]
+    link = _Link(fn, outs, ends, operands)
+    return _replace(values, outs, _OverGraph.apply(link, graph, [v.detach() for v in ends], *ends, *operands))
 
 
 def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> Values:

@@ -30,8 +30,11 @@ plainly: ContextVar[bool] = ContextVar("remat_plainly", default=False)
 """Whether remat'd functions run as they are: to see what they save without remat."""
 
 Watch = Callable[[Any, Call, Run, Any, Any, Any], Callable[[Any], None]]
-watchers: list[Callable[[], Watch | None]] = []
-"""Who may want to see calls. A watch sees function, call, run, result and arguments, and then the final result."""
+"""What sees function, call, run, result and arguments of a call, and then the final result."""
+watching: ContextVar[Watch | None] = ContextVar("remat_watching", default=None)
+"""Who sees the calls of this context."""
+watchers: list[Watch] = []
+"""Who sees those of all contexts that have nobody of their own."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +71,18 @@ class Remat(Generic[P, R]):
             return _compile.call(remat, self._options.policy, self._options.preserve_rng_state, fun, args, kwargs)
         if not torch.is_grad_enabled() or plainly.get():
             return fun(*args, **kwargs)
-        watches = [watch for find in watchers if (watch := find()) is not None]
-        if self._may_be_unwatched and not watches:
+        watch = watching.get() or (watchers[-1] if watchers else None)
+        if watch is None and self._may_be_unwatched:
             unwatched_call = unwatched(fun, self._name, args, kwargs)
             if unwatched_call is not None:
-                return unwatched_call.run(args, kwargs)
+                return unwatched_call.run(fun, args, kwargs)
         leaves, spec = _tree.flatten(self._static.boxed(args, kwargs))
         call = Call(fun, self._name, leaves, spec, self._policy)
-        call.watched = bool(watches)
+        call.watched = watch is not None
         out, run = call.record(args, kwargs, leaves, self._options.preserve_rng_state)
-        see_result = [watch(fun, call, run, out, args, kwargs) for watch in watches]
+        see = None if watch is None else watch(fun, call, run, out, args, kwargs)
         out = _with_derivative(out, call, leaves, run)
-        for see in see_result:
+        if see is not None:
             see(out)
         return out
 

@@ -407,9 +407,14 @@ def autocast(settings: Iterable[tuple[str, bool, torch.dtype, bool]]) -> Iterato
         use(before)
 
 
+def saved_tensors_hooks_active() -> bool:
+    """Whether hooks make something else of what the graph saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
     """Within it, the user's `saved_tensors_hooks` see nothing: only the topmost hooks are asked."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+    if not saved_tensors_hooks_active():
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_same, _same)
 

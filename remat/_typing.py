@@ -31,3 +31,13 @@ class RepeatableCall(Protocol):
 
     def finish(self) -> None:
         """Called when the derivative is there."""
+
+
+class OwnGraph(Protocol):
+    """The native graph of a call, as the node over it knows it."""
+
+    def operands(self) -> list[Tensor]:
+        """What the function was given and found. Raises where that was changed in place."""
+
+    def skip(self) -> None:
+        """Called where the running backward pass differentiates nothing in this graph."""

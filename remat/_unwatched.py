@@ -21,13 +21,16 @@ from remat import _torch_internals as internals
 from remat._context import Ambient
 from remat._errors import CheckpointError, RematError
 from remat._frozen import Freezer, Table, Thawer, cell_contents
-from remat._primitive import Derived, attach
-from remat._run import CHANGES
+from remat._native import WRONG_COUNT, Graph, Holder, Saved, at_the_base, check_version, same, unpack
+from remat._primitive import Derived, attach, attach_over_graph
+from remat._run import CHANGES, PURITY, paused_runs
 
 _SMALL = 2**12  # elements
+_WORTH_A_STOP = 1000  # elements: to end a rerun early takes as long as a small op on them
 _TENSORS = {Tensor, torch.nn.Parameter}
 _LEAVES = _TENSORS | {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size}
 _MISSING: Any = object()
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _REPLACED = (
     "remat: a module or a function that {} uses was replaced between its forward run and the backward, where it runs "
     "again. Pass what varies as an argument."
@@ -45,7 +48,12 @@ def _is_plain(tree: Any) -> bool:
 
 
 class UnwatchedCall:
-    """One call of a function, ready to be repeated: `call(*operands)` gives its results. It holds no operand."""
+    """One call of a function, ready to be repeated: `call(*operands)` gives its results.
+
+    **Attributes:**
+
+    - `operands`: until the function runs, the tensors that it is given and finds, each once.
+    """
 
     random = None
     tape = None
@@ -55,6 +63,7 @@ class UnwatchedCall:
     def __init__(self, fun: Any, name: str, reads: _pure.Reads, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.name = name
         self.returned: list[int] = []
+        self.operands: list[Tensor] = []
         self._fun = fun
         self._reads = reads
         self._spec: _tree.PyTreeSpec | None = None
@@ -62,88 +71,107 @@ class UnwatchedCall:
             self._leaves, self._spec = _tree.flatten((args, kwargs))
         else:
             self._leaves = list(args)
-        self._contents = cell_contents([fun]) if getattr(fun, "__closure__", None) else {}
-        self._values, self._places = _pure.held(fun, reads)
-        found = [x for x in self._leaves if isinstance(x, Tensor)]
-        found += [content for _, content in self._contents.values() if isinstance(content, Tensor)]
-        found += [tensor for *_, tensor in self._places]
-        self.operands = list({id(t): t for t in found}.values())
+        position: dict[int, int] = {}
+        self._arguments = [(i, self._take(x, position)) for i, x in enumerate(self._leaves) if isinstance(x, Tensor)]
+        for i, _ in self._arguments:
+            self._leaves[i] = None
+        self._table: Table | None = None
+        if getattr(fun, "__closure__", None):
+            contents = cell_contents([fun])
+            for _, content in contents.values():
+                if isinstance(content, Tensor):
+                    self._take(content, position)
+            freezer = Freezer(contents, position)
+            self._fun, self._table = freezer(fun), freezer.table
+        self._values, places = _pure.held(fun, reads)
+        self._places = [(names, name, self._take(t, position), weakref.ref(t)) for names, name, t in places]
+
+    def _take(self, tensor: Tensor, position: dict[int, int]) -> int:
+        """Make a tensor an operand, and say which."""
+        at = position.setdefault(id(tensor), len(self.operands))
+        if at == len(self.operands):
+            self.operands.append(tensor)
+        return at
 
     @property
     def is_small(self) -> bool:
         """Whether a watched run would spare nothing."""
         return all(type(t) in _TENSORS and t.numel() <= _SMALL and not t.is_inference() for t in self.operands)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The user's own call, and its result with the remat'd derivative."""
-        operands, self.operands = self.operands, []
-        fun = self._fun
-        may_be_differentiated = internals.transforms_active() or internals.forward_ad_active()
-        if not may_be_differentiated and not any(t.requires_grad for t in operands):
+    def record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], early_stop: bool) -> Any:
+        """The user's own call, and its result with a graph that saves nothing.
+
+        **Arguments:**
+
+        - `early_stop`: whether the rerun may end as soon as all is there that the graph would have saved.
+        """
+        if not any(t.requires_grad for t in self.operands):
             return fun(*args, **kwargs)
-        self._ambient = Ambient.current()
-        self._position = {id(t): i for i, t in enumerate(operands)}
-        self._freeze(operands)
-        versions = [t._version for t in operands]
-        with internals.without_saved_tensors_hooks():
-            out = fun(*args, **kwargs)
-        if [t._version for t in operands] != versions:
-            t = next(t for t, before in zip(operands, versions, strict=True) if t._version != before)
-            raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
-        results = _tree.Picked(out, lambda r: self._computed(r, operands))
+        return _SparseGraph(self, early_stop).record(fun, args, kwargs)
+
+    def run(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The user's own call, and its result with the remat'd derivative."""
+        operands, graph = self.operands, None
+        if internals.transforms_active() or internals.forward_ad_active():
+            with internals.without_saved_tensors_hooks():
+                out = self.forward(fun, args, kwargs)
+        elif any(t.requires_grad for t in operands):
+            graph = _SparseGraph(self)
+            out = graph.record(fun, args, kwargs)
+        else:
+            return fun(*args, **kwargs)
+        results = _tree.Picked(out, lambda r: _is_computed(r, operands))
         values = results.tensors
         if not values:
             return out
         self.returned = results.positions
-        attached = attach(Derived(self, self), values, [internals.unwrap_dead(t) for t in operands])
+        derived = Derived(self, self)
+        if graph is None:
+            attached = attach(derived, values, [internals.unwrap_dead(t) for t in operands])
+        else:
+            graph.may_skip = len(values) == len(results.leaves)
+            attached = attach_over_graph(derived, values, operands, graph)
         return out if attached is values else results.replaced(attached)
 
-    def _computed(self, result: Tensor, operands: list[Tensor]) -> bool:
-        """Whether a result is differentiated, and neither an operand nor a view of one."""
-        if id(result) in self._position or not (result.is_floating_point() or result.is_complex()):
-            return False
-        if not (internals.requires_grad_at_any_level(result) or internals.forward_ad_active()):
-            return False
-        return not (result._is_view() and any(result._base is t or result._base is t._base for t in operands))
+    def forward(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The user's own call: `fun` is the function before it was taken apart."""
+        operands, self.operands = self.operands, []
+        self._ambient = Ambient.current()
+        versions = [t._version for t in operands]
+        out = fun(*args, **kwargs)
+        if [t._version for t in operands] != versions:
+            t = next(t for t, before in zip(operands, versions, strict=True) if t._version != before)
+            raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
+        return out
 
-    def _freeze(self, operands: list[Tensor]) -> None:
-        """Hold tensors and functions as they are now, by position."""
-        position = self._position
-        self._originals = [weakref.ref(t) for t in operands]
-        self._arguments = [(i, position[id(x)]) for i, x in enumerate(self._leaves) if isinstance(x, Tensor)]
-        self._held = [(names, name, position[id(tensor)]) for names, name, tensor in self._places]
-        for i, _ in self._arguments:
-            self._leaves[i] = None
-        self._table = Table()
-        if self._contents:
-            freezer = Freezer(self._contents, position)
-            self._fun = freezer(self._fun)
-            self._table = freezer.table
-        self._contents, self._places = {}, []
-
-    def __call__(self, *operands: Tensor) -> list[Tensor]:
+    def again(self, operands: Sequence[Tensor]) -> Any:
+        """The call again, with operands in the place of the tensors that it was given and found."""
         leaves = list(self._leaves)
         for i, at in self._arguments:
             leaves[i] = operands[at]
         args, kwargs = (leaves, {}) if self._spec is None else _tree.unflatten(self._spec, leaves)
-        thaw = Thawer(self._table, operands)
-        fun = thaw(self._fun)
+        thaw = None if self._table is None else Thawer(self._table, operands)
+        fun = self._fun if thaw is None else thaw(self._fun)
         swaps: dict[int, Tensor] = {}
         slots = [value for value in self._values if value[0].get(value[1]) is not value[2]]
-        for names, name, at in self._held:
-            original = self._originals[at]()
-            if original is not None and names.get(name) is original:
-                swaps[id(original)] = operands[at]
-            else:
-                slots.append((names, name, operands[at]))
+        for names, name, at, ref in self._places:
+            operand, original = operands[at], ref()
+            if original is None or names.get(name) is not original:
+                slots.append((names, name, operand))
+            elif operand is not original:
+                swaps[id(original)] = operand
         try:
-            with self._ambient.restored(), _filled(slots) if slots else contextlib.nullcontext():
+            with self._ambient.restored(), _filled(slots) if slots else _NOTHING:
                 if not _pure.still(fun, self._reads):
                     raise CheckpointError(_REPLACED.format(self.name))
-                with _Swap(swaps) if swaps else contextlib.nullcontext():
-                    out, _ = _tree.flatten(fun(*args, **kwargs))
+                with _Swap(swaps) if swaps else _NOTHING:
+                    return fun(*args, **kwargs)
         finally:
-            thaw.empty()
+            if thaw is not None:
+                thaw.empty()
+
+    def __call__(self, *operands: Tensor) -> list[Tensor]:
+        out, _ = _tree.flatten(self.again(operands))
         return [out[i] for i in self.returned]
 
     def settle(self) -> None:
@@ -154,6 +182,106 @@ class UnwatchedCall:
 
     def finish(self) -> None:
         """Called when the derivative is there."""
+
+
+def _is_computed(result: Tensor, operands: list[Tensor]) -> bool:
+    """Whether a result is differentiated, and neither an operand nor a view of one."""
+    if not (result.is_floating_point() or result.is_complex()) or any(result is t for t in operands):
+        return False
+    if not (internals.requires_grad_at_any_level(result) or internals.forward_ad_active()):
+        return False
+    return not (result._is_view() and any(result._base is t or result._base is t._base for t in operands))
+
+
+class _SparseGraph(Graph):
+    """The native graph of a call. Of what it would save it holds the operands alone."""
+
+    def __init__(self, call: UnwatchedCall, early_stop: bool = True) -> None:
+        self._call = call
+        self._operands = operands = call.operands
+        self._required = [t.requires_grad for t in operands]
+        self._versions = [t._version for t in operands]
+        self._saved: list[Any] | None = None
+        if internals.saved_tensors_hooks_active():
+            self._saved, self._operands = [*map(internals.save, operands)], []
+        self._stops = early_stop and any(t.numel() > _WORTH_A_STOP for t in operands)
+        self._holders: list[weakref.ref[Holder]] = []
+        self._shapes: list[torch.Size] = []
+        self._skipped: int | None = None
+        self.may_skip = False
+        """Whether no other result has a part in the graph."""
+
+    def operands(self) -> list[Tensor]:
+        """The operands, unless they were changed in place."""
+        if self._saved is not None:
+            return [saved.unpack() for saved in self._saved]
+        if [t._version for t in self._operands] != self._versions:
+            for tensor, before in zip(self._operands, self._versions, strict=True):
+                check_version(tensor, before)
+        return self._operands
+
+    def record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The user's own call."""
+        internals.push_saved_tensors_hooks(self._pack, unpack)
+        try:
+            return self._call.forward(fun, args, kwargs)
+        finally:
+            internals.pop_saved_tensors_hooks()
+
+    def _pack(self, tensor: Tensor) -> Holder:
+        holder = Holder(self, len(self._holders))
+        self._holders.append(weakref.ref(holder))
+        self._shapes.append(tensor.shape)
+        return holder
+
+    def skip(self) -> None:
+        """Called where the running backward pass differentiates nothing in this graph."""
+        if self.may_skip:
+            self._skipped = internals.graph_task()
+
+    def unpack(self, index: int) -> Tensor:
+        """The saved tensor with this number; only its shape, where a node unpacks what it has no use for."""
+        if self._skipped is not None and self._skipped == internals.graph_task():
+            return _ZERO.expand(self._shapes[index])
+        return super().unpack(index)
+
+    def rerun(self) -> Saved:
+        """Run the function again: what its graph would save."""
+        operands, expected = self.operands(), len(self._holders)
+        if [t.requires_grad for t in operands] != self._required:
+            operands = [
+                t if t.requires_grad is before else t.detach().requires_grad_(before)
+                for t, before in zip(operands, self._required, strict=True)
+            ]
+        saved: list[tuple[Tensor, int]] = []
+
+        def collect(tensor: Tensor) -> Tensor:
+            with internals.DisableTorchFunction():
+                tensor = tensor.detach()
+                saved.append((tensor, tensor._version))
+            if self._stops and len(saved) == expected:
+                raise _Stop
+            return tensor
+
+        grad_mode = torch.is_grad_enabled()
+        with at_the_base(), paused_runs(), contextlib.suppress(_Stop):
+            internals.set_grad_enabled(True)
+            internals.push_saved_tensors_hooks(collect, same)
+            try:
+                self._call.again(operands)
+            finally:
+                internals.pop_saved_tensors_hooks()
+                internals.set_grad_enabled(grad_mode)
+        if len(saved) != expected:
+            raise self.error(f"{WRONG_COUNT.format(expected, len(saved))}\n{PURITY}")
+        return [s if holder() is not None else None for s, holder in zip(saved, self._holders, strict=True)]
+
+
+class _Stop(BaseException):
+    """All that the graph needs is there."""
+
+
+_ZERO = torch.zeros(())
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 
 import remat._inspect as _inspect
+import remat._remat as _remat
 from remat import (
     RematError,
     Residual,
@@ -370,7 +371,7 @@ def test_what_is_listed_is_what_a_policy_sees() -> None:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setenv("REMAT_LOG", "residuals")
+    monkeypatch.setattr(_remat, "watchers", [_inspect.logging_watch])
     monkeypatch.setattr(_inspect, "_warned", set())
     caplog.set_level(logging.INFO, logger="remat")
     return caplog
@@ -417,11 +418,9 @@ def test_each_call_is_logged(log: pytest.LogCaptureFixture, transform: str) -> N
     assert warnings_of(log) == []
 
 
-def test_without_the_variable_nothing_is_logged(log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_variable_nothing_is_logged() -> None:
     for value in ("", "other"):
-        monkeypatch.setenv("REMAT_LOG", value)
-        remat(block, policy=policies.save_ops("bmm"))(numbers(2, 3).requires_grad_()).sum().backward()
-    assert log.records == []
+        assert log_of_a_fresh_shell(value) == ""
 
 
 @pytest.mark.parametrize("transform", ["backward", "grad", "vmap(grad)"])
@@ -484,12 +483,17 @@ def test_the_log_holds_nothing(log: pytest.LogCaptureFixture) -> None:
         assert meter.current == 0
 
 
-def test_a_fresh_shell_shows_the_log() -> None:
+def log_of_a_fresh_shell(variable: str) -> str:
     code = "import torch, remat\nremat.remat(lambda x: x.sin())(torch.ones(2, requires_grad=True)).sum().backward()"
-    environment = {**os.environ, "REMAT_LOG": "residuals"}
+    environment = {**os.environ, "REMAT_LOG": variable}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert "remat: <lambda> (<string>:2) keeps 0 B" in done.stderr
-    assert "from the argument x" in done.stderr
+    return done.stderr
+
+
+def test_a_fresh_shell_shows_the_log() -> None:
+    log = log_of_a_fresh_shell("other,residuals")
+    assert "remat: <lambda> (<string>:2) keeps 0 B" in log
+    assert "from the argument x" in log
 
 
 def test_a_residual_is_a_value() -> None:

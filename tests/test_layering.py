@@ -19,7 +19,7 @@ LAYERS = [
     {"_tree"},
     {"_names"},
     {"policies", "random", "debug", "_values", "_offload"},
-    {"_frozen", "_context", "_tape", "_static", "_tail", "_compile"},
+    {"_frozen", "_context", "_tape", "_static", "_tail", "_compile", "_native"},
     {"_closure", "_spare", "_pure"},
     {"_run"},
     {"_replay"},

@@ -12,7 +12,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._context import Ambient
-from remat.compat._captured import Captured, Held
+from remat.compat._captured import Captured
 from remat.compat._draws import Draws
 from remat.compat._watch import Forward, Record, Rerun, copy_of
 
@@ -35,7 +35,6 @@ class Call:
 
     - `tensors`: until the forward is over, the tensors among the arguments and in the function's cells.
     - `record`: what the forward noted.
-    - `is_pure`: whether the runs need not be watched. See `remat._pure`.
     """
 
     def __init__(
@@ -44,19 +43,15 @@ class Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         preserve_rng_state: bool,
-        may_be_pure: bool = False,
     ) -> None:
         self.record = Record()
         self._spec: _tree.PyTreeSpec | None = None
-        is_plain = not kwargs and _PLAIN.issuperset(map(type, args))
-        if is_plain:
+        if not kwargs and _PLAIN.issuperset(map(type, args)):
             self._leaves = list(args)
         else:
             self._leaves, self._spec = _tree.flatten((args, kwargs))
         leaves = self._leaves
-        held = Held.by(fun, args) if may_be_pure and is_plain else None
-        self.is_pure = held is not None
-        self._captured = Captured(fun, leaves, held)
+        self._captured = Captured(fun, leaves)
         self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.tensors: list[Tensor] = [leaves[i] for i in self._positions] + self._captured.tensors
         for i in self._positions:
@@ -64,20 +59,15 @@ class Call:
         self._captured.freeze(leaves, self.tensors)
         self._identities = [*map(id, self.tensors)]
         self._ambient = Ambient.current()
-        may_draw = held is None or held.reads.draws
-        self._draws = Draws(self.tensors) if preserve_rng_state and may_draw else None
+        self._draws = Draws(self.tensors) if preserve_rng_state else None
 
     def watch(self, owner: Any = None, under_context: bool = False) -> Forward:
         """The mode for the forward."""
         return Forward(self.record, self.tensors, self._draws, owner, under_context)
 
-    def finish(self, forward: Forward | None) -> None:
+    def finish(self, forward: Forward) -> None:
         """The user's own call is over, and its hooks are gone."""
-        if forward is None:
-            self.record.is_simple = True
-            self._captured.check_unchanged(self.tensors)
-        else:
-            forward.finish()
+        forward.finish()
         self.tensors = []
         if self._draws is not None:
             self._draws.finish(device for _, _, device in self.record.metas)
@@ -140,7 +130,6 @@ class Call:
         try:
             with ambient, context:
                 with rerun or NOTHING, restored:
-                    captured.check(fun)
                     out = fun(*args, **kwargs)
                 if rerun is not None:
                     if rerun.drops_result:
@@ -157,8 +146,3 @@ class Call:
         if draws is not None and random_before is not None:
             draws.check(random_before)
         return out
-
-
-def at_the_base() -> contextlib.AbstractContextManager[None]:
-    """Within it, a rerun may run: a backward pass of the base may be called inside of a transform."""
-    return internals.base_level() if internals.transforms_active() else NOTHING

@@ -8,16 +8,12 @@ import functools
 import operator
 import types
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from remat import _pure
-from remat._context import has_accelerator
-from remat._errors import CheckpointError, RematError
 from remat._frozen import Freezer, Table, Thawer, cell_contents, parts, written_names
-from remat.compat._watch import SMALL, check_version
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _Slot = tuple[Any, Any, Any]  # a cell and None, or a namespace and a name; and what it held
@@ -98,74 +94,6 @@ def _simple_contents(fun: types.FunctionType) -> list[Any] | None:
 _SIMPLE = (Tensor, torch.nn.Module, int, float, str, type, types.ModuleType, types.BuiltinFunctionType)
 
 
-_PLAIN = {Tensor, torch.nn.Parameter}
-
-
-def _has_version(tensor: Tensor, version: int) -> bool:
-    return tensor._version == version
-
-
-def _is_replaced(place: _pure.Value) -> bool:
-    names, name, value = place
-    return names.get(name) is not value
-
-
-class Held(NamedTuple):
-    """A function that need not be watched, with the tensors of its modules."""
-
-    reads: _pure.Reads
-    names: list[_pure.Value]
-    """What may come to mean something else."""
-    places: list[_pure.Value]
-    """Where each is held."""
-    versions: list[int]
-    given: list[int]
-    """The versions of the tensors that the function is given."""
-
-    @staticmethod
-    def by(fun: Any, args: Sequence[Any]) -> Held | None:
-        """None where a run has to be watched: the function may do anything, or there may be something to spare."""
-        reads = _pure.reads(fun)
-        if reads is None or (reads.draws and has_accelerator()):  # which devices draw is seen from what is saved
-            return None
-        names, places = _pure.held(fun, reads)
-        given = [x for x in args if isinstance(x, Tensor)]
-        versions = []
-        for tensor in (*given, *[t for *_, t in places]):
-            if type(tensor) not in _PLAIN or tensor.numel() > SMALL or tensor.is_inference():
-                return None
-            versions.append(tensor._version)
-        return Held(reads, names, places, versions[len(given) :], versions[: len(given)])
-
-    def check(self, fun: Any) -> None:
-        """Raise where the function may not be what it was."""
-        if not _pure.still(fun, self.reads):
-            raise CheckpointError(
-                f"checkpoint: a module or a function that {getattr(fun, '__qualname__', type(fun).__qualname__)} uses "
-                "was replaced between its forward run and the backward, where it runs again."
-            )
-        if [tensor._version for *_, tensor in self.places] != self.versions:
-            for (*_, tensor), before in zip(self.places, self.versions, strict=True):
-                check_version(tensor, before)
-
-    def check_unchanged(self, given: Sequence[Tensor]) -> None:
-        """Raise where the forward has changed what it was given (`given`) or has read."""
-        held = [tensor for *_, tensor in self.places]
-        if [t._version for t in held] == self.versions and all(map(_has_version, given, self.given)):
-            return
-        for tensor, before in zip((*given[: len(self.given)], *held), (*self.given, *self.versions), strict=True):
-            if tensor._version != before:
-                raise RematError(
-                    f"checkpoint: the function changes a tensor of shape {list(tensor.shape)}, {tensor.dtype} in place "
-                    "that it was given or has read, in a place out of sight. Its rerun would start from the changed "
-                    "value. Change a copy instead: x = x.clone()."
-                )
-
-    def replaced(self) -> list[_Slot]:
-        """The places that hold something else now, with what they held."""
-        return [*filter(_is_replaced, self.places)]
-
-
 class Captured:
     """A function and others that it is given, with what they capture. Neither they nor tensors in cells are held.
 
@@ -174,29 +102,23 @@ class Captured:
     - `tensors`: those in cells, until `freeze`.
     """
 
-    __slots__ = ("_contents", "_fun", "_given", "_held", "_modules", "_slots", "_table", "tensors")
+    __slots__ = ("_contents", "_fun", "_given", "_modules", "_slots", "_table", "tensors")
 
-    def __init__(self, fun: Any, leaves: list[Any], held: Held | None = None) -> None:
-        """`held`: what the function holds, where that is known."""
+    def __init__(self, fun: Any, leaves: list[Any]) -> None:
         self._fun = fun
-        self._held = held
         self._table: Table | None = None
         self._slots: list[_Slot] = []
         self._modules: list[torch.nn.Module] = []
         self.tensors: list[Tensor] = []
         self._given: list[Any] = []
         self._contents: Any = None
-        if held is not None:
-            self._slots += held.names
-            if not getattr(fun, "__closure__", None):
-                return
         functions = [x for x in leaves if isinstance(x, _FUNCTIONS)]
         if type(fun) is types.FunctionType and not functions:
             self._contents = _simple_contents(fun)
         elif not isinstance(fun, _FUNCTIONS) and not functions:
             self._contents = []
         if self._contents is not None:
-            if held is None and type(fun) is types.FunctionType:
+            if type(fun) is types.FunctionType:
                 self._slots += _slots(fun)
             elif isinstance(fun, torch.nn.Module):
                 self._look_at_module(fun)
@@ -215,7 +137,7 @@ class Captured:
         todo = list(objects)
         for obj in todo:
             if isinstance(obj, types.FunctionType):
-                if id(obj) not in seen and self._held is None:
+                if id(obj) not in seen:
                     seen.add(id(obj))
                     self._slots += _slots(obj)
             elif isinstance(obj, Tensor):
@@ -228,8 +150,6 @@ class Captured:
                 todo += parts(obj)
 
     def _look_at_module(self, module: torch.nn.Module) -> None:
-        if self._held is not None:
-            return
         self._modules.append(module)
         self._slots += _buffers(module)
 
@@ -263,7 +183,7 @@ class Captured:
         now: list[_Slot] = []
         attributes = [(vars(m), dict(vars(m))) for root in self._modules for m in root.modules()]
         try:
-            for container, name, value in self._slots if self._held is None else self._slots + self._held.replaced():
+            for container, name, value in self._slots:
                 now.append((container, name, _look(container, name)))
                 _put(container, name, value)
             yield
@@ -279,19 +199,7 @@ class Captured:
     @property
     def has_slots(self) -> bool:
         """Whether there is something to restore."""
-        if self._held is not None:  # it assigns nothing
-            return any(map(_is_replaced, self._slots)) or any(map(_is_replaced, self._held.places))
         return bool(self._slots or self._modules)
-
-    def check_unchanged(self, given: Sequence[Tensor]) -> None:
-        """See that a function that was not watched has changed nothing. `given`: the tensors that it was given."""
-        if self._held is not None:
-            self._held.check_unchanged(given)
-
-    def check(self, fun: Any) -> None:
-        """See that a function that is not watched is what it was."""
-        if self._held is not None:
-            self._held.check(fun)
 
     def thawed(self, leaves: list[Any], tensors: Sequence[Tensor]) -> tuple[Any, list[Any], Thawer | None]:
         """The function and the leaves, with `tensors` in the place of those in cells; and what put them together."""

@@ -13,6 +13,7 @@ import torch
 
 from remat import _torch_internals as internals
 from remat._remat import remat
+from remat._unwatched import unwatched
 from remat.compat import _debug, _settings
 from remat.compat._call import NO_CONTEXTS, Contexts, UsesTransforms
 from remat.compat._devices import noop_context_fn, warn_without_grad
@@ -118,9 +119,15 @@ def checkpoint(
     if _needs_transforms(function):
         return _functional(function, contexts, preserve_rng_state)(*args, **kwargs)
     stop, traced = _settings.early_stop.get(), _settings.debug_enabled.get()
-    options_ = Options(preserve_rng_state, determinism_check != "none", early_stop if stop is None else stop)
+    stop, traced = early_stop if stop is None else stop, debug if traced is None else traced
+    if contexts is NO_CONTEXTS and not traced:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        call = unwatched(function, name, args, kwargs)
+        if call is not None:
+            return call.record(function, args, kwargs, stop)
+    options_ = Options(preserve_rng_state, determinism_check != "none", stop)
     region = Region(function, args, kwargs, options_, contexts)
-    if debug if traced is None else traced:
+    if traced:
         _debug.trace(region)
     try:
         return region.run(function, args, kwargs)

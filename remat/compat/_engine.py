@@ -1,24 +1,18 @@
-"""The engine of the non-reentrant variant: the graph is the native one, what it would save is computed again.
-
-Saved-tensor hooks put a `Holder` in the place of each tensor that the graph would save. The first one to be unpacked in
-a backward pass runs the function again, which collects those tensors by position. They belong to the backward pass:
-each goes as it is unpacked, and the rest go when the pass ends or fails. Nothing else holds them.
+"""The engine of the non-reentrant variant: the graph is the native one, and the runs are watched.
 
 Regions nest: what the inner one is given is saved through the hooks of the outer one.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError
-from remat.compat._call import NO_CONTEXTS, NOTHING, Call, Contexts, UsesTransforms, at_the_base
-from remat.compat._watch import Collector, Holder, Rerun
+from remat._native import WRONG_COUNT, Graph, Saved, at_the_base, same, unpack
+from remat.compat._call import NO_CONTEXTS, Call, Contexts, UsesTransforms
+from remat.compat._watch import Collector, Rerun
 
 TIP = (
     "To find the cause, pass debug=True to checkpoint, or call it under set_checkpoint_debug_enabled(True): the error "
@@ -34,33 +28,7 @@ class Options(NamedTuple):
     early_stop: bool = True
 
 
-def _unpack(holder: Holder) -> Tensor:
-    return holder.owner.unpack(holder.index)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-class _Recomputed:
-    """The saved tensors of a region for one backward pass. None: nobody asks for it, or it was unpacked."""
-
-    __slots__ = ("__weakref__", "key", "tensors")
-
-    def __init__(self, key: Any, tensors: list[tuple[Tensor, int] | None]) -> None:
-        self.key = key
-        self.tensors = tensors
-
-    def clear(self) -> None:
-        """The backward pass is over."""
-        self.tensors = []
-
-
-groups: weakref.WeakKeyDictionary[Any, list[_Recomputed]] = weakref.WeakKeyDictionary()
-"""What was recomputed under each `GraphExecGroup`."""
-
-
-class Region:
+class Region(Graph):
     """One checkpointed call."""
 
     def __init__(
@@ -75,26 +43,24 @@ class Region:
         self.explain: Callable[[CheckpointError], CheckpointError] | None = None
         """What makes a more detailed error of one: for debugging."""
         self._options = options
-        may_be_pure = contexts is NO_CONTEXTS and not internals.function_modes_active()
-        self._call = Call(fun, args, kwargs, options.preserve_rng_state, may_be_pure)
+        self._call = Call(fun, args, kwargs, options.preserve_rng_state)
         self._saved = [internals.save(t) for t in self._call.tensors]
         self._under_context = contexts is not NO_CONTEXTS
         self._is_complete = False
-        self._recomputed: weakref.ref[_Recomputed] | None = None
 
     def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward: the user's own call."""
-        forward = None if self._call.is_pure else self._call.watch(self, self._under_context)
+        forward = self._call.watch(self, self._under_context)
         try:
             with self.forward_context:
-                internals.push_saved_tensors_hooks(self._pack if forward is None else forward.pack, _unpack)
+                internals.push_saved_tensors_hooks(forward.pack, unpack)
                 try:
-                    with forward or NOTHING:
+                    with forward:
                         out = fun(*args, **kwargs)
                 finally:
                     internals.pop_saved_tensors_hooks()
         except RuntimeError as error:
-            if forward is not None and internals.refuses_hooks(error):
+            if internals.refuses_hooks(error):
                 self._call.undo(forward)
                 raise UsesTransforms from None
             raise
@@ -103,43 +69,7 @@ class Region:
         self._is_complete = True
         return out
 
-    def _pack(self, tensor: Tensor) -> Holder:
-        """The hook for a forward that is not watched."""
-        del tensor
-        holders = self._call.record.holders
-        holder = Holder(self, len(holders))
-        holders.append(weakref.ref(holder))
-        return holder
-
-    def unpack(self, index: int) -> Tensor:
-        """The hook: the saved tensor with this number."""
-        group = internals.graph_exec_group()
-        key = internals.graph_task() if group is None else group
-        if key == -1:  # outside of a backward pass: `grad_fn._saved_self`
-            entry = self._rerun()[index]
-        else:
-            recomputed = None if self._recomputed is None else self._recomputed()
-            if recomputed is None or recomputed.key != key:
-                recomputed = _Recomputed(key, self._rerun())
-                self._recomputed = weakref.ref(recomputed)
-                if group is None:
-                    internals.at_end_of_graph_task(recomputed.clear)
-                else:
-                    groups.setdefault(group, []).append(recomputed)
-            entry = recomputed.tensors[index]
-            recomputed.tensors[index] = None
-        if entry is None:
-            raise self._error(_UNPACKED_TWICE if group is None else _UNPACKED_TWICE_IN_GROUP)
-        tensor, version = entry
-        if version != -1 and version != tensor._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{tensor.type()} {list(tensor.shape)}], saved inside of a checkpointed function, is at version "
-                f"{tensor._version}; expected version {version} instead."
-            )
-        return tensor
-
-    def _rerun(self) -> list[tuple[Tensor, int] | None]:
+    def rerun(self) -> Saved:
         """Run the function again: the tensors that its graph saves."""
         with at_the_base():
             collector = self._collect()
@@ -162,8 +92,7 @@ class Region:
         context = self.rerun_context
         if self._under_context and not self._is_complete:  # a backward inside of the forward, and of its context
             context = internals.DisableTorchDispatch()
-        is_seen = not call.is_pure or internals.function_modes_active()
-        internals.push_saved_tensors_hooks(collector.pack if is_seen else collector.collect, _same)
+        internals.push_saved_tensors_hooks(collector.pack, same)
         try:
             call.rerun(rerun, tensors, context)
         except Exception:
@@ -177,11 +106,12 @@ class Region:
         """Raise unless the rerun saved what the forward saved."""
         expected, found = len(self._call.record.holders), len(rerun.saved)
         if found != expected:
-            raise self._error(_WRONG_COUNT.format(expected, found, TIP))
+            raise self.error(f"{WRONG_COUNT.format(expected, found)}\n{TIP}")
         if rerun.different and self._options.determinism_check:
-            raise self._error(_WRONG_METADATA.format("\n".join(map(_difference, rerun.different)), TIP))
+            raise self.error(_WRONG_METADATA.format("\n".join(map(_difference, rerun.different)), TIP))
 
-    def _error(self, message: str) -> CheckpointError:
+    def error(self, message: str) -> CheckpointError:
+        """An error, with what is known about the call."""
         error = CheckpointError(message)
         return error if self.explain is None else self.explain(error)
 
@@ -195,18 +125,7 @@ def _difference(different: tuple[int, Any, Any]) -> str:
     return f"tensor at position {index}: " + "; ".join(parts)
 
 
-_WRONG_COUNT = (
-    "remat.checkpoint: A different number of tensors was saved during the original forward and recomputation.\n"
-    "Number of tensors saved during forward: {}\nNumber of tensors saved during recomputation: {}\n{}"
-)
 _WRONG_METADATA = (
     "remat.checkpoint: Recomputed values for the following tensors have different metadata than during the forward "
     "pass.\n{}\n{}"
-)
-_UNPACKED_TWICE = (
-    "remat.checkpoint: Unpack is being triggered for a tensor that was already unpacked once in this backward pass. If "
-    "your autograd.Function reads ctx.saved_tensors in its backward, it has to do so only once."
-)
-_UNPACKED_TWICE_IN_GROUP = (
-    f"{_UNPACKED_TWICE} Two backward passes that need the same saved tensor can't be made under one GraphExecGroup."
 )

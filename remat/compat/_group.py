@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing_extensions import Self
 
 from remat import _torch_internals as internals
-from remat.compat._engine import groups
+from remat._native import groups
 
 
 class GraphExecGroup:

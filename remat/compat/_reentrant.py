@@ -12,9 +12,10 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._errors import RematError
 from remat._leaks import foreign_edges
-from remat.compat._call import Call, UsesTransforms, at_the_base
+from remat._native import at_the_base, version
+from remat.compat._call import Call, UsesTransforms
 from remat.compat._devices import warn_without_grad
-from remat.compat._watch import Rerun, version
+from remat.compat._watch import Rerun
 
 
 class CheckpointFunction(torch.autograd.Function):

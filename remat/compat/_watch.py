@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError
+from remat._native import Holder, check_version, version
 from remat._run import may_write, written_by
 from remat.compat._draws import Draws
 
@@ -111,21 +112,6 @@ def _results(noted: Any) -> list[Result]:
     return [r for r in (noted if type(noted) is list else [noted]) if type(r) is Result]
 
 
-def version(tensor: Tensor) -> int:
-    """How often the memory of a tensor was written to, where torch counts that."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def check_version(tensor: Tensor, before: int) -> None:
-    """Raise if a tensor that a function reads from outside was written to."""
-    if version(tensor) != before:
-        raise RuntimeError(
-            "one of the variables needed for the rerun of a checkpointed function has been modified by an inplace "
-            f"operation: [{tensor.type()} {list(tensor.shape)}], which the function reads from outside, is at "
-            f"version {tensor._version}; expected version {before} instead."
-        )
-
-
 class Outside:
     """A tensor that the forward read and did not make."""
 
@@ -181,16 +167,6 @@ def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(arg)
         elif type(arg) is dict:
             yield from _tensors(arg.values())
-
-
-class Holder:
-    """What the graph keeps in the place of a tensor."""
-
-    __slots__ = ("__weakref__", "index", "owner")
-
-    def __init__(self, owner: Any, index: int) -> None:
-        self.owner = owner
-        self.index = index
 
 
 class Forward(TorchFunctionMode):

@@ -1,0 +1,134 @@
+"""Native graphs that save nothing: what their nodes would save is computed again when it is asked for.
+
+Saved-tensor hooks put a `Holder` in the place of each tensor that the graph would save. The first one to be unpacked in
+a backward pass runs the function again, which collects those tensors by position. They belong to the backward pass:
+each goes as it is unpacked, and the rest go when the pass ends or fails. Nothing else holds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat._errors import CheckpointError
+
+Saved = list[tuple[Tensor, int] | None]
+"""The saved tensors of a run, detached, by number, and the version of each; None where nobody will ask for it."""
+
+
+class Holder:
+    """What the graph keeps in the place of a tensor."""
+
+    __slots__ = ("__weakref__", "index", "owner")
+
+    def __init__(self, owner: Graph, index: int) -> None:
+        self.owner = owner
+        self.index = index
+
+
+def unpack(holder: Holder) -> Tensor:
+    """The hook."""
+    return holder.owner.unpack(holder.index)
+
+
+def same(tensor: Tensor) -> Tensor:
+    """The hook that does nothing."""
+    return tensor
+
+
+class _Recomputed:
+    """The saved tensors of a graph for one backward pass. None: nobody asks for it, or it was unpacked."""
+
+    __slots__ = ("__weakref__", "key", "saved")
+
+    def __init__(self, key: Any, saved: Saved) -> None:
+        self.key = key
+        self.saved = saved
+
+    def clear(self) -> None:
+        """The backward pass is over."""
+        self.saved = []
+
+
+groups: weakref.WeakKeyDictionary[Any, list[_Recomputed]] = weakref.WeakKeyDictionary()
+"""What was recomputed under each `GraphExecGroup`."""
+
+
+class Graph(ABC):
+    """The native graph of one call, which saves nothing."""
+
+    _recomputed: weakref.ref[_Recomputed] | None = None
+
+    @abstractmethod
+    def rerun(self) -> Saved:
+        """Run the function again. It must save what the forward saved, or raise."""
+
+    def error(self, message: str) -> CheckpointError:
+        """An error, with what is known about the call."""
+        return CheckpointError(message)
+
+    def unpack(self, index: int) -> Tensor:
+        """The saved tensor with this number."""
+        group = internals.graph_exec_group()
+        key = internals.graph_task() if group is None else group
+        if key == -1:  # outside of a backward pass: `grad_fn._saved_self`
+            entry = self.rerun()[index]
+        else:
+            recomputed = None if self._recomputed is None else self._recomputed()
+            if recomputed is None or recomputed.key != key:
+                recomputed = _Recomputed(key, self.rerun())
+                self._recomputed = weakref.ref(recomputed)
+                if group is None:
+                    internals.at_end_of_graph_task(recomputed.clear)
+                else:
+                    groups.setdefault(group, []).append(recomputed)
+            entry = recomputed.saved[index]
+            recomputed.saved[index] = None
+        if entry is None:
+            raise self.error(_UNPACKED_TWICE if group is None else _UNPACKED_TWICE_IN_GROUP)
+        tensor, version = entry
+        if version != -1 and version != tensor._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}], saved inside of a checkpointed function, is at version "
+                f"{tensor._version}; expected version {version} instead."
+            )
+        return tensor
+
+
+def version(tensor: Tensor) -> int:
+    """How often the memory of a tensor was written to, where torch counts that."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def check_version(tensor: Tensor, before: int) -> None:
+    """Raise if a tensor that a function was given, or has read, was written to."""
+    if version(tensor) != before:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}], which a checkpointed function was given or reads from outside, "
+            f"is at version {tensor._version}; expected version {before} instead."
+        )
+
+
+def at_the_base() -> contextlib.AbstractContextManager[None]:
+    """Within it, a rerun may run: a backward pass of the base may be called inside of a transform."""
+    return internals.base_level() if internals.transforms_active() else contextlib.nullcontext()
+
+
+WRONG_COUNT = (
+    "remat.checkpoint: A different number of tensors was saved during the original forward and recomputation.\n"
+    "Number of tensors saved during forward: {}\nNumber of tensors saved during recomputation: {}"
+)
+_UNPACKED_TWICE = (
+    "remat.checkpoint: Unpack is being triggered for a tensor that was already unpacked once in this backward pass. If "
+    "your autograd.Function reads ctx.saved_tensors in its backward, it has to do so only once."
+)
+_UNPACKED_TWICE_IN_GROUP = (
+    f"{_UNPACKED_TWICE} Two backward passes that need the same saved tensor can't be made under one GraphExecGroup."
+)
