@@ -16,6 +16,8 @@ from remat._errors import CheckpointError
 from remat._values import OpMode, flat, is_draw, written
 from remat.random._generators import global_state, same_state, set_global_state
 
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
 
 class Ambient(NamedTuple):
     """Settings of a thread that change what an op computes."""
@@ -39,7 +41,7 @@ class Ambient(NamedTuple):
     def restored(self) -> contextlib.AbstractContextManager[None]:
         """Within it, the settings are these again."""
         now = Ambient.current()
-        return contextlib.nullcontext() if now == self and not self.autocast else self._restored(now)
+        return _NOTHING if now == self and not self.autocast else self._restored(now)
 
     @contextlib.contextmanager
     def _restored(self, now: Ambient) -> Iterator[None]:

@@ -116,9 +116,12 @@ def check_version(tensor: Tensor, before: int) -> None:
         )
 
 
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
 def at_the_base() -> contextlib.AbstractContextManager[None]:
     """Within it, a rerun may run: a backward pass of the base may be called inside of a transform."""
-    return internals.base_level() if internals.transforms_active() else contextlib.nullcontext()
+    return internals.base_level() if internals.transforms_active() else _NOTHING
 
 
 WRONG_COUNT = (

@@ -66,7 +66,7 @@ def _vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: 
         if at_base:
             # Faster than a level of functorch, and open to autograd Functions that don't know functorch.
             record = record and any(t.requires_grad for t in args)
-            with internals.no_transforms(), torch.enable_grad():
+            with internals.no_transforms(), internals.grad_enabled():
                 inputs = _leaves(operands, wrt, record)
                 values = rerun_without_leaks(fn.call, fn, inputs)
                 edges, given = graph_alone(fn.call, values, zip(outs, cotangents, strict=True))
@@ -76,8 +76,7 @@ def _vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: 
                 edges, given = graph_alone(fn.call, fn(*inputs), zip(outs, cotangents, strict=True))
         if not given:
             return [None] * len(wrt)
-        dims = [[d for d, e in zip(ds, edges, strict=True) if e is not None] for _, ds in batches]
-        sized = [(size, ds) for (size, _), ds in zip(batches, dims, strict=True)]
+        sized = [(size, [d for d, e in zip(dims, edges, strict=True) if e is not None]) for size, dims in batches]
         leaves = [inputs[i] for i in wrt]
         # At the base the graph of a recorded backward goes through the one that it ran over.
         keep = record and at_base
@@ -90,11 +89,11 @@ def _at_base(
     call: RepeatableCall, operands: Sequence[Tensor], cotangents: Sequence[Tensor], wrt: Sequence[int]
 ) -> bool:
     """Whether to rerun without functorch. Under it some ops come apart in other ways, random ones too."""
-    if call.needs_level or any(internals.is_wrapper(t) for t in operands):
+    if call.needs_level or any(map(internals.is_wrapper, operands)):
         return False
     if call.random is not None:
         return True
-    if any(internals.is_wrapper(t) for t in cotangents):
+    if any(map(internals.is_wrapper, cotangents)):
         return False
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*operands, *cotangents))
     # A leaf of the rerun's own would make results require grad that do not.
@@ -135,7 +134,8 @@ def _engine(
 def _detached(tensor: Tensor, leaf: bool = False) -> Tensor:
     """`tensor` without its graph, but (unlike with `detach` alone) with its tangent."""
     if not internals.forward_ad_active():
-        return tensor.detach().requires_grad_(leaf)
+        detached = tensor.detach()
+        return detached.requires_grad_() if leaf else detached
     primal, tangent = forward_ad.unpack_dual(tensor)
     primal = primal.detach().requires_grad_(leaf)
     return primal if tangent is None else forward_ad.make_dual(primal, tangent.detach())
@@ -292,9 +292,10 @@ def _gradients(
     grads: list[Any] = [None] * len(operands)
     if given and wrt:
         call = link.fn.call
-        call.last_rerun = not internals.graph_is_retained() and not any(
-            internals.requires_grad_below(t) for t in (*operands, *cotangents) if t is not None
-        )
+        if call.tape is not None:
+            call.last_rerun = not internals.graph_is_retained() and not any(
+                internals.requires_grad_below(t) for t in (*operands, *cotangents) if t is not None
+            )
         try:
             with paused_runs():
                 results = _differentiate(
@@ -333,9 +334,9 @@ def _differentiate(
             batch = plain[legacy.index(True)].shape[0], [0 if b else None for b in legacy]
             results = _differentiate(link, operands, wrt, outs, plain, (batch, *batches))
         return [None if r is None else wrap(r) for r in results]
-    top = internals.top_interpreter()
-    level = -1 if top is None else top.level()
-    if top is not None and top.key() == internals.TransformType.Vmap and level > link.depth:
+    top = internals.top_transform()
+    level = -1 if top is None else top.level
+    if top is not None and top.kind is internals.TransformType.Vmap and level > link.depth:
         pairs = [internals.unwrap_batched(internals.unwrap_dead(c), level) for c in cotangents]
         batch = top.batch_size(), [d for _, d in pairs]
         with top.lower():
@@ -343,7 +344,7 @@ def _differentiate(
         return [None if r is None else internals.wrap_batched(r, 0, level) for r in results]
     ends_with_this = (
         top is not None
-        and top.key() == internals.TransformType.Grad
+        and top.kind is internals.TransformType.Grad
         and internals.level_of(operands[0]) == level
         and internals.called_by_grad_transform(link.thread)
     )
@@ -384,11 +385,14 @@ def attach(fn: Derived, values: Values, operands: Values) -> Values:
 
     The very same list where nothing differentiates.
     """
-    top = internals.top_interpreter()
-    key = None if top is None else top.key()
-    if internals.forward_ad_active() and key in _CARRIES_TANGENTS:
-        return _attach_duals(_RULES[key], top, fn, values, operands)
-    return _RULES[key](top, fn, values, operands)
+    forward_ad = internals.forward_ad_active()
+    if not forward_ad and not any(map(internals.requires_grad_at_any_level, values)):
+        return values
+    top = internals.top_transform()
+    kind = None if top is None else top.kind
+    if forward_ad and kind in _CARRIES_TANGENTS:
+        return _attach_duals(_RULES[kind], top, fn, values, operands)
+    return _RULES[kind](top, fn, values, operands)
 
 
 def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) -> Values:
@@ -418,10 +422,11 @@ def attach_over_graph(fn: Derived, values: Values, operands: Values, graph: OwnG
 
 
 def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
-    level = top.level()
-    below = [internals.unwrap_grad(v, level) for v in values]
-    with top.lower():
-        inner = attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
+    level = top.level
+    inner = below = [internals.unwrap_grad(v, level) for v in values]
+    if internals.forward_ad_active() or any(map(internals.requires_grad_at_any_level, below)):
+        with top.lower():
+            inner = attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
     outs = [i for i, (v, b) in enumerate(zip(values, below, strict=True)) if v is not b and v.requires_grad]
     if inner is below and not outs:
         return values
@@ -436,7 +441,7 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
 
 
 def _attach_at_jvp(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
-    level = top.level()
+    level = top.level
     below = [internals.unwrap_grad(v, level) for v in values]
     with top.lower():
         inner = attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
@@ -444,7 +449,7 @@ def _attach_at_jvp(top: Any, fn: Derived, values: Values, operands: Values) -> V
 
 
 def _attach_at_vmap(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
-    level, size = top.level(), top.batch_size()
+    level, size = top.level, top.batch_size()
     pairs = [internals.unwrap_batched(v, level) for v in values]
     batched = [d is not None for _, d in pairs]
     raw = [internals.unwrap_batched(t, level) for t in operands]
@@ -458,7 +463,7 @@ def _attach_at_vmap(top: Any, fn: Derived, values: Values, operands: Values) -> 
 
 
 def _attach_at_functionalize(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
-    level, reapply_views = top.level(), top.functionalize_add_back_views()
+    level, reapply_views = top.level, top.reapplies_views()
     below = [internals.unwrap_functional(v, reapply_views) for v in values]
     raw = [internals.unwrap_functional(t, reapply_views) for t in operands]
     with top.lower():
@@ -482,7 +487,7 @@ def _attach_duals(rule: Callable[..., Values], top: Any, fn: Derived, values: Va
     inputs = [p for p, _ in pairs] + [pairs[i].tangent for i in moving]
     pushforward = _jvp(fn, moving, outs)
     count = len(values)
-    if top is not None and top.key() == internals.TransformType.Jvp:
+    if top is not None and top.kind is internals.TransformType.Jvp:
         together = primals + tangents
         attached = rule(top, pushforward, together, inputs)
         if attached is together:

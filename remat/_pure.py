@@ -431,7 +431,9 @@ def _key(fun: Any, roots: list[Any]) -> Any:
         return kind
     if kind is types.FunctionType:
         roots.append(fun)
-        key = id(fun.__globals__), id(fun.__code__), *map(type, _defaults(fun))
+        key: tuple[Any, ...] = id(fun.__globals__), id(fun.__code__)
+        if fun.__defaults__ or fun.__kwdefaults__:
+            key = *key, *map(type, _defaults(fun))
         if not fun.__closure__:
             return key
         try:

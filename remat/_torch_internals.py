@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import math
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,14 +28,11 @@ from torch._C._functorch import (
     # The kinds of transform that a rule can be written for.
     TransformType as TransformType,
 )
+from torch._C._functorch import pop_dynamic_layer_stack, push_dynamic_layer_stack
 from torch._functorch import eager_transforms as _eager
 from torch._functorch import vmap as _vmap
-from torch._functorch.autograd_function import custom_function_call, enable_single_level_autograd_function
-from torch._functorch.pyfunctorch import (
-    coerce_cinterpreter,
-    retrieve_all_functorch_interpreters,
-    temporarily_clear_interpreter_stack,
-)
+from torch._functorch.autograd_function import custom_function_call
+from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_clear_interpreter_stack
 from torch._guards import TracingContext
 from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -67,15 +65,66 @@ SingleLevelFunction: Any = _SingleLevelFunction
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
-def top_interpreter() -> Any:
-    """The innermost active transform, or None outside of all transforms. `lower()` is the only way to run below it."""
+_KINDS = {kind.value: kind for kind in TransformType.__members__.values()}
+
+
+class Transform:
+    """An active transform. It knows what `torch._functorch.pyfunctorch` does, whose objects take longer to make.
+
+    **Attributes:**
+
+    - `kind`: its `TransformType`.
+    - `level`: its number.
+    """
+
+    __slots__ = ("_pointer", "kind", "level")
+
+    def __init__(self, pointer: Any) -> None:
+        self._pointer = pointer
+        self.kind = _KINDS[pointer.key().value]  # the one of its name: torch makes another for each call
+        self.level: int = pointer.level()
+
+    def lower(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it, ops run one level down: the only way to do that. Only for the innermost transform."""
+        pointer = self._pointer
+        if (self.kind is TransformType.Grad and not _C.CGradInterpreterPtr(pointer).prevGradMode()) or (
+            self.kind is TransformType.Jvp and not _C.CJvpInterpreterPtr(pointer).prevFwdGradMode()
+        ):
+            return coerce_cinterpreter(pointer).lower()  # under a grad mode of its own
+        return _Lowered()
+
+    def batch_size(self) -> int:
+        """Of a `vmap`."""
+        return _C.CVmapInterpreterPtr(self._pointer).batchSize()
+
+    def randomness(self) -> str:
+        """Of a `vmap`: error, different or same."""
+        return _C.CVmapInterpreterPtr(self._pointer).randomness().name.lower()
+
+    def reapplies_views(self) -> bool:
+        """Of a `functionalize`."""
+        return _C.CFunctionalizeInterpreterPtr(self._pointer).functionalizeAddBackViews()
+
+
+class _Lowered:
+    __slots__ = ("_popped",)
+
+    def __enter__(self) -> None:
+        self._popped = pop_dynamic_layer_stack()
+
+    def __exit__(self, *args: object) -> None:
+        push_dynamic_layer_stack(self._popped)
+
+
+def top_transform() -> Transform | None:
+    """The innermost active transform, or None outside of all transforms."""
     top = _C.peek_interpreter_stack()
-    return None if top is None else coerce_cinterpreter(top)
+    return None if top is None else Transform(top)
 
 
 def active_transforms() -> set[TransformType]:
     """The kinds of the active transforms."""
-    return {interpreter.key() for interpreter in retrieve_all_functorch_interpreters()}
+    return {pointer.key() for pointer in _C.get_interpreter_stack() or ()}
 
 
 stack_depth: Callable[[], int] = _C.get_dynamic_layer_stack_depth
@@ -126,9 +175,15 @@ def _layers(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
+def _is_view_at_any_level(tensor: Tensor) -> bool:
+    while not tensor._is_view() and _C.is_functorch_wrapped_tensor(tensor):
+        tensor = _C.get_unwrapped(tensor)
+    return tensor._is_view()
+
+
 def sharing_memory(values: list[Tensor], others: list[Tensor]) -> set[int]:
     """The positions of the values that share their storage with another value, or with one of the others."""
-    if not any(layer._is_view() for v in values for layer in _layers(v)):
+    if not any(map(_is_view_at_any_level, values)):
         return set()  # autograd tracks views, so nothing is shared
     storages = [memory_of(t) for t in (*values, *others)]
     return {i for i in range(len(values)) if storages.count(storages[i]) > 1}
@@ -171,8 +226,7 @@ def rewrap_like(wrapper: Tensor, inner: Tensor) -> Tensor:
         return _C._add_batch_dim(inner, _C.maybe_get_bdim(wrapper), level)
     wrapped = _C._wrap_for_grad(inner, level)
     if wrapper.requires_grad and wrapper.is_leaf:
-        with _eager.enable_inplace_requires_grad(True):
-            wrapped.requires_grad_()
+        _require_grad(wrapped)
     return wrapped
 
 
@@ -197,19 +251,36 @@ def functionalize_level(reapply_views: bool) -> Iterator[int]:
 # Levels of our own.
 
 
-@contextlib.contextmanager
-def grad_level() -> Iterator[Callable[[Tensor, bool], Tensor]]:
-    """A new `grad` level; yields `lift(tensor, differentiable)`."""
-    with _eager.grad_increment_nesting() as level, torch.enable_grad():
+class grad_level:  # noqa: N801
+    """A new `grad` level; yields `lift(tensor, differentiable)`. Written out: generators take longer."""
 
-        def lift(tensor: Tensor, differentiable: bool) -> Tensor:
-            wrapped = _C._wrap_for_grad(tensor, level)
-            if differentiable:
-                with _eager.enable_inplace_requires_grad(True):
-                    wrapped.requires_grad_()
-            return wrapped
+    __slots__ = ("_level", "_mode")
 
-        yield lift
+    def __enter__(self) -> Callable[[Tensor, bool], Tensor]:
+        self._level = _C._grad_increment_nesting()
+        self._mode = grad_enabled()
+        self._mode.__enter__()
+        return self._lift
+
+    def __exit__(self, *args: object) -> None:
+        self._mode.__exit__(*args)
+        _C._grad_decrement_nesting()
+
+    def _lift(self, tensor: Tensor, differentiable: bool) -> Tensor:
+        wrapped = _C._wrap_for_grad(tensor, self._level)
+        if differentiable:
+            _require_grad(wrapped)
+        return wrapped
+
+
+def _require_grad(wrapper: Tensor) -> None:
+    """Make a new wrapper a leaf: torch refuses `requires_grad_()` inside of a transform."""
+    before = _C.get_inplace_requires_grad_allowed()
+    _C.set_inplace_requires_grad_allowed(True)
+    try:
+        wrapper.requires_grad_()
+    finally:
+        _C.set_inplace_requires_grad_allowed(before)
 
 
 @contextlib.contextmanager
@@ -277,7 +348,7 @@ def without_legacy_vmap() -> Iterator[tuple[Callable[[Tensor], Tensor], Callable
 
 def forward_ad_disabled() -> contextlib.AbstractContextManager[Any]:
     """Within it, tangents of the inputs of an op are not looked at."""
-    return _set_fwd_grad_enabled(False) if fwad._current_level >= 0 else contextlib.nullcontext()
+    return _set_fwd_grad_enabled(False) if fwad._current_level >= 0 else _NOTHING
 
 
 def forward_ad_active() -> bool:
@@ -287,8 +358,12 @@ def forward_ad_active() -> bool:
 
 def apply_at_level(function: type[SingleLevelFunction], *args: Any) -> tuple[Tensor, ...]:
     """`function.apply` on the wrappers of the top level alone."""
-    with enable_single_level_autograd_function():
+    before = _C.get_single_level_autograd_function_allowed()
+    _C.set_single_level_autograd_function_allowed(True)
+    try:
         return function.apply(*args)  # type: ignore[attr-defined, no-any-return]
+    finally:
+        _C.set_single_level_autograd_function_allowed(before)
 
 
 # NOTE [who asked for this derivative]
@@ -298,7 +373,7 @@ def apply_at_level(function: type[SingleLevelFunction], *args: Any) -> tuple[Ten
 # result can be. They are told apart by the Python frame that called the engine. Where that frame can't be found, the
 # answer is "the user": right, though it keeps more alive.
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
-_TRANSPARENT = {torch.autograd.grad.__code__, torch.overrides.handle_torch_function.__code__}
+_GRAD, _OVERRIDE = torch.autograd.grad.__code__, torch.overrides.handle_torch_function.__code__
 _LAST_BACKWARD = _eager._autograd_grad.__code__
 _TRANSFORM = inspect.unwrap(_eager.grad_and_value_impl).__code__
 
@@ -312,17 +387,19 @@ def run_backward(
     )
 
 
-_ENGINES = {_ENGINE, run_backward.__code__}
+_OUR_ENGINE = run_backward.__code__
 
 
 def _engine_frame(thread: int) -> Any:
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code not in _ENGINES:
-        frame = frame.f_back  # type: ignore[assignment]
+    frame = _engine_frame_behind(sys._getframe(1))
     if frame is None and thread != threading.get_ident():
-        frame = sys._current_frames().get(thread)  # type: ignore[assignment]
-        while frame is not None and frame.f_code not in _ENGINES:
-            frame = frame.f_back  # type: ignore[assignment]
+        frame = _engine_frame_behind(sys._current_frames().get(thread))
+    return frame
+
+
+def _engine_frame_behind(frame: Any) -> Any:
+    while frame is not None and (code := frame.f_code) is not _ENGINE and code is not _OUR_ENGINE:
+        frame = frame.f_back
     return frame
 
 
@@ -337,7 +414,9 @@ def called_by_grad_transform(thread: int) -> bool:
     if frame is None:
         return False
     caller = frame.f_back
-    while caller is not None and (caller.f_code in _TRANSPARENT or caller.f_code.co_name == "__torch_function__"):
+    while caller is not None and (
+        (code := caller.f_code) is _GRAD or code is _OVERRIDE or code.co_name == "__torch_function__"
+    ):
         caller = caller.f_back
     return (
         caller is not None
@@ -415,7 +494,7 @@ def saved_tensors_hooks_active() -> bool:
 def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
     """Within it, the user's `saved_tensors_hooks` see nothing: only the topmost hooks are asked."""
     if not saved_tensors_hooks_active():
-        return contextlib.nullcontext()
+        return _NOTHING
     return torch.autograd.graph.saved_tensors_hooks(_same, _same)
 
 
@@ -443,7 +522,23 @@ def innermost(tensor: Tensor) -> Tensor:
 
 def no_transforms() -> contextlib.AbstractContextManager[Any]:
     """Within it, ops run as if no transform were active."""
-    return temporarily_clear_interpreter_stack() if transforms_active() else contextlib.nullcontext()
+    return temporarily_clear_interpreter_stack() if transforms_active() else _NOTHING
+
+
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+class grad_enabled:  # noqa: N801
+    """`torch.enable_grad()`, without what makes that a decorator too: it takes three times as long."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+
+    def __exit__(self, *args: object) -> None:
+        torch._C._set_grad_enabled(self._before)
 
 
 @contextlib.contextmanager
@@ -664,8 +759,6 @@ set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
 # Calls back when the running backward pass is over; if it fails, the callback is dropped.
 at_end_of_graph_task: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
-set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # `torch.enable_grad` takes a microsecond
-
 
 @contextlib.contextmanager
 def base_level() -> Iterator[None]:
@@ -720,23 +813,28 @@ def dtensor_at_work() -> bool:
 has_global_module_hooks: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
 
 
+_hooks_and_contents = operator.itemgetter(
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_parameters",
+    "_buffers",
+    "_modules",
+)
+
+
 def shape_of_module(module: torch.nn.Module) -> Any:
     """What changes with a module's class, names and children; None where calling it does more than that.
 
-    None: it has hooks, or it was compiled in place. Class and children count by identity.
+    None: it has hooks, or it was compiled in place, which gives it an attribute. Class and children count by identity.
     """
     attributes = module.__dict__
-    if (
-        attributes["_forward_hooks"]
-        or attributes["_forward_pre_hooks"]
-        or attributes["_backward_hooks"]
-        or attributes["_backward_pre_hooks"]
-        or module._compiled_call_impl is not None
-    ):
+    sizes = [*map(len, _hooks_and_contents(attributes))]
+    if any(sizes[:4]) or module._compiled_call_impl is not None:
         return None
     children = [*map(id, attributes["_modules"].values())]
-    sizes = len(attributes), len(attributes["_parameters"]), len(attributes["_buffers"])
-    return id(type(module)), next(reversed(attributes)), *sizes, children
+    return id(type(module)), len(attributes), next(reversed(attributes)), sizes, children
 
 
 def have_shapes(shapes: Iterable[tuple[Any, Any]]) -> bool:
@@ -747,20 +845,14 @@ def have_shapes(shapes: Iterable[tuple[Any, Any]]) -> bool:
             return False
         if shape is None:
             continue
-        kind, last, size, parameters, buffers, children = shape
+        kind, size, last, sizes, children = shape
         attributes = module.__dict__
         if (
-            len(attributes) != size
-            or attributes["_forward_hooks"]
-            or attributes["_forward_pre_hooks"]
-            or attributes["_backward_hooks"]
-            or attributes["_backward_pre_hooks"]
-            or id(type(module)) != kind
+            id(type(module)) != kind
+            or len(attributes) != size
             or next(reversed(attributes)) != last
-            or len(attributes["_parameters"]) != parameters
-            or len(attributes["_buffers"]) != buffers
-            or module._compiled_call_impl is not None
-            or ((children or attributes["_modules"]) and [*map(id, attributes["_modules"].values())] != children)
+            or [*map(len, _hooks_and_contents(attributes))] != sizes
+            or (children and [*map(id, attributes["_modules"].values())] != children)
         ):
             return False
     return True

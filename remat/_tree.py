@@ -62,20 +62,24 @@ class Picked:
 
     def __init__(self, tree: Any, test: Callable[[torch.Tensor], bool]) -> None:
         self.leaves, self._spec = flatten(tree)
-        places: dict[int, list[int]] = {}
+        self.positions: list[int] = []
+        self.tensors: list[torch.Tensor] = []
+        self._places: dict[int, list[int]] = {}
         for i, leaf in enumerate(self.leaves):
-            if isinstance(leaf, torch.Tensor) and test(leaf):
-                places.setdefault(id(leaf), []).append(i)
-        self._places = list(places.values())
-        self.positions = [found[0] for found in self._places]
-        self.tensors: list[torch.Tensor] = [self.leaves[i] for i in self.positions]
+            if isinstance(leaf, torch.Tensor):
+                if id(leaf) in self._places:
+                    self._places[id(leaf)].append(i)
+                elif test(leaf):
+                    self._places[id(leaf)] = [i]
+                    self.positions.append(i)
+                    self.tensors.append(leaf)
 
     def replaced(self, tensors: Iterable[torch.Tensor]) -> Any:
         """The tree with `tensors` in their places."""
-        for tensor, places in zip(tensors, self._places, strict=True):
+        for tensor, places in zip(tensors, self._places.values(), strict=True):
             for i in places:
                 self.leaves[i] = tensor
-        return unflatten(self._spec, self.leaves)
+        return self.leaves[0] if self._spec is _LEAF else unflatten(self._spec, self.leaves)
 
 
 class Static:

@@ -13,8 +13,10 @@ class RepeatableCall(Protocol):
     name: str
     random: Any
     """The draws to repeat, None where there were none."""
+    tape: Any
+    """What a policy keeps, None without one."""
     last_rerun: bool
-    """Whether the rerun that is about to come is known to be the last."""
+    """Where there is a tape: whether the rerun that is about to come is known to be the last."""
 
     @property
     def needs_level(self) -> bool:

@@ -8,9 +8,10 @@ large ones that cost is nothing, and a watched run can spare the last product of
 from __future__ import annotations
 
 import contextlib
+import types
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,12 +48,58 @@ def _is_plain(tree: Any) -> bool:
     return (kind is tuple or kind is list) and all(map(_is_plain, tree))
 
 
+class _Found(NamedTuple):
+    """What a function is given and finds."""
+
+    reads: _pure.Reads
+    leaves: list[Any]
+    spec: _tree.PyTreeSpec | None
+    """Of the arguments; None where the leaves are the arguments."""
+    contents: dict[int, tuple[types.CellType, Any]]
+    values: list[_pure.Value]
+    places: list[_pure.Value]
+    tensors: list[Tensor]
+
+    @staticmethod
+    def by(fun: Any, reads: _pure.Reads, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
+        """The function is `fun`."""
+        spec = None
+        leaves = list(args)
+        if kwargs or not _LEAVES.issuperset(map(type, args)):
+            leaves, spec = _tree.flatten((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        contents = cell_contents([fun]) if getattr(fun, "__closure__", None) else {}
+        if contents:
+            tensors += [content for _, content in contents.values() if isinstance(content, Tensor)]
+        values, places = _pure.held(fun, reads)
+        if places:
+            tensors += [tensor for *_, tensor in places]
+        return _Found(reads, leaves, spec, contents, values, places, tensors)
+
+
+class PlainCall:
+    """A call of which nothing is differentiated."""
+
+    def run(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result."""
+        return fun(*args, **kwargs)
+
+    def record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], early_stop: bool) -> Any:
+        """The result."""
+        return fun(*args, **kwargs)
+
+
+_PLAIN_CALL = PlainCall()
+
+
 class UnwatchedCall:
     """One call of a function, ready to be repeated: `call(*operands)` gives its results.
 
     **Attributes:**
 
     - `operands`: until the function runs, the tensors that it is given and finds, each once.
+    - `size`: the number of elements of the largest.
+    - `versions`: how often each had been written to.
     """
 
     random = None
@@ -60,43 +107,26 @@ class UnwatchedCall:
     needs_level = False
     last_rerun = False
 
-    def __init__(self, fun: Any, name: str, reads: _pure.Reads, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, fun: Any, name: str, found: _Found, size: int) -> None:
         self.name = name
+        self.size = size
+        self.versions: list[int] = []
         self.returned: list[int] = []
-        self.operands: list[Tensor] = []
-        self._fun = fun
-        self._reads = reads
-        self._spec: _tree.PyTreeSpec | None = None
-        if kwargs or not _LEAVES.issuperset(map(type, args)):
-            self._leaves, self._spec = _tree.flatten((args, kwargs))
-        else:
-            self._leaves = list(args)
-        position: dict[int, int] = {}
-        self._arguments = [(i, self._take(x, position)) for i, x in enumerate(self._leaves) if isinstance(x, Tensor)]
+        self.operands = list({id(t): t for t in found.tensors}.values())
+        position = {id(t): i for i, t in enumerate(self.operands)}
+        self._reads = found.reads
+        self._spec = found.spec
+        self._leaves = found.leaves
+        self._arguments = [(i, position[id(x)]) for i, x in enumerate(found.leaves) if isinstance(x, Tensor)]
         for i, _ in self._arguments:
             self._leaves[i] = None
+        self._values = found.values
+        self._places = [(names, name, position[id(t)], weakref.ref(t)) for names, name, t in found.places]
+        self._fun = fun
         self._table: Table | None = None
-        if getattr(fun, "__closure__", None):
-            contents = cell_contents([fun])
-            for _, content in contents.values():
-                if isinstance(content, Tensor):
-                    self._take(content, position)
-            freezer = Freezer(contents, position)
+        if found.contents:
+            freezer = Freezer(found.contents, position)
             self._fun, self._table = freezer(fun), freezer.table
-        self._values, places = _pure.held(fun, reads)
-        self._places = [(names, name, self._take(t, position), weakref.ref(t)) for names, name, t in places]
-
-    def _take(self, tensor: Tensor, position: dict[int, int]) -> int:
-        """Make a tensor an operand, and say which."""
-        at = position.setdefault(id(tensor), len(self.operands))
-        if at == len(self.operands):
-            self.operands.append(tensor)
-        return at
-
-    @property
-    def is_small(self) -> bool:
-        """Whether a watched run would spare nothing."""
-        return all(type(t) in _TENSORS and t.numel() <= _SMALL and not t.is_inference() for t in self.operands)
 
     def record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], early_stop: bool) -> Any:
         """The user's own call, and its result with a graph that saves nothing.
@@ -105,9 +135,7 @@ class UnwatchedCall:
 
         - `early_stop`: whether the rerun may end as soon as all is there that the graph would have saved.
         """
-        if not any(t.requires_grad for t in self.operands):
-            return fun(*args, **kwargs)
-        return _SparseGraph(self, early_stop).record(fun, args, kwargs)
+        return _SparseGraph(self, early_stop and self.size > _WORTH_A_STOP).record(fun, args, kwargs)
 
     def run(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own call, and its result with the remat'd derivative."""
@@ -115,11 +143,9 @@ class UnwatchedCall:
         if internals.transforms_active() or internals.forward_ad_active():
             with internals.without_saved_tensors_hooks():
                 out = self.forward(fun, args, kwargs)
-        elif any(t.requires_grad for t in operands):
-            graph = _SparseGraph(self)
-            out = graph.record(fun, args, kwargs)
         else:
-            return fun(*args, **kwargs)
+            graph = _SparseGraph(self, self.size > _WORTH_A_STOP)
+            out = graph.record(fun, args, kwargs)
         results = _tree.Picked(out, lambda r: _is_computed(r, operands))
         values = results.tensors
         if not values:
@@ -137,10 +163,10 @@ class UnwatchedCall:
         """The user's own call: `fun` is the function before it was taken apart."""
         operands, self.operands = self.operands, []
         self._ambient = Ambient.current()
-        versions = [t._version for t in operands]
+        self.versions = [t._version for t in operands]
         out = fun(*args, **kwargs)
-        if [t._version for t in operands] != versions:
-            t = next(t for t, before in zip(operands, versions, strict=True) if t._version != before)
+        if [t._version for t in operands] != self.versions:
+            t = next(t for t, before in zip(operands, self.versions, strict=True) if t._version != before)
             raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
         return out
 
@@ -186,25 +212,26 @@ class UnwatchedCall:
 
 def _is_computed(result: Tensor, operands: list[Tensor]) -> bool:
     """Whether a result is differentiated, and neither an operand nor a view of one."""
-    if not (result.is_floating_point() or result.is_complex()) or any(result is t for t in operands):
+    if not internals.requires_grad_at_any_level(result) and not (
+        internals.forward_ad_active() and (result.is_floating_point() or result.is_complex())
+    ):
         return False
-    if not (internals.requires_grad_at_any_level(result) or internals.forward_ad_active()):
+    if result._is_view() and any(result._base is t or result._base is t._base for t in operands):
         return False
-    return not (result._is_view() and any(result._base is t or result._base is t._base for t in operands))
+    return id(result) not in map(id, operands)
 
 
 class _SparseGraph(Graph):
     """The native graph of a call. Of what it would save it holds the operands alone."""
 
-    def __init__(self, call: UnwatchedCall, early_stop: bool = True) -> None:
+    def __init__(self, call: UnwatchedCall, early_stop: bool) -> None:
         self._call = call
         self._operands = operands = call.operands
         self._required = [t.requires_grad for t in operands]
-        self._versions = [t._version for t in operands]
         self._saved: list[Any] | None = None
         if internals.saved_tensors_hooks_active():
             self._saved, self._operands = [*map(internals.save, operands)], []
-        self._stops = early_stop and any(t.numel() > _WORTH_A_STOP for t in operands)
+        self._early_stop = early_stop
         self._holders: list[weakref.ref[Holder]] = []
         self._shapes: list[torch.Size] = []
         self._skipped: int | None = None
@@ -215,8 +242,9 @@ class _SparseGraph(Graph):
         """The operands, unless they were changed in place."""
         if self._saved is not None:
             return [saved.unpack() for saved in self._saved]
-        if [t._version for t in self._operands] != self._versions:
-            for tensor, before in zip(self._operands, self._versions, strict=True):
+        versions = self._call.versions
+        if [t._version for t in self._operands] != versions:
+            for tensor, before in zip(self._operands, versions, strict=True):
                 check_version(tensor, before)
         return self._operands
 
@@ -256,22 +284,21 @@ class _SparseGraph(Graph):
         saved: list[tuple[Tensor, int]] = []
 
         def collect(tensor: Tensor) -> Tensor:
-            with internals.DisableTorchFunction():
+            with internals.DisableTorchFunction() if internals.function_modes_active() else _NOTHING:
                 tensor = tensor.detach()
                 saved.append((tensor, tensor._version))
-            if self._stops and len(saved) == expected:
+            if self._early_stop and len(saved) == expected:
                 raise _Stop
             return tensor
 
-        grad_mode = torch.is_grad_enabled()
-        with at_the_base(), paused_runs(), contextlib.suppress(_Stop):
-            internals.set_grad_enabled(True)
+        with at_the_base(), paused_runs(), internals.grad_enabled():
             internals.push_saved_tensors_hooks(collect, same)
             try:
                 self._call.again(operands)
+            except _Stop:
+                pass
             finally:
                 internals.pop_saved_tensors_hooks()
-                internals.set_grad_enabled(grad_mode)
         if len(saved) != expected:
             raise self.error(f"{WRONG_COUNT.format(expected, len(saved))}\n{PURITY}")
         return [s if holder() is not None else None for s, holder in zip(saved, self._holders, strict=True)]
@@ -317,12 +344,20 @@ class _Swap(TorchFunctionMode):
         return type(arg)(map(self._swapped, arg)) if type(arg) in (list, tuple) else arg
 
 
-def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnwatchedCall | None:
+def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnwatchedCall | PlainCall | None:
     """A call of a function that need not be watched, else None."""
-    if internals.function_modes_active() or not (_is_plain(args) and _is_plain(kwargs)):
+    if internals.function_modes_active() or not (_LEAVES.issuperset(map(type, args)) or _is_plain(args)):
         return None
     reads = _pure.reads(fun)
-    if reads is None or reads.draws or internals.tracing():
+    if reads is None or reads.draws or internals.tracing() or (kwargs and not _is_plain(kwargs)):
         return None
-    call = UnwatchedCall(fun, name, reads, args, kwargs)
-    return call if call.is_small else None
+    found = _Found.by(fun, reads, args, kwargs)
+    may_be_differentiated = internals.transforms_active() or internals.forward_ad_active()
+    if not may_be_differentiated and not any(t.requires_grad for t in found.tensors):
+        return _PLAIN_CALL
+    size = 0
+    for tensor in found.tensors:
+        size = max(size, tensor.numel())
+        if size > _SMALL or type(tensor) not in _TENSORS or tensor.is_inference():
+            return None
+    return UnwatchedCall(fun, name, found, size)

@@ -124,11 +124,9 @@ class Call:
         del leaves
         ambient = NOTHING if Ambient.current() == self._ambient else self._ambient.restored()
         restored = captured.restored() if captured.has_slots else NOTHING
-        grad_mode = torch.is_grad_enabled()
-        internals.set_grad_enabled(True)
         random_before = None if draws is None else draws.begin()
         try:
-            with ambient, context:
+            with internals.grad_enabled(), ambient, context:
                 with rerun or NOTHING, restored:
                     out = fun(*args, **kwargs)
                 if rerun is not None:
@@ -138,7 +136,6 @@ class Call:
         finally:
             if draws is not None and random_before is not None:
                 draws.end(random_before)
-            internals.set_grad_enabled(grad_mode)
             if rerun is not None:
                 rerun.close()
             if thaw is not None:
