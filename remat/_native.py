@@ -62,6 +62,8 @@ groups: weakref.WeakKeyDictionary[Any, list[_Recomputed]] = weakref.WeakKeyDicti
 class Graph(ABC):
     """The native graph of one call, which saves nothing."""
 
+    joins_groups = True
+    """Whether the backward passes of a `GraphExecGroup` share what is computed again."""
     _recomputed: weakref.ref[_Recomputed] | None = None
 
     @abstractmethod
@@ -74,7 +76,7 @@ class Graph(ABC):
 
     def unpack(self, index: int) -> Tensor:
         """The saved tensor with this number."""
-        group = internals.graph_exec_group()
+        group = internals.graph_exec_group() if self.joins_groups else None
         key = internals.graph_task() if group is None else group
         if key == -1:  # outside of a backward pass: `grad_fn._saved_self`
             entry = self.rerun()[index]

@@ -145,6 +145,7 @@ class UnwatchedCall:
                 out = self.forward(fun, args, kwargs)
         else:
             graph = _SparseGraph(self, self.size > _WORTH_A_STOP)
+            graph.joins_groups = False  # what one result does not need is unpacked all the same
             out = graph.record(fun, args, kwargs)
         results = _tree.Picked(out, lambda r: _is_computed(r, operands))
         values = results.tensors

@@ -1,0 +1,298 @@
+"""Calls that need not be watched: their native graph saves nothing, and is left where the derivative is recorded."""
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import CountOps, Fun, assert_same, leaf, numbers
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import grad, vmap
+
+from remat import CheckpointError, _pure, remat
+from remat.compat import GraphExecGroup, checkpoint
+from remat.debug import LiveBytes
+
+Way = Callable[[Fun], Fun]
+WAYS = pytest.mark.parametrize(
+    "way", [remat, lambda f: functools.partial(checkpoint, f, use_reentrant=False)], ids=["remat", "checkpoint"]
+)
+UNIT = 1024 * 8
+
+
+def steps(x: Tensor) -> Tensor:
+    for _ in range(10):
+        x = torch.sin(x)
+    return x
+
+
+def tanh(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w)
+
+
+def chain(block: Fun) -> Fun:
+    def fun(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = block(x)
+        return x.sum()
+
+    return fun
+
+
+def backward(fun: Fun, x: Tensor) -> None:
+    fun(x.clone().requires_grad_()).backward()
+
+
+def double_backward(fun: Fun, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(fun(x), x, create_graph=True)
+    g.sum().backward()
+
+
+def peak(run: Callable[[], Any]) -> float:
+    """In results of one step."""
+    with LiveBytes() as meter:
+        run()
+    assert meter.current <= UNIT  # a gradient at most
+    return meter.peak / UNIT
+
+
+def test_known() -> None:
+    assert _pure.reads(steps) is not None
+    assert _pure.reads(tanh) is not None
+
+
+@pytest.mark.parametrize(
+    ("transform", "bound"),
+    [
+        (backward, 20 + 10 + 5),
+        (double_backward, 80),
+        (lambda f, x: grad(f)(x), 20 + 10 + 5),
+        (lambda f, x: vmap(grad(f))(x.expand(3, -1)), 3 * (20 + 10 + 5)),
+        (lambda f, x: grad(lambda x: grad(f)(x).sum())(x), 80),
+    ],
+    ids=[".backward()", "double backward", "grad", "vmap(grad)", "grad(grad)"],
+)
+def test_memory(transform: Any, bound: int) -> None:
+    """20 blocks of 10 steps: the results of the blocks, and those of the steps of one of them."""
+    x = numbers(1024)
+    assert peak(lambda: transform(chain(remat(steps)), x)) <= bound
+    assert peak(lambda: transform(chain(steps), x)) > 190
+
+
+@WAYS
+def test_nothing_is_computed_that_nobody_needs(way: Way) -> None:
+    x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+    y = way(tanh)(x, w)
+    with CountOps() as ops:
+        y.sum().backward()
+    assert (ops["tanh"], ops["mm"]) == (1, 3)
+    with CountOps() as ops:
+        torch.autograd.grad(way(tanh)(x, w).sum(), x, create_graph=True)
+    assert (ops["tanh"], ops["tanh_backward"]) == (2, 1)
+
+
+def views(x: Tensor) -> Any:
+    return x.view(-1), x.sin(), x.T
+
+
+def with_itself(x: Tensor) -> Any:
+    y = x.cos()
+    return y, x, y
+
+
+def group_norm(x: Tensor) -> Tensor:
+    return F.group_norm(x, 3).square()
+
+
+def two_results(x: Tensor) -> Any:
+    return x.sin(), x.exp()
+
+
+def no_leaf_of_mine(x: Tensor) -> Any:
+    return [x.detach().sin(), (x * 2).argmax(), {"y": x.sigmoid()}]
+
+
+@WAYS
+@pytest.mark.parametrize("fun", [views, with_itself, group_norm, two_results, no_leaf_of_mine, torch.tanh])
+def test_every_order(way: Way, fun: Any) -> None:
+    def orders(fun: Any) -> list[Tensor]:
+        x = leaf(numbers(4, 3))
+        found = []
+        loss: Any = sum(
+            (t * (1.5 + i)).sum() for i, t in enumerate(torch.utils._pytree.tree_leaves(fun(x))) if t.requires_grad
+        )
+        for _ in range(3):
+            (g,) = torch.autograd.grad(loss, x, create_graph=True, allow_unused=True)
+            if g is None or not g.requires_grad:
+                break
+            found.append(g.detach())
+            loss = (g.sin() * x).sum()
+        return found
+
+    assert_same(orders(way(fun)), orders(fun))
+
+
+@WAYS
+@pytest.mark.parametrize("x_then", [False, True])
+@pytest.mark.parametrize("w_then", [False, True])
+def test_what_requires_grad_is_what_did(way: Way, x_then: bool, w_then: bool) -> None:
+    """`x * w` saves the one of which the other's gradient is taken: not that of which it would be now."""
+    x, w = leaf(numbers(3)), leaf(numbers(3, seed=1))
+    x.requires_grad_(False)
+    y = way(lambda x, w: (x * w).sum())(x, w)
+    x.requires_grad_(x_then)
+    w.requires_grad_(w_then)
+    w.requires_grad_()
+    (g,) = torch.autograd.grad(y, w)
+    assert_same(g, x.detach())
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x))
+
+
+@WAYS
+def test_a_parameter_that_is_frozen_in_between(way: Way) -> None:
+    module, x = Frozen(), numbers(2, 3)
+    expected = torch.autograd.grad(module(x).sum(), module.b.weight)
+    y = way(module)(x).sum()
+    module.a.requires_grad_(False)
+    assert_same(torch.autograd.grad(y, module.b.weight), expected)
+
+
+@WAYS
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("create", [False, True])
+def test_what_is_held(way: Way, retain: bool, create: bool) -> None:
+    """After the backward pass nothing is, though the result lives, unless the graph is retained."""
+    x = leaf(numbers(3, 3)) * 2
+    w = leaf(numbers(3, 3, seed=1))
+    y = way(tanh)(x, w).sum()
+    ref = weakref.ref(x)
+    torch.autograd.grad(y, w, retain_graph=retain, create_graph=create)
+    del x
+    gc.collect()
+    if way is remat or not create:  # of a native graph that is recorded
+        assert (ref() is not None) == (retain or (create and way is not remat))
+    assert y.requires_grad
+
+
+@WAYS
+def test_no_cycles(way: Way) -> None:
+    gc.disable()
+    try:
+        x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+        y = way(lambda x: tanh(x, w))(x)
+        ref = weakref.ref(y)
+        y.sum().backward()
+        del y
+        assert ref() is None
+    finally:
+        gc.enable()
+
+
+@WAYS
+def test_hooks_see_the_operands_alone(way: Way) -> None:
+    x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+    seen = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor.clone()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = way(tanh)(x, w).sum()
+    assert len(seen) == 2
+    assert all(any(torch.equal(s, t) for t in (x, w)) for s in seen)
+    assert_same(torch.autograd.grad(y, [x, w]), torch.autograd.grad(tanh(x, w).sum(), [x, w]))
+
+
+@WAYS
+def test_an_argument_that_was_changed_in_place_is_an_error(way: Way) -> None:
+    x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+    for create in (False, True):
+        y = way(tanh)(x, w).sum()
+        with torch.no_grad():
+            w.mul_(2)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[torch.DoubleTensor \[3, 3\]\]"):
+            torch.autograd.grad(y, x, create_graph=create)
+
+
+@WAYS
+def test_results_may_be_changed_in_place(way: Way) -> None:
+    x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+    got, expected = way(tanh)(x, w), torch.tanh(x @ w).clone()
+    for y in (got, expected):
+        y.mul_(2).add_(1)
+    assert_same(torch.autograd.grad(got.sum(), [x, w]), torch.autograd.grad(expected.sum(), [x, w]))
+
+
+@WAYS
+def test_backward_in_other_surroundings(way: Way) -> None:
+    x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+    y = way(tanh)(x, w)
+    expected = torch.autograd.grad(tanh(x, w).sum(), [x, w])
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        assert_same(torch.autograd.grad(y.sum(), [x, w], retain_graph=True), expected)
+    cotangents = numbers(2, 3, 3, seed=2)
+    batched = torch.autograd.grad(tanh(x, w), [x, w], cotangents, is_grads_batched=True)
+    assert_same(torch.autograd.grad(y, [x, w], cotangents, retain_graph=True, is_grads_batched=True), batched)
+    mapped = vmap(lambda c: torch.autograd.grad(y, [x, w], c, retain_graph=True))(cotangents)
+    assert_same(mapped, batched)
+
+
+@WAYS
+def test_groups(way: Way) -> None:
+    x = leaf(numbers(3))
+    y, z = way(two_results)(x)
+    with CountOps() as ops, GraphExecGroup():
+        y.sum().backward(retain_graph=True)
+        z.sum().backward()
+    assert ops["exp"] == (2 if way is remat else 1)
+    assert_same(x.grad, x.detach().cos() + x.detach().exp())
+
+
+@WAYS
+def test_a_number_of_saved_tensors_that_is_another_is_an_error(way: Way) -> None:
+    table = [1.0]
+
+    def counts(x: Tensor, powers: Any) -> Tensor:
+        for p in powers:
+            x = torch.sin(x) * p
+        return x
+
+    x = leaf(numbers(3))
+    y = way(counts)(x, table)
+    table.append(2.0)  # a list that was given counts as it was
+    assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(counts(x, [1.0]).sum(), x))
+
+
+@WAYS
+def test_unpack_outside_of_backward(way: Way) -> None:
+    x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+    y = way(tanh)(x, w)
+    node = y.grad_fn if type(y.grad_fn).__name__ == "TanhBackward0" else y.grad_fn.next_functions[0][0]
+    assert_same(node._saved_result.detach(), tanh(x, w).detach())
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_an_error_in_the_rerun_leaves_all_as_it_was() -> None:
+    module, x = Frozen(), leaf(numbers(2, 3))
+    y = remat(module)(x)
+    module.a = nn.Linear(3, 3)
+    with pytest.raises(CheckpointError, match="was replaced"):
+        y.sum().backward()
+    assert torch.is_grad_enabled()
+    assert_same(torch.sin(x).grad_fn._saved_self, x)  # no hooks are left
