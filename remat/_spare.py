@@ -28,6 +28,7 @@ from remat._values import (
     is_view,
     plain,
     refs,
+    returned,
     tensors,
     written,
 )
@@ -68,23 +69,24 @@ class Replay(OpMode):
             return func(*args, **kwargs)
         if func is CONSTANT:
             reader.constant(args[0])
-        if not all(map(plain, tensors(args, kwargs))):
+        given = tensors(args, kwargs)
+        if not all(map(plain, given)):
             out = self._run(func, args, kwargs)
             for t in written(func, args, kwargs):
                 if plain(t):
                     reader.write(t, reader.values.new())
             return out
+        if is_view(func):
+            return func(*args, **kwargs)
         call = reader.call(func, args, kwargs)
-        if is_view(func) or call.token in self._tape.views:
+        if call.token in self._tape.views:
             return func(*args, **kwargs)
         op = self._tape.spared(call.token)
         changed = written(func, args, kwargs)
         if op is not None:
             return self._spare(op, call, changed)
         out = self._run(func, args, kwargs)
-        if all(plain(t) for t in flat(out) if isinstance(t, Tensor)) and not any(
-            aliases_of(out, args, kwargs, changed)
-        ):
+        if all(map(plain, returned(out))) and not any(aliases_of(out, given, changed)):
             self._note(call, out, changed)
         return out
 

@@ -31,6 +31,7 @@ from remat._values import (
     is_draw,
     is_view,
     plain,
+    returned,
     tensors,
     written,
 )
@@ -136,10 +137,10 @@ def write_token(values: Values, call: OpCall, i: int) -> Token:
     return values.number(call.token, "write", i)
 
 
-def aliases_of(out: Any, args: Any, kwargs: Any, changed: list[Tensor]) -> list[bool]:
+def aliases_of(out: Any, given: list[Tensor], changed: list[Tensor]) -> list[bool]:
     """For each tensor that an op returned, whether it lies in a storage that the op was given and did not change."""
-    given = {id(t.untyped_storage()) for t in tensors(args, kwargs)} - {id(t.untyped_storage()) for t in changed}
-    return [id(t.untyped_storage()) in given for t in flat(out) if isinstance(t, Tensor)]
+    storages = {id(t.untyped_storage()) for t in given} - {id(t.untyped_storage()) for t in changed}
+    return [id(t.untyped_storage()) in storages for t in returned(out)]
 
 
 class _Active(threading.local):
@@ -202,18 +203,19 @@ class Recorder(OpMode):
             return func(*args, **kwargs)
         if func is CONSTANT:
             reader.constant(args[0])
-        if not all(map(plain, tensors(args, kwargs))):
+        given = tensors(args, kwargs)
+        if not all(map(plain, given)):
             return self._run_again(func, args, kwargs)
-        call = reader.call(func, args, kwargs)
+        call = None if is_view(func) else reader.call(func, args, kwargs)
         out = func(*args, **kwargs)
-        if not all(plain(t) for t in flat(out) if isinstance(t, Tensor)):
+        if not all(map(plain, returned(out))):
             return out
         decision = self._decision(out, func, args, kwargs)
-        if is_view(func):
+        if call is None:
             self._decide_of_views(out, decision)
             return out
         changed = written(func, args, kwargs)
-        aliases = aliases_of(out, args, kwargs, changed)
+        aliases = aliases_of(out, given, changed)
         if any(aliases):
             if all(aliases):
                 self._views.add(call.token)
@@ -221,7 +223,7 @@ class Recorder(OpMode):
             return out
         op = self._note(call, out, changed, decision)
         if not (_keeps(decision) and op.can_be_spared):
-            self._pin(args, kwargs)
+            self._pin(given)
         return out
 
     def __enter__(self) -> Any:
@@ -245,7 +247,7 @@ class Recorder(OpMode):
         if plain(raw):
             token = self._reader.read(raw).token
             self._again.append(token)
-            self._pin((raw,), {})
+            self._pin([raw])
             self._overwritten.add(token)
             self._reader.give_away(raw)
 
@@ -253,7 +255,7 @@ class Recorder(OpMode):
         """Run an op that can't be known by what it reads."""
         known = [t for t in tensors(args, kwargs) if plain(t)]
         self._again += [self._reader.read(t).token for t in known]
-        self._pin(known, {})
+        self._pin(known)
         out = func(*args, **kwargs)
         for t in written(func, args, kwargs):
             if plain(t):
@@ -298,10 +300,11 @@ class Recorder(OpMode):
         can also take back what the policy has said of the op that made it.
         """
         name = current_name()
-        for t in flat(out):
-            if not isinstance(t, Tensor) or not self._reader.read(t).made:
+        for t in returned(out):
+            content = self._reader.read(t)
+            if not content.made:
                 continue
-            token = self._reader.read(t).token
+            token = content.token
             if name is not None:
                 self._names[token] = name
             before = self._decisions.get(token, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -310,9 +313,9 @@ class Recorder(OpMode):
             if _keeps(decision) or (name is not None and decision in _MUST):
                 self._decisions[token] = decision
 
-    def _pin(self, args: Any, kwargs: Any) -> None:
+    def _pin(self, given: list[Tensor]) -> None:
         """An op that will run again needs what it reads, though no backward may."""
-        for t in tensors(args, kwargs):
+        for t in given:
             content = self._reader.read(t)
             if content.made and _keeps(self._decisions.get(content.token)):
                 self._pins[content.token] = t.untyped_storage()

@@ -169,10 +169,11 @@ class Reader:
             kinds.append(kind)
             return x
         if isinstance(x, Tensor):
-            slot = slots.setdefault(id(x.untyped_storage()), len(slots))
-            reads.append(self.read(x).token)
-            size, stride, offset = x.size(), x.stride(), int(x.storage_offset())
-            return Ref(reads[-1], slot, size, stride, offset, x.dtype, x.is_conj())
+            storage = x.untyped_storage()
+            slot = slots.setdefault(id(storage), len(slots))
+            token = self.of(storage).token
+            reads.append(token)
+            return Ref(token, slot, x.size(), x.stride(), int(x.storage_offset()), x.dtype, x.is_conj())
         if isinstance(x, (list, tuple)):
             return tuple([self._spec(i, slots, reads, kinds) for i in x])
         kinds.append(repr(x) if isinstance(x, (float, complex)) else kind)  # -0.0 == 0.0 == 0 == False
@@ -203,7 +204,7 @@ class _Access(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class OpMode(internals.TorchDispatchMode):
+class OpMode(internals.BareDispatchMode):
     """A mode that sees the ops, and also the calls that give away the memory of a tensor, to numpy or to a kernel."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -242,10 +243,20 @@ def flat(out: Any) -> Sequence[Any]:
     return out if isinstance(out, (list, tuple)) and not isinstance(out, Ref) else (out,)
 
 
-def tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
+def tensors(args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors among the arguments of an op."""
-    for x in (*args, *kwargs.values()):
-        yield from (t for t in flat(x) if isinstance(t, Tensor))
+    found: list[Tensor] = []
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, (list, tuple)):
+            found += [t for t in x if isinstance(t, Tensor)]
+    return found
+
+
+def returned(out: Any) -> list[Tensor]:
+    """The tensors among what an op returned."""
+    return [out] if isinstance(out, Tensor) else tensors(flat(out), None)
 
 
 def refs(args: Any) -> Iterator[Ref]:
