@@ -279,6 +279,8 @@ class _OverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
             or any(c is not None and internals.is_legacy_batched(c) for c in cotangents)
         ):
             return None, None, None, *cotangents, *[None] * len(needed)
+        if graph is None:
+            _ = ctx.saved_tensors  # raises: the graph has been freed
         graph.skip()
         return None, None, None, *[None] * len(cotangents), *_gradients(link, graph.operands(), needed, cotangents)
 

@@ -61,7 +61,7 @@ _DRAWS = frozenset(
     {"dropout", "multinomial", "rand", "rand_like", "randn", "randn_like", "scaled_dot_product_attention"}
 )
 _ATTRIBUTES = _words("""
-    T H mT mH device dtype dim ndim real imag requires_grad shape values indices nn functional special linalg fft
+    T H mT mH device dtype dim ndim real imag shape values indices nn functional special linalg fft
     Size Tensor bool float double half long int bfloat16 bfloat float16 float32 float64 int8 int16 int32 int64 uint8
     complex64 complex128 cpu cuda inf pi e nan newaxis eps tiny is_floating_point is_complex is_cuda stride mode
     append copy count extend format get insert items join keys pop reverse sort update
@@ -115,7 +115,7 @@ def _names(code: types.CodeType) -> _Code | None:
         elif i.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             attributes.add(i.argval)
     keywords = {n for c in code.co_consts for n in (c if isinstance(c, tuple) else (c,)) if isinstance(n, str)}
-    if keywords & {"out", "generator"} or ("inplace" in keywords and "inplace" not in attributes):
+    if keywords & {"out", "generator", "requires_grad"} or ("inplace" in keywords and "inplace" not in attributes):
         return None
     if (attributes | globals_) & _MAY_BE_INPLACE and any(c is True for c in code.co_consts):  # F.relu(x, True)
         return None
@@ -175,7 +175,7 @@ class Reads:
         self._attributes: list[tuple[weakref.ref[Any], str, _Meaning]] = []
         self._operations: list[tuple[Mapping[str, Any], str]] = []
         self._meant: list[Any] = []  # by these
-        self._codes: list[tuple[weakref.ref[types.FunctionType], types.CodeType, Any]] = []  # of others
+        self._codes: list[tuple[weakref.ref[types.FunctionType], list[Any]]] = []  # of others
         self._names: set[str] = set()
         self._functions: dict[int, types.FunctionType] = {}
         self._modules: dict[int, nn.Module] = {}
@@ -197,9 +197,9 @@ class Reads:
                 return False
         if not internals.have_shapes(self._shapes):
             return False
-        for function_ref, code, defaults in self._codes:  # a notebook that reloads puts others there
+        for function_ref, parts in self._codes:  # a notebook that reloads puts others there
             function = function_ref()
-            if function is None or function.__code__ is not code or function.__defaults__ is not defaults:
+            if function is None or not _is_made_of(function, parts):
                 return False
         if [space.get(name) for space, name in self._operations] != self._meant:
             return False
@@ -264,7 +264,7 @@ class Reads:
             raise _Unknown
         is_of_torch = str(function.__module__).startswith("torch.")
         if id(function) not in self._roots and not is_of_torch:
-            self._codes.append((weakref.ref(function), function.__code__, function.__defaults__))
+            self._codes.append((weakref.ref(function), made_of(function)))
         self._names |= names.attributes
         for name in names.globals:
             value = function.__globals__.get(name, _MISSING)
@@ -376,9 +376,14 @@ _ORIGINALS = {name: [space.get(name) for space in _SPACES] for name in _OPS}
 _found: dict[Any, Reads] = {}
 
 
-def reads(fun: Any) -> Reads | None:
-    """What is known of a function, a module or a method of a module. None: it has to be watched."""
-    roots: list[Any] = []
+def reads(fun: Any, roots: list[Any] | None = None) -> Reads | None:
+    """What is known of a function, a module or a method of a module. None: it has to be watched.
+
+    **Arguments:**
+
+    - `roots`: where to put the function and, in order, the functions and modules in its cells.
+    """
+    roots = [] if roots is None else roots
     key = _key(fun, roots)
     if key is None or internals.has_global_module_hooks():
         return None
@@ -390,10 +395,10 @@ def reads(fun: Any) -> Reads | None:
     return found if found.is_known else None
 
 
-def still(fun: Any, before: Reads) -> bool:
-    """Whether a function does what it did."""
+def still(fun: Any, before: Reads, parts: list[list[Any]]) -> bool:
+    """Whether a function does what it did. `parts`: what its roots were made of."""
     roots: list[Any] = []
-    if _key(fun, roots) is None or internals.has_global_module_hooks():
+    if _key(fun, roots) is None or internals.has_global_module_hooks() or not _are_made_of(roots, parts):
         return False
     if before.holds(roots):
         return True
@@ -401,15 +406,26 @@ def still(fun: Any, before: Reads) -> bool:
     return now is not None and now.same_as(before)
 
 
+def made_of(root: Any) -> list[Any]:
+    """The code and the defaults of a function; nothing of a module, whose class has them."""
+    return [root.__code__, *_defaults(root)] if type(root) is types.FunctionType else []
+
+
+def _are_made_of(roots: list[Any], parts: list[list[Any]]) -> bool:
+    return len(roots) == len(parts) and all(map(_is_made_of, roots, parts))
+
+
+def _is_made_of(root: Any, parts: list[Any]) -> bool:
+    now = made_of(root)
+    return len(now) == len(parts) and all(map(operator.is_, now, parts))
+
+
 Value = tuple[dict[str, Any], str, Any]
 """A namespace, a name, and what it means there."""
 
 
-def held(fun: Any, reads: Reads) -> tuple[list[Value], list[Value]]:
+def held(reads: Reads, roots: list[Any]) -> tuple[list[Value], list[Value]]:
     """What the names mean now that may come to mean something else, and where the tensors are that modules hold."""
-    roots: list[Any] = []
-    if reads.names:
-        _key(fun, roots)
     names: list[Value] = []
     for at, name in reads.names:
         owner = roots[at] if type(at) is int else at()

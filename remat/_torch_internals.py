@@ -495,6 +495,11 @@ def autocast(settings: Iterable[tuple[str, bool, torch.dtype, bool]]) -> Iterato
         use(before)
 
 
+def saved_tensors_hooks_refused() -> bool:
+    """Whether hooks can't be used here: inside of `torch.func.grad`, also where that has lowered its level."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+
+
 def saved_tensors_hooks_active() -> bool:
     """Whether hooks make something else of what the graph saves."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

@@ -52,6 +52,8 @@ class _Found(NamedTuple):
     """What a function is given and finds."""
 
     reads: _pure.Reads
+    roots: list[Any]
+    """The function, and functions and modules in its cells."""
     leaves: list[Any]
     spec: _tree.PyTreeSpec | None
     """Of the arguments; None where the leaves are the arguments."""
@@ -61,20 +63,20 @@ class _Found(NamedTuple):
     tensors: list[Tensor]
 
     @staticmethod
-    def by(fun: Any, reads: _pure.Reads, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
-        """The function is `fun`."""
+    def by(reads: _pure.Reads, roots: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
+        """The function is the first of the roots."""
         spec = None
         leaves = list(args)
         if kwargs or not _LEAVES.issuperset(map(type, args)):
             leaves, spec = _tree.flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        contents = cell_contents([fun]) if getattr(fun, "__closure__", None) else {}
+        contents = cell_contents(roots[:1]) if getattr(roots[0], "__closure__", None) else {}
         if contents:
             tensors += [content for _, content in contents.values() if isinstance(content, Tensor)]
-        values, places = _pure.held(fun, reads)
+        values, places = _pure.held(reads, roots)
         if places:
             tensors += [tensor for *_, tensor in places]
-        return _Found(reads, leaves, spec, contents, values, places, tensors)
+        return _Found(reads, roots, leaves, spec, contents, values, places, tensors)
 
 
 class PlainCall:
@@ -123,6 +125,7 @@ class UnwatchedCall:
         self._values = found.values
         self._places = [(names, name, position[id(t)], weakref.ref(t)) for names, name, t in found.places]
         self._fun = fun
+        self._parts = [*map(_pure.made_of, found.roots)]
         self._table: Table | None = None
         if found.contents:
             freezer = Freezer(found.contents, position)
@@ -140,7 +143,7 @@ class UnwatchedCall:
     def run(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own call, and its result with the remat'd derivative."""
         operands, graph = self.operands, None
-        if internals.transforms_active() or internals.forward_ad_active():
+        if internals.transforms_active() or internals.forward_ad_active() or internals.saved_tensors_hooks_refused():
             with internals.without_saved_tensors_hooks():
                 out = self.forward(fun, args, kwargs)
         else:
@@ -156,7 +159,10 @@ class UnwatchedCall:
         if graph is None:
             attached = attach(derived, values, [internals.unwrap_dead(t) for t in operands])
         else:
-            graph.may_skip = len(values) == len(results.leaves)
+            # Else it has more results, that are not under the node: operands, views, what was put into a list.
+            graph.may_skip = len(values) == len(results.leaves) and (
+                self._spec is None or _holds_none_but(operands, (args, kwargs))
+            )
             attached = attach_over_graph(derived, values, operands, graph)
         return out if attached is values else results.replaced(attached)
 
@@ -189,7 +195,7 @@ class UnwatchedCall:
                 swaps[id(original)] = operand
         try:
             with self._ambient.restored(), _filled(slots) if slots else _NOTHING:
-                if not _pure.still(fun, self._reads):
+                if not _pure.still(fun, self._reads, self._parts):
                     raise CheckpointError(_REPLACED.format(self.name))
                 with _Swap(swaps) if swaps else _NOTHING:
                     return fun(*args, **kwargs)
@@ -209,6 +215,12 @@ class UnwatchedCall:
 
     def finish(self) -> None:
         """Called when the derivative is there."""
+
+
+def _holds_none_but(operands: list[Tensor], arguments: Any) -> bool:
+    """Whether all tensors in the arguments are operands."""
+    known = {*map(id, operands)}
+    return all(id(x) in known for x in _tree.flatten(arguments)[0] if isinstance(x, Tensor))
 
 
 def _is_computed(result: Tensor, operands: list[Tensor]) -> bool:
@@ -349,10 +361,11 @@ def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     """A call of a function that need not be watched, else None."""
     if internals.function_modes_active() or not (_LEAVES.issuperset(map(type, args)) or _is_plain(args)):
         return None
-    reads = _pure.reads(fun)
+    roots: list[Any] = []
+    reads = _pure.reads(fun, roots)
     if reads is None or reads.draws or internals.tracing() or (kwargs and not _is_plain(kwargs)):
         return None
-    found = _Found.by(fun, reads, args, kwargs)
+    found = _Found.by(reads, roots, args, kwargs)
     may_be_differentiated = internals.transforms_active() or internals.forward_ad_active()
     if not may_be_differentiated and not any(t.requires_grad for t in found.tensors):
         return _PLAIN_CALL

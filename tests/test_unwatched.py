@@ -278,6 +278,75 @@ def test_a_number_of_saved_tensors_that_is_another_is_an_error(way: Way) -> None
     assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(counts(x, [1.0]).sum(), x))
 
 
+@pytest.mark.parametrize("fill", ["append", "update"])
+def test_what_is_put_into_an_argument_has_a_derivative_of_its_own(fill: str) -> None:
+    def leaks(x: Tensor, found: Any) -> Tensor:
+        y = torch.sin(x)
+        if fill == "append":
+            found.append(y.exp())
+        else:
+            found.update({"y": y.exp()})
+        return y.cos()
+
+    assert _pure.reads(leaks) is not None
+    results = []
+    for fun in (remat(leaks), leaks):
+        x, found = leaf(numbers(3)), [] if fill == "append" else {"y": 1.0}
+        y = fun(x, found)
+        other = found[0] if fill == "append" else found["y"]
+        (g,) = torch.autograd.grad((y + 2 * other).sum(), x, create_graph=True)
+        results.append((g.detach(), *torch.autograd.grad(g.sum(), x)))
+    assert_same(*results)
+
+
+def test_a_function_that_asks_what_requires_grad_is_watched() -> None:
+    assert _pure.reads(lambda x, w: x * w if w.requires_grad else x) is None
+    assert _pure.reads(lambda x: x * torch.ones(3, requires_grad=True)) is None
+
+
+@WAYS
+@pytest.mark.parametrize("part", ["__defaults__", "__kwdefaults__", "__code__"])
+def test_a_function_that_was_made_another_is_an_error(way: Way, part: str) -> None:
+    def scales(x: Tensor, factor: float = 2.0, *, other: float = 3.0) -> Tensor:
+        return torch.sin(x * factor) * other
+
+    def divides(x: Tensor, factor: float = 2.0, *, other: float = 3.0) -> Tensor:
+        return torch.sin(x / factor) * other
+
+    def calls(x: Tensor) -> Tensor:
+        return inner(x).cos()
+
+    inner, x = scales, leaf(numbers(3))
+    new = {"__defaults__": (5.0,), "__kwdefaults__": {"other": 7.0}, "__code__": divides.__code__}[part]
+    for fun in (scales, calls):
+        assert _pure.reads(fun) is not None
+        before = getattr(scales, part)
+        y = way(fun)(x).sum()
+        expected = torch.autograd.grad(fun(x).sum(), x)
+        setattr(scales, part, new)
+        with pytest.raises(CheckpointError, match="was replaced"):
+            torch.autograd.grad(y, x, retain_graph=True)
+        setattr(scales, part, before)
+        assert_same(torch.autograd.grad(y, x), expected)
+
+
+@WAYS
+@pytest.mark.parametrize("create", [False, True])
+def test_a_second_pass_over_a_freed_graph_is_torchs_error(way: Way, create: bool) -> None:
+    x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+    y = way(tanh)(x, w).sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(y, x, create_graph=create)
+
+
+def test_where_hooks_are_refused() -> None:
+    x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        y = remat(tanh)(x, w).sum()
+    assert_same(torch.autograd.grad(y, [x, w]), torch.autograd.grad(tanh(x, w).sum(), [x, w]))
+
+
 @WAYS
 def test_unpack_outside_of_backward(way: Way) -> None:
     x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
