@@ -144,8 +144,7 @@ class UnwatchedCall:
         """The user's own call, and its result with the remat'd derivative."""
         operands, graph = self.operands, None
         if internals.transforms_active() or internals.forward_ad_active() or internals.saved_tensors_hooks_refused():
-            with internals.without_saved_tensors_hooks():
-                out = self.forward(fun, args, kwargs)
+            out = self.forward(fun, args, kwargs)
         else:
             graph = _SparseGraph(self, self.size > _WORTH_A_STOP)
             graph.joins_groups = False  # what one result does not need is unpacked all the same
@@ -241,9 +240,6 @@ class _SparseGraph(Graph):
         self._call = call
         self._operands = operands = call.operands
         self._required = [t.requires_grad for t in operands]
-        self._saved: list[Any] | None = None
-        if internals.saved_tensors_hooks_active():
-            self._saved, self._operands = [*map(internals.save, operands)], []
         self._early_stop = early_stop
         self._holders: list[weakref.ref[Holder]] = []
         self._shapes: list[torch.Size] = []
@@ -253,8 +249,6 @@ class _SparseGraph(Graph):
 
     def operands(self) -> list[Tensor]:
         """The operands, unless they were changed in place."""
-        if self._saved is not None:
-            return [saved.unpack() for saved in self._saved]
         versions = self._call.versions
         if [t._version for t in self._operands] != versions:
             for tensor, before in zip(self._operands, versions, strict=True):
@@ -359,7 +353,10 @@ class _Swap(TorchFunctionMode):
 
 def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnwatchedCall | PlainCall | None:
     """A call of a function that need not be watched, else None."""
-    if internals.function_modes_active() or not (_LEAVES.issuperset(map(type, args)) or _is_plain(args)):
+    # Under hooks there may be a region around that runs this again. It has to save the same then: watched both times.
+    if internals.function_modes_active() or internals.saved_tensors_hooks_active():
+        return None
+    if not (_LEAVES.issuperset(map(type, args)) or _is_plain(args)):
         return None
     roots: list[Any] = []
     reads = _pure.reads(fun, roots)

@@ -1,5 +1,6 @@
 """Calls that need not be watched: their native graph saves nothing, and is left where the derivative is recorded."""
 
+import contextlib
 import functools
 import gc
 import weakref
@@ -365,3 +366,30 @@ def test_an_error_in_the_rerun_leaves_all_as_it_was() -> None:
         y.sum().backward()
     assert torch.is_grad_enabled()
     assert_same(torch.sin(x).grad_fn._saved_self, x)  # no hooks are left
+
+
+def transposed(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(w.T @ x.sin())
+
+
+@pytest.mark.parametrize("inner", [remat, lambda f: functools.partial(checkpoint, f, use_reentrant=False)])
+@pytest.mark.parametrize("outer", [checkpoint, torch.utils.checkpoint.checkpoint])
+@pytest.mark.parametrize("create", [False, True])
+@pytest.mark.parametrize("device", [False, True])
+def test_a_region_around_it_sees_the_same_saved_in_its_rerun(
+    outer: Any, inner: Way, create: bool, device: bool
+) -> None:
+    """Whether it is watched must not depend on what is around the region then."""
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+
+    def fun(way: Way, x: Tensor, w: Tensor) -> Tensor:
+        y = way(transposed)(x, w)
+        z, n = way(lambda w, x: (x @ w, x.argmax()))(w, y)
+        return way(layers)(z.cos()) + n
+
+    x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+    expected = torch.autograd.grad(fun(lambda f: f, x, w).sum(), [x, w])
+    with torch.device("cpu") if device else contextlib.nullcontext():
+        y = outer(functools.partial(fun, inner), x, w, use_reentrant=False)
+    found = torch.autograd.grad(y.sum(), [x, w], create_graph=create)
+    assert_same([g.detach() for g in found], list(expected))
