@@ -62,6 +62,8 @@ groups: weakref.WeakKeyDictionary[Any, list[_Recomputed]] = weakref.WeakKeyDicti
 class Graph(ABC):
     """The native graph of one call, which saves nothing."""
 
+    who = "remat.checkpoint"
+    """Whose errors are raised."""
     joins_groups = True
     """Whether the backward passes of a `GraphExecGroup` share what is computed again."""
     _recomputed: weakref.ref[_Recomputed] | None = None
@@ -72,7 +74,7 @@ class Graph(ABC):
 
     def error(self, message: str) -> CheckpointError:
         """An error, with what is known about the call."""
-        return CheckpointError(message)
+        return CheckpointError(f"{self.who}: {message}")
 
     def unpack(self, index: int) -> Tensor:
         """The saved tensor with this number."""
@@ -114,7 +116,7 @@ def check_version(tensor: Tensor, before: int) -> None:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{tensor.type()} {list(tensor.shape)}], which a checkpointed function was given or reads from outside, "
-            f"is at version {tensor._version}; expected version {before} instead."
+            f"is at version {tensor._version}; expected version {before} instead. Change a copy: x = x.clone()."
         )
 
 
@@ -127,11 +129,11 @@ def at_the_base() -> contextlib.AbstractContextManager[None]:
 
 
 WRONG_COUNT = (
-    "remat.checkpoint: A different number of tensors was saved during the original forward and recomputation.\n"
+    "A different number of tensors was saved during the original forward and recomputation.\n"
     "Number of tensors saved during forward: {}\nNumber of tensors saved during recomputation: {}"
 )
 _UNPACKED_TWICE = (
-    "remat.checkpoint: Unpack is being triggered for a tensor that was already unpacked once in this backward pass. If "
+    "Unpack is being triggered for a tensor that was already unpacked once in this backward pass. If "
     "your autograd.Function reads ctx.saved_tensors in its backward, it has to do so only once."
 )
 _UNPACKED_TWICE_IN_GROUP = (

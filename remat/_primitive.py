@@ -234,7 +234,7 @@ class _Link:
                 )
 
 
-class _Node(internals.SingleLevelFunction):  # type: ignore[misc]
+class RematNode(internals.SingleLevelFunction):  # type: ignore[misc]
     """Values with the derivative of `link.fn`."""
 
     @staticmethod
@@ -257,7 +257,7 @@ class _Node(internals.SingleLevelFunction):  # type: ignore[misc]
         return None, None, *grads
 
 
-class _OverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
+class RematOverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
     """Values that come with a graph which saves nothing. It is used where nothing differentiates the derivative."""
 
     @staticmethod
@@ -405,7 +405,7 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
     if not _reaches(fn, operands):
         return _replace(values, outs, [v.detach() for v in kept])
     with internals.forward_ad_disabled():  # for the node, the tangents of its operands are constants
-        nodes = _Node.apply(_Link(fn, outs, kept, operands), [v.detach() for v in kept], *operands)
+        nodes = RematNode.apply(_Link(fn, outs, kept, operands), [v.detach() for v in kept], *operands)
     return _replace(values, outs, nodes)
 
 
@@ -420,7 +420,7 @@ def attach_over_graph(fn: Derived, values: Values, operands: Values, graph: OwnG
         return values
     ends = [values[i] for i in outs]
     link = _Link(fn, outs, ends, operands)
-    return _replace(values, outs, _OverGraph.apply(link, graph, [v.detach() for v in ends], *ends, *operands))
+    return _replace(values, outs, RematOverGraph.apply(link, graph, [v.detach() for v in ends], *ends, *operands))
 
 
 def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
@@ -438,7 +438,7 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
         return lifted
     link = _Link(fn, outs, [values[i] for i in outs], operands)
     with internals.forward_ad_disabled():
-        nodes = internals.apply_at_level(_Node, link, [lifted[i] for i in outs], *lifted_operands)
+        nodes = internals.apply_at_level(RematNode, link, [lifted[i] for i in outs], *lifted_operands)
     return _replace(lifted, outs, nodes)
 
 

@@ -189,6 +189,11 @@ class Reads:
         self.draws = bool(self._names & _DRAWS)
         del self._functions, self._modules, self._roots, self._names
 
+    @property
+    def has_modules(self) -> bool:
+        """Whether it uses modules."""
+        return bool(self._shapes)
+
     def holds(self, roots: list[Any]) -> bool:
         """Whether all that it depends on is as it was."""
         for at, name, meaning in self._globals:
@@ -398,7 +403,9 @@ def reads(fun: Any, roots: list[Any] | None = None) -> Reads | None:
 def still(fun: Any, before: Reads, parts: list[list[Any]]) -> bool:
     """Whether a function does what it did. `parts`: what its roots were made of."""
     roots: list[Any] = []
-    if _key(fun, roots) is None or internals.has_global_module_hooks() or not _are_made_of(roots, parts):
+    if _key(fun, roots) is None or not _are_made_of(roots, parts):
+        return False
+    if before.has_modules and internals.has_global_module_hooks():
         return False
     if before.holds(roots):
         return True

@@ -152,9 +152,7 @@ level_of: Callable[[Tensor], int] = _C.maybe_get_level  # -1: no wrapper; -2: it
 unwrapped: Callable[[Tensor], Tensor] = _C.get_unwrapped
 
 
-def is_dead(tensor: Tensor) -> bool:
-    """Whether the transform that made this wrapper is over."""
-    return bool(_C.is_dead_tensor_wrapper(tensor))
+is_dead: Callable[[Tensor], bool] = _C.is_dead_tensor_wrapper  # the transform that made this wrapper is over
 
 
 def unwrap_dead(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ large ones that cost is nothing, and a watched run can spare the last product of
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 import weakref
 from collections.abc import Iterator, Sequence
@@ -33,8 +34,8 @@ _LEAVES = _TENSORS | {bool, int, float, complex, str, type(None), torch.dtype, t
 _MISSING: Any = object()
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _REPLACED = (
-    "remat: a module or a function that {} uses was replaced between its forward run and the backward, where it runs "
-    "again. Pass what varies as an argument."
+    "remat: a module or a function that {} uses was replaced, or given a hook, between its forward run and the "
+    "backward, where it runs again. Pass what varies as an argument, and register hooks before the forward."
 )
 
 
@@ -147,6 +148,7 @@ class UnwatchedCall:
             out = self.forward(fun, args, kwargs)
         else:
             graph = _SparseGraph(self, self.size > _WORTH_A_STOP)
+            graph.who = f"remat: {self.name}"
             graph.joins_groups = False  # what one result does not need is unpacked all the same
             out = graph.record(fun, args, kwargs)
         results = _tree.Picked(out, lambda r: _is_computed(r, operands))
@@ -318,20 +320,24 @@ class _Stop(BaseException):
 _ZERO = torch.zeros(())
 
 
+_filling = threading.RLock()
+
+
 @contextlib.contextmanager
 def _filled(slots: Sequence[_pure.Value]) -> Iterator[None]:
-    """Within it, places hold what is wanted."""
-    before = [(names, name, names.get(name, _MISSING)) for names, name, _ in slots]
-    try:
-        for names, name, value in slots:
-            names[name] = value
-        yield
-    finally:
-        for names, name, value in before:
-            if value is _MISSING:
-                names.pop(name, None)
-            else:  # in its place, for the order of a module's parameters counts
+    """Within it, places hold what is wanted. They belong to all threads: one at a time."""
+    with _filling:
+        before = [(names, name, names.get(name, _MISSING)) for names, name, _ in slots]
+        try:
+            for names, name, value in slots:
                 names[name] = value
+            yield
+        finally:
+            for names, name, value in before:
+                if value is _MISSING:
+                    names.pop(name, None)
+                else:  # in its place, for the order of a module's parameters counts
+                    names[name] = value
 
 
 class _Swap(TorchFunctionMode):
@@ -364,11 +370,12 @@ def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
     found = _Found.by(reads, roots, args, kwargs)
     may_be_differentiated = internals.transforms_active() or internals.forward_ad_active()
-    if not may_be_differentiated and not any(t.requires_grad for t in found.tensors):
-        return _PLAIN_CALL
     size = 0
     for tensor in found.tensors:
-        size = max(size, tensor.numel())
-        if size > _SMALL or type(tensor) not in _TENSORS or tensor.is_inference():
+        if type(tensor) not in _TENSORS or tensor.is_inference() or internals.is_dead(tensor):
             return None
-    return UnwatchedCall(fun, name, found, size)
+        size = max(size, tensor.numel())
+        may_be_differentiated = may_be_differentiated or tensor.requires_grad
+    if not may_be_differentiated:
+        return _PLAIN_CALL
+    return UnwatchedCall(fun, name, found, size) if size <= _SMALL else None

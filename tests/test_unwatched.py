@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from helpers import CountOps, Fun, assert_same, leaf, numbers
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
+from torch.utils.flop_counter import FlopCounterMode
 
 from remat import CheckpointError, _pure, remat
 from remat.compat import GraphExecGroup, checkpoint
@@ -393,3 +395,105 @@ def test_a_region_around_it_sees_the_same_saved_in_its_rerun(
         y = outer(functools.partial(fun, inner), x, w, use_reentrant=False)
     found = torch.autograd.grad(y.sum(), [x, w], create_graph=create)
     assert_same([g.detach() for g in found], list(expected))
+
+
+def keeps(x: Tensor) -> Tensor:
+    return x
+
+
+def flattens(x: Tensor) -> Tensor:
+    return x.view(-1)
+
+
+def stops(x: Tensor) -> Tensor:
+    return x.softmax(-1).detach()
+
+
+def twice(x: Tensor) -> Tensor:
+    return x.sin() * x.exp()
+
+
+@WAYS
+@pytest.mark.parametrize("fun", [nn.Identity(), nn.Flatten(0), keeps, flattens, stops, twice])
+def test_in_a_region_that_runs_again_without_being_watched(way: Way, fun: Any) -> None:
+    def outer(fun: Any, x: Tensor) -> Tensor:
+        return (fun(x.exp()) * x.sin().cos()).exp().tanh()
+
+    x = leaf(numbers(3))
+    y = checkpoint(functools.partial(outer, way(fun)), x, use_reentrant=False)
+    assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(outer(fun, x).sum(), x))
+
+
+@WAYS
+def test_one_tensor_given_twice_in_a_region(way: Way) -> None:
+    def two(a: Tensor, b: Tensor) -> Tensor:
+        return a.sin() * b.exp()
+
+    def outer(fun: Any, x: Tensor) -> Tensor:
+        h = x.cos()
+        return fun(h, h).tanh()
+
+    x = leaf(numbers(3))
+    y = checkpoint(functools.partial(outer, way(two)), x, use_reentrant=False)
+    assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(outer(two, x).sum(), x))
+
+
+def test_what_a_transform_has_left_behind() -> None:
+    x, w, left = leaf(numbers(3)), leaf(numbers(3, seed=1)), []
+    grad(lambda a: (left.append(a * x), a.sum())[1])(numbers(3, seed=2))
+
+    def fun(x: Tensor, w: Tensor) -> Tensor:
+        return (x * w).sin()
+
+    for create in (False, True):
+        expected = torch.autograd.grad(fun(left[0], w).sum(), [x, w], retain_graph=True)
+        found = torch.autograd.grad(remat(fun)(left[0], w).sum(), [x, w], retain_graph=True, create_graph=create)
+        assert_same([g.detach() for g in found], list(expected))
+
+
+@WAYS
+def test_hooks_of_all_modules_are_no_matter_to_a_function_without_modules(way: Way) -> None:
+    x = leaf(numbers(3))
+    y = way(twice)(x).sum()
+    with FlopCounterMode(display=False):
+        assert_same(torch.autograd.grad(y, x), torch.autograd.grad(twice(x).sum(), x))
+
+
+FACTOR = 2.0
+
+
+@WAYS
+def test_threads_that_run_again_what_a_global_has_changed(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scales(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = torch.sin(x * FACTOR)
+        return x
+
+    x = leaf(numbers(3))
+    wrong: list[Any] = []
+
+    def work(expected: Tensor, ys: list[Tensor]) -> None:
+        wrong.extend(y for y in ys if not torch.equal(torch.autograd.grad(y, x)[0], expected))
+
+    threads = []
+    for factor in (2.0, 3.0, 5.0):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        expected = torch.autograd.grad(scales(x).sum(), x)[0]
+        ys = [way(scales)(x).sum() for _ in range(50)]
+        threads.append(threading.Thread(target=work, args=(expected, ys)))
+    monkeypatch.setitem(globals(), "FACTOR", 7.0)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert FACTOR == 7.0
+
+
+def test_errors_name_the_function() -> None:
+    module, x = Frozen(), leaf(numbers(2, 3))
+    y = remat(module)(x).sum()
+    y.backward(retain_graph=True)
+    module.register_forward_hook(lambda *args: None)
+    with pytest.raises(CheckpointError, match=r"remat: .*Frozen uses was replaced, or given a hook"):
+        y.backward()

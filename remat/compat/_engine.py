@@ -112,7 +112,7 @@ class Region(Graph):
 
     def error(self, message: str) -> CheckpointError:
         """An error, with what is known about the call."""
-        error = CheckpointError(message)
+        error = super().error(message)
         return error if self.explain is None else self.explain(error)
 
 
@@ -126,6 +126,5 @@ def _difference(different: tuple[int, Any, Any]) -> str:
 
 
 _WRONG_METADATA = (
-    "remat.checkpoint: Recomputed values for the following tensors have different metadata than during the forward "
-    "pass.\n{}\n{}"
+    "Recomputed values for the following tensors have different metadata than during the forward pass.\n{}\n{}"
 )
