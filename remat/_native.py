@@ -12,6 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
@@ -59,6 +60,9 @@ groups: weakref.WeakKeyDictionary[Any, list[_Recomputed]] = weakref.WeakKeyDicti
 """What was recomputed under each `GraphExecGroup`."""
 
 
+_ZERO = torch.zeros(())
+
+
 class Graph(ABC):
     """The native graph of one call, which saves nothing."""
 
@@ -66,7 +70,10 @@ class Graph(ABC):
     """Whose errors are raised."""
     joins_groups = True
     """Whether the backward passes of a `GraphExecGroup` share what is computed again."""
+    shapes: list[torch.Size]
+    """Of what the graph would save, where it may be skipped."""
     _recomputed: weakref.ref[_Recomputed] | None = None
+    _skipped: Any = None
 
     @abstractmethod
     def rerun(self) -> Saved:
@@ -76,10 +83,16 @@ class Graph(ABC):
         """An error, with what is known about the call."""
         return CheckpointError(f"{self.who}: {message}")
 
+    def skip(self) -> None:
+        """The running backward pass differentiates nothing in this graph. Its nodes unpack all the same: give zeros."""
+        self._skipped = internals.graph_task()
+
     def unpack(self, index: int) -> Tensor:
         """The saved tensor with this number."""
         group = internals.graph_exec_group() if self.joins_groups else None
         key = internals.graph_task() if group is None else group
+        if key == self._skipped:
+            return _ZERO.expand(self.shapes[index])
         if key == -1:  # outside of a backward pass: `grad_fn._saved_self`
             entry = self.rerun()[index]
         else:

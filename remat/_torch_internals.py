@@ -825,15 +825,7 @@ def dtensor_at_work() -> bool:
 has_global_module_hooks: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
 
 
-_hooks_and_contents = operator.itemgetter(
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_parameters",
-    "_buffers",
-    "_modules",
-)
+_hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def shape_of_module(module: torch.nn.Module) -> Any:
@@ -842,11 +834,11 @@ def shape_of_module(module: torch.nn.Module) -> Any:
     None: it has hooks, or it was compiled in place, which gives it an attribute. Class and children count by identity.
     """
     attributes = module.__dict__
-    sizes = [*map(len, _hooks_and_contents(attributes))]
-    if any(sizes[:4]) or module._compiled_call_impl is not None:
+    if any(_hooks(attributes)) or module._compiled_call_impl is not None:
         return None
     children = [*map(id, attributes["_modules"].values())]
-    return id(type(module)), len(attributes), next(reversed(attributes)), sizes, children
+    sizes = len(attributes), len(attributes["_parameters"]), len(attributes["_buffers"])
+    return id(type(module)), next(reversed(attributes)), *sizes, children
 
 
 def have_shapes(shapes: Iterable[tuple[Any, Any]]) -> bool:
@@ -857,14 +849,16 @@ def have_shapes(shapes: Iterable[tuple[Any, Any]]) -> bool:
             return False
         if shape is None:
             continue
-        kind, size, last, sizes, children = shape
+        kind, last, size, parameters, buffers, children = shape
         attributes = module.__dict__
         if (
             id(type(module)) != kind
             or len(attributes) != size
             or next(reversed(attributes)) != last
-            or [*map(len, _hooks_and_contents(attributes))] != sizes
-            or (children and [*map(id, attributes["_modules"].values())] != children)
+            or any(_hooks(attributes))
+            or len(attributes["_parameters"]) != parameters
+            or len(attributes["_buffers"]) != buffers
+            or ((children or attributes["_modules"]) and [*map(id, attributes["_modules"].values())] != children)
         ):
             return False
     return True

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -195,14 +195,21 @@ class UnwatchedCall:
             elif operand is not original:
                 swaps[id(original)] = operand
         try:
+            if not (slots or swaps or self._ambient.autocast) and Ambient.current() == self._ambient:
+                self._check(fun)
+                return fun(*args, **kwargs)
             with self._ambient.restored(), _filled(slots) if slots else _NOTHING:
-                if not _pure.still(fun, self._reads, self._parts):
-                    raise CheckpointError(_REPLACED.format(self.name))
+                self._check(fun)
                 with _Swap(swaps) if swaps else _NOTHING:
                     return fun(*args, **kwargs)
         finally:
             if thaw is not None:
                 thaw.empty()
+
+    def _check(self, fun: Any) -> None:
+        """Raise where a function does not do any more what it did."""
+        if not _pure.still(fun, self._reads, self._parts):
+            raise CheckpointError(_REPLACED.format(self.name))
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
         out, _ = _tree.flatten(self.again(operands))
@@ -244,8 +251,7 @@ class _SparseGraph(Graph):
         self._required = [t.requires_grad for t in operands]
         self._early_stop = early_stop
         self._holders: list[weakref.ref[Holder]] = []
-        self._shapes: list[torch.Size] = []
-        self._skipped: int | None = None
+        self.shapes = []
         self.may_skip = False
         """Whether no other result has a part in the graph."""
 
@@ -268,22 +274,23 @@ class _SparseGraph(Graph):
     def _pack(self, tensor: Tensor) -> Holder:
         holder = Holder(self, len(self._holders))
         self._holders.append(weakref.ref(holder))
-        self._shapes.append(tensor.shape)
+        self.shapes.append(tensor.shape)
         return holder
 
     def skip(self) -> None:
-        """Called where the running backward pass differentiates nothing in this graph."""
+        """As of a graph, if all results are under the node."""
         if self.may_skip:
-            self._skipped = internals.graph_task()
-
-    def unpack(self, index: int) -> Tensor:
-        """The saved tensor with this number; only its shape, where a node unpacks what it has no use for."""
-        if self._skipped is not None and self._skipped == internals.graph_task():
-            return _ZERO.expand(self._shapes[index])
-        return super().unpack(index)
+            super().skip()
 
     def rerun(self) -> Saved:
         """Run the function again: what its graph would save."""
+        if not (internals.transforms_active() or internals.function_modes_active()):
+            return self._rerun(same)
+        with at_the_base(), paused_runs():
+            return self._rerun(_unseen)
+
+    def _rerun(self, decorate: Callable[[Any], Any]) -> Saved:
+        """`decorate`: the hook that collects what is saved."""
         operands, expected = self.operands(), len(self._holders)
         if [t.requires_grad for t in operands] != self._required:
             operands = [
@@ -293,15 +300,14 @@ class _SparseGraph(Graph):
         saved: list[tuple[Tensor, int]] = []
 
         def collect(tensor: Tensor) -> Tensor:
-            with internals.DisableTorchFunction() if internals.function_modes_active() else _NOTHING:
-                tensor = tensor.detach()
-                saved.append((tensor, tensor._version))
+            tensor = tensor.detach()
+            saved.append((tensor, tensor._version))
             if self._early_stop and len(saved) == expected:
                 raise _Stop
             return tensor
 
-        with at_the_base(), paused_runs(), internals.grad_enabled():
-            internals.push_saved_tensors_hooks(collect, same)
+        with internals.grad_enabled():
+            internals.push_saved_tensors_hooks(decorate(collect), same)
             try:
                 self._call.again(operands)
             except _Stop:
@@ -313,11 +319,18 @@ class _SparseGraph(Graph):
         return [s if holder() is not None else None for s, holder in zip(saved, self._holders, strict=True)]
 
 
+def _unseen(hook: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The hook, unseen by torch-function modes."""
+
+    def unseen(tensor: Tensor) -> Tensor:
+        with internals.DisableTorchFunction():
+            return hook(tensor)
+
+    return unseen
+
+
 class _Stop(BaseException):
     """All that the graph needs is there."""
-
-
-_ZERO = torch.zeros(())
 
 
 _filling = threading.RLock()

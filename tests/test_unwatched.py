@@ -497,3 +497,18 @@ def test_errors_name_the_function() -> None:
     module.register_forward_hook(lambda *args: None)
     with pytest.raises(CheckpointError, match=r"remat: .*Frozen uses was replaced, or given a hook"):
         y.backward()
+
+
+@WAYS
+def test_a_rerun_under_autocast_leaves_nothing_in_its_cache(way: Way) -> None:
+    x, w = leaf(torch.randn(3, 3)), leaf(torch.randn(3, 3))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = way(tanh)(x, w)
+        expected = torch.autograd.grad(tanh(x, w).float().sum(), [x, w])
+        assert_same(torch.autograd.grad(y.float().sum(), [x, w]), expected)
+        cast = weakref.ref(w)
+        del x, w, y, expected
+        gc.collect()
+        assert torch.is_autocast_cache_enabled()
+        torch.clear_autocast_cache()
+        assert cast() is None
