@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from remat import _torch_internals as internals
 from remat._frozen import ATOMS
+from remat._names import checkpoint_name
 
 # What a function may be made of.
 
@@ -371,7 +372,7 @@ def _names_of(module: nn.Module) -> Iterator[str]:
 @functools.cache
 def _operations() -> frozenset[int]:
     found = [getattr(space, name, None) for space in _MODULES for name in _OPS]
-    return frozenset(id(f) for f in (*found, *_MODULES, *_BUILTINS, Tensor) if f is not None)
+    return frozenset(id(f) for f in (*found, *_MODULES, *_BUILTINS, Tensor, checkpoint_name) if f is not None)
 
 
 _OF_TENSORS = vars(Tensor)  # without what it inherits

@@ -20,12 +20,13 @@ from torch.overrides import TorchFunctionMode
 
 from remat import _pure, _tree
 from remat import _torch_internals as internals
-from remat._context import Ambient
+from remat._context import Ambient, RandomState, replayed
 from remat._errors import CheckpointError, RematError
 from remat._frozen import Freezer, Table, Thawer, cell_contents
 from remat._native import WRONG_COUNT, Graph, Holder, Saved, at_the_base, check_version, same, unpack
 from remat._primitive import Derived, attach, attach_over_graph
 from remat._run import CHANGES, PURITY, paused_runs
+from remat.random._keyed import suspended
 
 _SMALL = 2**12  # elements
 _WORTH_A_STOP = 1000  # elements: to end a rerun early takes as long as a small op on them
@@ -87,7 +88,9 @@ class PlainCall:
         """The result."""
         return fun(*args, **kwargs)
 
-    def record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], early_stop: bool) -> Any:
+    def record(
+        self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, early_stop: bool, preserve_rng_state: bool
+    ) -> Any:
         """The result."""
         return fun(*args, **kwargs)
 
@@ -103,9 +106,9 @@ class UnwatchedCall:
     - `operands`: until the function runs, the tensors that it is given and finds, each once.
     - `size`: the number of elements of the largest.
     - `versions`: how often each had been written to.
+    - `random`: the draws to repeat.
     """
 
-    random = None
     tape = None
     needs_level = False
     last_rerun = False
@@ -114,6 +117,8 @@ class UnwatchedCall:
         self.name = name
         self.size = size
         self.versions: list[int] = []
+        self.random: RandomState | None = None
+        self._repeats_draws = found.reads.draws
         self.returned: list[int] = []
         self.operands = list({id(t): t for t in found.tensors}.values())
         position = {id(t): i for i, t in enumerate(self.operands)}
@@ -132,19 +137,23 @@ class UnwatchedCall:
             freezer = Freezer(found.contents, position)
             self._fun, self._table = freezer(fun), freezer.table
 
-    def record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], early_stop: bool) -> Any:
+    def record(
+        self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, early_stop: bool, preserve_rng_state: bool
+    ) -> Any:
         """The user's own call, and its result with a graph that saves nothing.
 
         **Arguments:**
 
         - `early_stop`: whether the rerun may end as soon as all is there that the graph would have saved.
+        - `preserve_rng_state`: whether the rerun draws what the forward draws.
         """
+        self._repeats_draws = self._reads.draws and preserve_rng_state
         return _SparseGraph(self, early_stop and self.size > _WORTH_A_STOP).record(fun, args, kwargs)
 
     def run(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own call, and its result with the remat'd derivative."""
         operands, graph = self.operands, None
-        if internals.transforms_active() or internals.forward_ad_active() or internals.saved_tensors_hooks_refused():
+        if _needs_node():
             out = self.forward(fun, args, kwargs)
         else:
             graph = _SparseGraph(self, self.size > _WORTH_A_STOP)
@@ -172,7 +181,9 @@ class UnwatchedCall:
         operands, self.operands = self.operands, []
         self._ambient = Ambient.current()
         self.versions = [t._version for t in operands]
+        before = RandomState(operands) if self._repeats_draws else None
         out = fun(*args, **kwargs)
+        self.random = None if before is None else before.drawn_since()
         if [t._version for t in operands] != self.versions:
             t = next(t for t, before in zip(operands, self.versions, strict=True) if t._version != before)
             raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
@@ -195,16 +206,25 @@ class UnwatchedCall:
             elif operand is not original:
                 swaps[id(original)] = operand
         try:
-            if not (slots or swaps or self._ambient.autocast) and Ambient.current() == self._ambient:
+            if not (slots or swaps or self.random or self._ambient.autocast) and Ambient.current() == self._ambient:
                 self._check(fun)
                 return fun(*args, **kwargs)
             with self._ambient.restored(), _filled(slots) if slots else _NOTHING:
                 self._check(fun)
-                with _Swap(swaps) if swaps else _NOTHING:
+                with self._drawing_again(), _Swap(swaps) if swaps else _NOTHING:
                     return fun(*args, **kwargs)
         finally:
             if thaw is not None:
                 thaw.empty()
+
+    @contextlib.contextmanager
+    def _drawing_again(self) -> Iterator[None]:
+        """Within it, the draws are those of the forward."""
+        if self.random is None:
+            yield
+            return
+        with suspended(), replayed(self.random):
+            yield
 
     def _check(self, fun: Any) -> None:
         """Raise where a function does not do any more what it did."""
@@ -370,6 +390,11 @@ class _Swap(TorchFunctionMode):
         return type(arg)(map(self._swapped, arg)) if type(arg) in (list, tuple) else arg
 
 
+def _needs_node() -> bool:
+    """Whether a node has to take the place of the native graph from the start."""
+    return internals.transforms_active() or internals.forward_ad_active() or internals.saved_tensors_hooks_refused()
+
+
 def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnwatchedCall | PlainCall | None:
     """A call of a function that need not be watched, else None."""
     # Under hooks there may be a region around that runs this again. It has to save the same then: watched both times.
@@ -379,10 +404,13 @@ def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
     roots: list[Any] = []
     reads = _pure.reads(fun, roots)
-    if reads is None or reads.draws or internals.tracing() or (kwargs and not _is_plain(kwargs)):
+    if reads is None or internals.tracing() or (kwargs and not _is_plain(kwargs)):
         return None
     found = _Found.by(reads, roots, args, kwargs)
-    may_be_differentiated = internals.transforms_active() or internals.forward_ad_active()
+    needs_node = _needs_node()
+    if needs_node and reads.draws:  # what it draws depends on the transforms
+        return None
+    may_be_differentiated = needs_node
     size = 0
     for tensor in found.tensors:
         if type(tensor) not in _TENSORS or tensor.is_inference() or internals.is_dead(tensor):
@@ -391,4 +419,4 @@ def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
         may_be_differentiated = may_be_differentiated or tensor.requires_grad
     if not may_be_differentiated:
         return _PLAIN_CALL
-    return UnwatchedCall(fun, name, found, size) if size <= _SMALL else None
+    return UnwatchedCall(fun, name, found, size) if size <= _SMALL or not needs_node else None

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from remat import CheckpointError, _pure, remat
+from remat import CheckpointError, _pure, checkpoint_name, remat
 from remat.compat import GraphExecGroup, checkpoint
 from remat.debug import LiveBytes
 
@@ -512,3 +512,54 @@ def test_a_rerun_under_autocast_leaves_nothing_in_its_cache(way: Way) -> None:
         assert torch.is_autocast_cache_enabled()
         torch.clear_autocast_cache()
         assert cast() is None
+
+
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(3, 3).double(), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.drop(self.linear(x))) * torch.rand_like(x)
+
+
+@WAYS
+@pytest.mark.parametrize("create", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_draws(way: Way, create: bool, training: bool) -> None:
+    """The same again in the rerun, and the generator goes on as if there had been none."""
+    module, x = Drops().train(training), leaf(numbers(4, 3))
+    reads = _pure.reads(module)
+    assert reads is not None
+    assert reads.draws
+    found = []
+    for fun in (way(module), module):
+        torch.manual_seed(3)
+        y = fun(x)
+        torch.rand(1)
+        grads = torch.autograd.grad(y.square().sum(), [x, *module.parameters()], create_graph=create)
+        second = torch.autograd.grad(grads[0].sum(), x)[0] if create else None
+        found.append(([g.detach() for g in grads], second, torch.rand(3)))
+    assert_same(*found)
+
+
+def test_draws_are_not_repeated_where_that_was_told() -> None:
+    x = leaf(torch.ones(1000))
+    y = checkpoint(nn.Dropout(), x, use_reentrant=False, preserve_rng_state=False)
+    before = torch.get_rng_state()
+    y.sum().backward()
+    assert not torch.equal(before, torch.get_rng_state())
+
+
+def test_large_tensors_stop_early() -> None:
+    """Under plain autograd there is no limit to the size: the rerun ends as torch's own does."""
+    x, w = leaf(numbers(100, 100)), leaf(numbers(100, 100, seed=1))
+
+    def fun(x: Tensor, w: Tensor) -> Tensor:
+        return checkpoint_name(torch.tanh(x @ w), "hidden") @ w
+
+    assert _pure.reads(fun) is not None
+    with CountOps() as ops:
+        remat(fun)(x, w).sum().backward()
+    assert (ops["mm"], ops["tanh"]) == (2 + 1 + 4, 2)
+    assert_same((x.grad, w.grad), torch.autograd.grad(fun(x, w).sum(), [x, w]))
