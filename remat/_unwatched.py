@@ -1,8 +1,9 @@
 """Calls of functions that need not be watched, because their code shows what they do. See `remat._pure`.
 
 What such a function depends on is known before it runs: its arguments, the tensors in its cells and those of the
-modules that it uses. Watching costs as much as several small ops for each torch call, so this is for small tensors; for
-large ones that cost is nothing, and a watched run can spare the last product of the rerun.
+modules that it uses. Under plain autograd the call keeps its native graph, without what that would save. Under a
+transform this is for small tensors alone: beside large ones the cost of watching is nothing, and a watched run can
+spare the last product of the rerun.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from remat._primitive import Derived, attach, attach_over_graph
 from remat._run import CHANGES, PURITY, paused_runs
 from remat.random._keyed import suspended
 
-_SMALL = 2**12  # elements
+_SMALL = 2**12  # elements: under a transform
 _WORTH_A_STOP = 1000  # elements: to end a rerun early takes as long as a small op on them
 _TENSORS = {Tensor, torch.nn.Parameter}
 _LEAVES = _TENSORS | {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size}
