@@ -157,9 +157,7 @@ class UnwatchedCall:
         if _needs_node():
             out = self.forward(fun, args, kwargs)
         else:
-            graph = _SparseGraph(self, self.size > _WORTH_A_STOP)
-            graph.who = f"remat: {self.name}"
-            graph.joins_groups = False  # what one result does not need is unpacked all the same
+            graph = _SparseGraph(self, self.size > _WORTH_A_STOP, under_node=True)
             out = graph.record(fun, args, kwargs)
         results = _tree.Picked(out, lambda r: _is_computed(r, operands))
         values = results.tensors
@@ -266,11 +264,15 @@ def _is_computed(result: Tensor, operands: list[Tensor]) -> bool:
 class _SparseGraph(Graph):
     """The native graph of a call. Of what it would save it holds the operands alone."""
 
-    def __init__(self, call: UnwatchedCall, early_stop: bool) -> None:
+    def __init__(self, call: UnwatchedCall, early_stop: bool, under_node: bool = False) -> None:
         self._call = call
         self._operands = operands = call.operands
         self._required = [t.requires_grad for t in operands]
         self._early_stop = early_stop
+        self._under_node = under_node
+        if under_node:
+            self.who = f"remat: {call.name}"
+            self.joins_groups = False  # what one result does not need is unpacked all the same
         self._holders: list[weakref.ref[Holder]] = []
         self.shapes = []
         self.may_skip = False
@@ -295,7 +297,8 @@ class _SparseGraph(Graph):
     def _pack(self, tensor: Tensor) -> Holder:
         holder = Holder(self, len(self._holders))
         self._holders.append(weakref.ref(holder))
-        self.shapes.append(tensor.shape)
+        if self._under_node:
+            self.shapes.append(tensor.shape)
         return holder
 
     def skip(self) -> None:
