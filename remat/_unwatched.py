@@ -166,7 +166,7 @@ class UnwatchedCall:
         self.returned = results.positions
         derived = Derived(self, self)
         if graph is None:
-            attached = attach(derived, values, [internals.unwrap_dead(t) for t in operands])
+            attached = attach(derived, values, operands)
         else:
             # Else it has more results, that are not under the node: operands, views, what was put into a list.
             graph.may_skip = len(values) == len(results.leaves) and (

@@ -377,11 +377,10 @@ class Collector:
         """The hook: collects `tensor`."""
         if internals.function_modes_active():
             with internals.DisableTorchFunction():
-                return self.collect(tensor)
-        return self.collect(tensor)
+                return self._pack(tensor)
+        return self._pack(tensor)
 
-    def collect(self, tensor: Tensor) -> Any:
-        """The hook where no mode may see what it does."""
+    def _pack(self, tensor: Tensor) -> Any:
         if tensor.requires_grad:
             tensor = tensor.detach()
         if self._done:
