@@ -432,20 +432,24 @@ Value = tuple[dict[str, Any], str, Any]
 """A namespace, a name, and what it means there."""
 
 
-def held(reads: Reads, roots: list[Any]) -> tuple[list[Value], list[Value]]:
-    """What the names mean now that may come to mean something else, and where the tensors are that modules hold."""
-    names: list[Value] = []
+def values(reads: Reads, roots: list[Any]) -> list[Value]:
+    """What the names mean now that may come to mean something else."""
+    found: list[Value] = []
     for at, name in reads.names:
         owner = roots[at] if type(at) is int else at()
         namespace = owner.__globals__ if isinstance(owner, types.FunctionType) else vars(owner)
-        names.append((namespace, name, namespace[name]))
-    tensors: list[Value] = []
+        found.append((namespace, name, namespace[name]))
+    return found
+
+
+def places(reads: Reads) -> list[Value]:
+    """Where modules hold the tensors that the function reads."""
+    found: list[Value] = []
     for ref, is_parameter, name in reads.tensors:
         module: Any = ref()
         namespace = module._parameters if is_parameter else module._buffers
-        tensor = namespace.get(name)
-        (names if tensor is None else tensors).append((namespace, name, tensor))  # a bias that there is none of
-    return names, tensors
+        found.append((namespace, name, namespace.get(name)))
+    return found
 
 
 def _key(fun: Any, roots: list[Any]) -> Any:

@@ -61,7 +61,6 @@ class _Found(NamedTuple):
     spec: _tree.PyTreeSpec | None
     """Of the arguments; None where the leaves are the arguments."""
     contents: dict[int, tuple[types.CellType, Any]]
-    values: list[_pure.Value]
     places: list[_pure.Value]
     tensors: list[Tensor]
 
@@ -76,10 +75,9 @@ class _Found(NamedTuple):
         contents = cell_contents(roots[:1]) if getattr(roots[0], "__closure__", None) else {}
         if contents:
             tensors += [content for _, content in contents.values() if isinstance(content, Tensor)]
-        values, places = _pure.held(reads, roots)
-        if places:
-            tensors += [tensor for *_, tensor in places]
-        return _Found(reads, roots, leaves, spec, contents, values, places, tensors)
+        places = _pure.places(reads)
+        tensors += [place[2] for place in places if place[2] is not None]  # a bias that there is none of
+        return _Found(reads, roots, leaves, spec, contents, places, tensors)
 
 
 class PlainCall:
@@ -129,8 +127,13 @@ class UnwatchedCall:
         self._arguments = [(i, position[id(x)]) for i, x in enumerate(found.leaves) if isinstance(x, Tensor)]
         for i, _ in self._arguments:
             self._leaves[i] = None
-        self._values = found.values
-        self._places = [(names, name, position[id(t)], weakref.ref(t)) for names, name, t in found.places]
+        self._values = _pure.values(found.reads, found.roots)
+        self._places = []
+        for names, name, tensor in found.places:
+            if tensor is None:
+                self._values.append((names, name, None))
+            else:
+                self._places.append((names, name, position[id(tensor)], weakref.ref(tensor)))
         self._fun = fun
         self._parts = [*map(_pure.made_of, found.roots)]
         self._table: Table | None = None
@@ -414,13 +417,11 @@ def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     needs_node = _needs_node()
     if needs_node and reads.draws:  # what it draws depends on the transforms
         return None
-    may_be_differentiated = needs_node
+    if not (needs_node or any([t.requires_grad for t in found.tensors])):
+        return _PLAIN_CALL
     size = 0
     for tensor in found.tensors:
         if type(tensor) not in _TENSORS or tensor.is_inference() or internals.is_dead(tensor):
             return None
         size = max(size, tensor.numel())
-        may_be_differentiated = may_be_differentiated or tensor.requires_grad
-    if not may_be_differentiated:
-        return _PLAIN_CALL
     return UnwatchedCall(fun, name, found, size) if size <= _SMALL or not needs_node else None
