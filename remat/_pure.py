@@ -104,7 +104,8 @@ def _names(code: types.CodeType) -> _Code | None:
     if code.co_flags & (0x20 | 0x80 | 0x200) and code.co_name != "<genexpr>":  # generators and coroutines
         return None
     globals_, attributes = set(), set()
-    for i in dis.get_instructions(code):
+    instructions = list(dis.get_instructions(code))
+    for i in instructions:
         if i.opname == "STORE_DEREF" and i.argval in code.co_freevars:
             return None
         if i.opname.startswith("YIELD_") and code.co_name == "<genexpr>":
@@ -118,7 +119,7 @@ def _names(code: types.CodeType) -> _Code | None:
     keywords = {n for c in code.co_consts for n in (c if isinstance(c, tuple) else (c,)) if isinstance(n, str)}
     if keywords & {"out", "generator", "requires_grad"} or ("inplace" in keywords and "inplace" not in attributes):
         return None
-    if (attributes | globals_) & _MAY_BE_INPLACE and any(c is True for c in code.co_consts):  # F.relu(x, True)
+    if (attributes | globals_) & _MAY_BE_INPLACE and _gives_true(instructions, code.co_consts):  # F.relu(x, True)
         return None
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -128,6 +129,18 @@ def _names(code: types.CodeType) -> _Code | None:
             globals_ |= inner.globals
             attributes |= inner.attributes
     return _Code(frozenset(globals_), frozenset(attributes))
+
+
+def _gives_true(instructions: list[dis.Instruction], constants: tuple[Any, ...]) -> bool:
+    """Whether True may be given to something by its position. `is_causal=True` is not."""
+    named = set()
+    for end, i in enumerate(instructions):
+        names: tuple[str, ...] = constants[i.arg] if i.opname == "KW_NAMES" and i.arg is not None else ()
+        for at, name in zip(range(end - 1, 0, -1), reversed(names), strict=False):
+            if instructions[at].opname not in ("LOAD_CONST", "LOAD_FAST") or name == "inplace":
+                break
+            named.add(at)
+    return any(i.opname == "LOAD_CONST" and i.argval is True and at not in named for at, i in enumerate(instructions))
 
 
 _Meaning = Any

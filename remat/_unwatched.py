@@ -417,7 +417,7 @@ def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     needs_node = _needs_node()
     if needs_node and reads.draws:  # what it draws depends on the transforms
         return None
-    if not (needs_node or any([t.requires_grad for t in found.tensors])):
+    if not (needs_node or any(t.requires_grad for t in found.tensors)):
         return _PLAIN_CALL
     size = 0
     for tensor in found.tensors:

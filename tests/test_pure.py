@@ -225,6 +225,15 @@ def may_write_and_is_imported(x: Tensor) -> Tensor:
     return relu(x, True)
 
 
+def tells_others_by_name(x: Tensor) -> Tensor:
+    y = F.dropout(x, 0.0)
+    return F.scaled_dot_product_attention(y, y, y, is_causal=True).sum(-1, keepdim=True)
+
+
+def tells_others_and_may_write(x: Tensor) -> Tensor:
+    return F.relu(x.sum(-1, keepdim=True), True)
+
+
 def may_write_by_name(x: Tensor) -> Tensor:
     return F.relu(x, inplace=True)
 
@@ -283,6 +292,7 @@ KNOWN: dict[str, Any] = {
     "an inner function": has_inner,
     "a name that is deleted": forgets,
     "what may write": may_write_if_told,
+    "True by name": tells_others_by_name,
     "an operation": F.normalize,
     "a captured tensor": captures(WEIGHT),
     "a captured number": scales(2.0),
@@ -311,6 +321,7 @@ UNKNOWN: dict[str, Any] = {
         writes_out,
         may_write,
         may_write_and_is_imported,
+        tells_others_and_may_write,
         may_write_by_name,
         unpacks,
         without_gradient,
