@@ -440,6 +440,8 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
 
 
 graph_is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+# Whether the running backward pass is one of `.backward()` without `inputs` (2.13).
+accumulates_into_all_leaves: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 

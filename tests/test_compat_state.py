@@ -333,3 +333,158 @@ def test_a_policy_that_keeps_all_with_a_sparse_tensor() -> None:
     expected = leaf(w)
     torch.sparse.mm(a * 2, expected).sin().sum().backward()
     assert_same(w.grad, expected.grad)
+
+
+# What the first call sets up.
+
+
+class FillsBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ready = False
+        self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            self.scale.copy_(x.detach().mean(0))
+            self.is_ready = True
+        return torch.sin(x / self.scale)
+
+
+class ReplacesBuffer(FillsBuffer):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            self.scale = x.detach().mean(0)
+            self.is_ready = True
+        return torch.sin(x / self.scale)
+
+
+class FillsParameter(nn.Module):
+    """As Glow's ActNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("is_ready", torch.tensor(False))
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            self.scale.data.copy_(x.detach().mean(0))
+            self.is_ready.fill_(True)
+        return torch.sin(x / self.scale)
+
+
+class FillsParameterWithoutGrad(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ready = False
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            with torch.no_grad():
+                self.scale.copy_(x.mean(0))
+            self.is_ready = True
+        return torch.sin(x / self.scale)
+
+
+class FillsTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+        self.register_buffer("table", torch.zeros(8, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.size:
+            self.size = len(x)
+            self.table[: self.size] = torch.arange(self.size, dtype=x.dtype)[:, None].cos()
+        return (x * self.table[: len(x)]).sin()
+
+
+class MakesLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.layers:
+            self.layers.append(nn.Linear(3, 3, dtype=torch.float64))
+        return self.layers[0](x).sin()
+
+
+FIRST_CALLS: dict[str, Callable[[], nn.Module]] = {
+    "a buffer": FillsBuffer,
+    "another buffer": ReplacesBuffer,
+    "a parameter's data": FillsParameter,
+    "a parameter": FillsParameterWithoutGrad,
+    "a table": FillsTable,
+    "a layer": MakesLayers,
+    "the shape of a layer": lambda: nn.LazyLinear(4, dtype=torch.float64),
+    "statistics and the shape of a layer": lambda: nn.Sequential(
+        nn.BatchNorm1d(3, dtype=torch.float64), FillsBuffer(), nn.LazyLinear(4, dtype=torch.float64)
+    ),
+}
+REACHED: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
+    "called": lambda module: module,
+    "captured": lambda module: lambda x: module(x),
+    "in a list": lambda module: functools.partial(lambda modules, x: modules[0](x), [module]),
+}
+
+
+@both_variants
+@pytest.mark.parametrize("reach", REACHED.values(), ids=REACHED)
+@pytest.mark.parametrize("make", FIRST_CALLS.values(), ids=FIRST_CALLS)
+def test_what_the_first_call_sets_up(make: Any, reach: Any, variant: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        torch.manual_seed(0)
+        module, x = make(), leaf(numbers(4, 3))
+        found = []
+        for _ in range(2):
+            x.grad = None
+            module.zero_grad()
+            checkpoint(reach(module), x).sum().backward()
+            found += [x.grad, *(p.grad for p in module.parameters())]
+            found += [t.clone() for t in module.state_dict().values()]
+        return found
+
+    if not isinstance(make(), nn.Sequential):
+        right(run, VARIANTS[variant][0])
+    right(run, VARIANTS[variant][1])
+
+
+@both_variants
+def test_an_attribute_that_the_function_replaces(variant: str) -> None:
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state = torch.ones(3, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.state = self.state + x.detach().mean(0)
+            return torch.sin(x * self.state)
+
+    def run(checkpoint: Any) -> Any:
+        module, x = Remembers(), leaf(numbers(4, 3))
+        checkpoint(module, x).sum().backward()
+        return x.grad, module.state
+
+    wrong(run, VARIANTS[variant][0])
+    right(run, VARIANTS[variant][1])
+
+
+@pytest.mark.parametrize("how", EMA)
+def test_a_parameter_that_the_reentrant_function_changes_each_time(how: str) -> None:
+    norm, w, x = nn.LayerNorm(3, dtype=torch.float64), leaf(numbers(3)), leaf(numbers(4, 3))
+
+    def fun(x: Tensor, w: Tensor) -> Tensor:
+        EMA[how](w).mul_(0.5)
+        return (x * w).sin()
+
+    call = functools.partial(VARIANTS["reentrant"][1], fun)
+    with pytest.raises(remat.RematError, match=r"changes a tensor of shape \[3\].*Change a copy"):
+        call(x, w)
+    y = VARIANTS["reentrant"][1](lambda x: fun(x, norm.weight), x)
+    before = norm.weight.clone()
+    with pytest.raises(remat.RematError, match=r"changes a tensor of shape \[3\].*Change a copy"):
+        y.sum().backward()
+    assert torch.equal(norm.weight, before)

@@ -68,6 +68,8 @@ class Call:
     def finish(self, forward: Forward) -> None:
         """The user's own call is over, and its hooks are gone."""
         forward.finish()
+        self._captured.finish()
+        self.record.is_simple = self.record.is_simple and not self._captured.has_other_buffers
         self.tensors = []
         if self._draws is not None:
             self._draws.finish(device for _, _, device in self.record.metas)
@@ -111,19 +113,21 @@ class Call:
 
         - `rerun`: what sees the calls, if they have to be seen.
         """
-        if rerun is not None:
+        captured, draws = self._captured, self._draws
+        trusting = rerun is None or rerun.trusting
+        if rerun is not None and trusting:
             for key, (ref, before) in self.record.written.items():
                 original = ref()
                 if original is not None and key not in self._identities:
                     rerun.swap(original, copy_of(before))
-        captured, draws = self._captured, self._draws
+            rerun.may_be_misled = bool(self.record.written) or captured.has_other_buffers
         fun, leaves, thaw = captured.thawed(self._leaves, tensors)
         for i, tensor in zip(self._positions, tensors, strict=False):
             leaves[i] = tensor
         args, kwargs = (leaves, {}) if self._spec is None else _tree.unflatten(self._spec, leaves)
         del leaves
         ambient = NOTHING if Ambient.current() == self._ambient else self._ambient.restored()
-        restored = captured.restored() if captured.has_slots else NOTHING
+        restored = captured.restored(trusting) if captured.has_slots else NOTHING
         random_before = None if draws is None else draws.begin()
         try:
             with internals.grad_enabled(), ambient, context:

@@ -1,4 +1,4 @@
-"""What a function finds without being given it - cells and globals - as it was when the function was called."""
+"""What a function finds without being given it - cells, globals, what modules hold - as it was when it was called."""
 
 from __future__ import annotations
 
@@ -48,15 +48,6 @@ def _slots(fun: types.FunctionType) -> Iterator[_Slot]:
             yield namespace, name, value
 
 
-def _buffers(module: torch.nn.Module) -> Iterator[_Slot]:
-    """The buffers of a module: it may put others in their place."""
-    todo: list[torch.nn.Module | None] = [module]
-    for m in todo:
-        if m is not None:
-            yield from ((m._buffers, name, buffer) for name, buffer in m._buffers.items())
-            todo += m._modules.values()
-
-
 class _Closure:
     """A function whose cells hold neither functions nor what it assigns itself, taken apart."""
 
@@ -102,13 +93,15 @@ class Captured:
     - `tensors`: those in cells, until `freeze`.
     """
 
-    __slots__ = ("_contents", "_fun", "_given", "_modules", "_slots", "_table", "tensors")
+    __slots__ = ("_attributes", "_buffers", "_contents", "_fun", "_given", "_modules", "_slots", "_table", "tensors")
 
     def __init__(self, fun: Any, leaves: list[Any]) -> None:
         self._fun = fun
         self._table: Table | None = None
         self._slots: list[_Slot] = []
-        self._modules: list[torch.nn.Module] = []
+        self._buffers: list[_Slot] = []
+        self._modules: dict[int, torch.nn.Module] = {}
+        self._attributes: list[list[Any]] = []
         self.tensors: list[Tensor] = []
         self._given: list[Any] = []
         self._contents: Any = None
@@ -119,7 +112,7 @@ class Captured:
             self._contents = []
         if self._contents is not None:
             if type(fun) is types.FunctionType:
-                self._slots += _slots(fun)
+                self._take_slots(fun)
             elif isinstance(fun, torch.nn.Module):
                 self._look_at_module(fun)
             for content in self._contents:
@@ -131,6 +124,9 @@ class Captured:
             self._given = [fun, *functions]
             self._contents = cell_contents(self._given)
             self._look_at((*self._given, *(content for _, content in self._contents.values())))
+        for leaf in leaves:
+            if isinstance(leaf, torch.nn.Module):
+                self._look_at_module(leaf)
 
     def _look_at(self, objects: Sequence[Any]) -> None:
         seen = set()
@@ -139,7 +135,7 @@ class Captured:
             if isinstance(obj, types.FunctionType):
                 if id(obj) not in seen:
                     seen.add(id(obj))
-                    self._slots += _slots(obj)
+                    self._take_slots(obj)
             elif isinstance(obj, Tensor):
                 self.tensors.append(obj)
             elif isinstance(obj, torch.nn.Module):
@@ -149,9 +145,25 @@ class Captured:
             else:
                 todo += parts(obj)
 
+    def _take_slots(self, fun: types.FunctionType) -> None:
+        for slot in _slots(fun):
+            self._slots.append(slot)
+            if isinstance(slot[2], torch.nn.Module):
+                self._look_at_module(slot[2])
+
     def _look_at_module(self, module: torch.nn.Module) -> None:
-        self._modules.append(module)
-        self._slots += _buffers(module)
+        """A module may put others in the place of its buffers, and of its attributes."""
+        todo: list[torch.nn.Module | None] = [module]
+        for m in todo:
+            if m is not None and id(m) not in self._modules:
+                self._modules[id(m)] = m
+                self._attributes.append([*vars(m).values()])
+                self._buffers += ((m._buffers, name, buffer) for name, buffer in m._buffers.items())
+                todo += m._modules.values()
+
+    def finish(self) -> None:
+        """The forward is over. A tensor that it has read and dropped was there until now, to be noted."""
+        self._attributes = []
 
     def freeze(self, leaves: list[Any], tensors: Sequence[Tensor]) -> None:
         """Let go of functions: they are put together again.
@@ -175,17 +187,20 @@ class Captured:
         self._given, self._contents, self.tensors = [], None, []
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self, with_buffers: bool) -> Iterator[None]:
         """Within it, what was captured is as it was; after it, as it was before.
 
         So a loop variable has not moved on for the rerun, and what the function itself assigns comes about once.
+
+        **Arguments:**
+
+        - `with_buffers`: whether modules have the buffers that they had.
         """
-        now: list[_Slot] = []
-        attributes = [(vars(m), dict(vars(m))) for root in self._modules for m in root.modules()]
+        now = [(container, name, _look(container, name)) for container, name, _ in (*self._slots, *self._buffers)]
+        attributes = [(vars(m), dict(vars(m))) for m in self._modules.values()]
         try:
-            for container, name, value in self._slots:
-                now.append((container, name, _look(container, name)))
-                _put(container, name, value)
+            for slot in (*self._slots, *(self._buffers if with_buffers else ())):
+                _put(*slot)
             yield
         finally:
             for slot in now:
@@ -200,6 +215,11 @@ class Captured:
     def has_slots(self) -> bool:
         """Whether there is something to restore."""
         return bool(self._slots or self._modules)
+
+    @property
+    def has_other_buffers(self) -> bool:
+        """Whether modules have got others than they had."""
+        return any(container.get(name, _MISSING) is not buffer for container, name, buffer in self._buffers)
 
     def thawed(self, leaves: list[Any], tensors: Sequence[Tensor]) -> tuple[Any, list[Any], Thawer | None]:
         """The function and the leaves, with `tensors` in the place of those in cells; and what put them together."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from remat._leaks import foreign_edges
 from remat._native import at_the_base, version
 from remat.compat._call import Call, UsesTransforms
 from remat.compat._devices import warn_without_grad
-from remat.compat._watch import Rerun
+from remat.compat._watch import CHANGES, Rerun, rebuilt
 
 
 class CheckpointFunction(torch.autograd.Function):
@@ -69,24 +69,17 @@ class CheckpointFunction(torch.autograd.Function):
             if (t := outside.ref()) is not None and t.requires_grad and id(t) not in identities
         ]
         written = call.record.written
-        changed = [
-            t
-            for t, before, now in zip(given, versions, _versions(given), strict=True)
-            if now != before and (t.requires_grad or id(t) not in written)
-        ]
-        for t in changed or [t for t in captured if id(t) in written]:
-            raise RematError(
-                f"checkpoint: with use_reentrant=True, the function changes a tensor of shape {list(t.shape)}, "
-                f"{t.dtype} in place that it was given or has read from outside. Its rerun would start from the "
-                "changed value. Change a copy instead: x = x.clone()."
-            )
+        for t, before, now in zip(given, versions, _versions(given), strict=True):
+            is_changed, is_known = now != before, id(t) in written
+            if (is_changed or is_known) if t.requires_grad else (is_changed and not is_known):
+                raise RematError(CHANGES.format(list(t.shape), t.dtype))
         with internals.DisableTorchFunction():
             values = [
                 v.detach() if isinstance(v, Tensor) and id(v) not in forward.made else v  # it belongs to somebody else
-                for v in (out if type(out) is tuple else (out,))
+                for v in (out if isinstance(out, tuple) else (out,))
             ]
         results = super().apply(call, len(given), values, *given, *captured)
-        return results if type(out) is tuple else results[0]
+        return rebuilt(type(out), results) if isinstance(out, tuple) else results[0]
 
     @staticmethod
     def forward(ctx: Any, call: Call, count: int, values: list[Any], *operands: Tensor) -> Any:
@@ -117,12 +110,16 @@ def _gradients(
     """The gradients of the operands: the tensors that the function was given, `count` of them, and those it read."""
     create_graph = torch.is_grad_enabled()
     stand_ins = [_stand_in(t, create_graph) for t in operands]
-    for trusting in (True, False):
+    # What the function reads and has written to can't begin again: perhaps the first call alone does that.
+    has_begun = any(id(t) in call.record.written for t in originals[count:])
+    memory = {internals.memory_of(t) for t in operands[count:]}
+    for trusting in (False,) if has_begun else (True, False):
         given = call.given(stand_ins)
         rerun = Rerun(call.record, given, early_stop=False, trusting=trusting)
         for original, stand_in in zip(originals[count:], stand_ins[count:], strict=True):
             if original is not None:
                 rerun.swap(original, stand_in)
+        rerun.unwritable = memory
         since = internals.next_sequence_number()
         try:
             out = call.rerun(rerun, given)
@@ -138,21 +135,30 @@ def _gradients(
     ]
     if not pairs:
         raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
-    outputs = [o for o, _ in pairs]
+    outputs, given = [o for o, _ in pairs], [c for _, c in pairs]
+    reached, leaves = _reached(outputs, stand_ins, originals, since, create_graph)
     targets = {i: t for i, t in enumerate(stand_ins) if t.requires_grad}
-    hidden = _reached(outputs, stand_ins, originals, since, create_graph)
-    found = torch.autograd.grad(
-        outputs,
-        [*targets.values(), *hidden.values()],
-        [c for _, c in pairs],
-        allow_unused=True,
-        create_graph=create_graph,
-    )
-    gradients: dict[int, Tensor] = {}
-    for i, gradient in zip((*targets, *hidden), found, strict=True):
-        if gradient is not None:
-            gradients[i] = gradients[i] + gradient if i in gradients else gradient
-    return (gradients.get(i) for i in range(len(operands)))
+    if create_graph:
+        found = torch.autograd.grad(outputs, [*targets.values()], given, allow_unused=True, create_graph=True)
+        return iter(_at(len(operands), [zip(targets, found, strict=True)]))
+    others: Sequence[Tensor | None] = ()
+    if reached:
+        others = torch.autograd.grad(outputs, [*reached.values()], given, allow_unused=True, retain_graph=True)
+    inputs = [*targets.values(), *leaves]
+    if inputs:
+        torch.autograd.backward(outputs, given, inputs=inputs)
+    grads = [(i, t.grad) for i, t in targets.items()]
+    return iter(_at(len(operands), [grads, zip(reached, others, strict=True)]))
+
+
+def _at(count: int, found: Iterable[Iterable[tuple[int, Tensor | None]]]) -> list[Tensor | None]:
+    """The sums of gradients by position."""
+    sums: list[Tensor | None] = [None] * count
+    for pairs in found:
+        for i, gradient in pairs:
+            before = sums[i]
+            sums[i] = gradient if before is None else before if gradient is None else before + gradient
+    return sums
 
 
 def _stand_in(operand: Tensor, create_graph: bool) -> Tensor:
@@ -168,14 +174,17 @@ def _reached(
     originals: Sequence[Tensor | None],
     since: int,
     create_graph: bool,
-) -> dict[int, Tensor]:
-    """The operands that the rerun's graph reaches themselves: out of sight, by an `autograd.Function` or an extension.
+) -> tuple[dict[int, Tensor], list[Tensor]]:
+    """What the rerun's graph reaches itself: out of sight, by an `autograd.Function` or an extension.
 
     **Arguments:**
 
     - `since`: the sequence number of the first node of the rerun.
+
+    **Returns:** operands, and leaves that are none. `.backward()` accumulates into these straight away.
     """
-    reached = {}
+    reached: dict[int, Tensor] = {}
+    leaves: list[Tensor] = []
     for node, number in foreign_edges(outputs, stand_ins, since):
         variable = getattr(node, "variable", None)
         position = next(
@@ -185,13 +194,16 @@ def _reached(
         # Its hooks would be called twice; and with create_graph, the stand-ins lead to the originals too.
         if position is not None and original is not None and not original._backward_hooks and not create_graph:
             reached[position] = original
+        elif variable is not None and not create_graph and internals.accumulates_into_all_leaves():
+            leaves.append(variable)
         else:
             raise RematError(
-                f"checkpoint: with use_reentrant=True, the function takes {_what(variable, node)} from outside and "
-                "hands it straight to an autograd.Function or an extension, where no torch function is seen to read "
-                "it. Pass it as an argument, or use use_reentrant=False."
+                f"checkpoint: with use_reentrant=True, the function takes {_what(variable, node)} from outside where "
+                "no torch function was seen to read it: by an autograd.Function, an extension or a ScriptModule, or "
+                "it did not require grad then. Pass it as an argument, use use_reentrant=False, or call .backward() "
+                "without inputs."
             )
-    return reached
+    return reached, leaves
 
 
 def _what(variable: Tensor | None, node: Any) -> str:

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
-from remat._errors import CheckpointError
+from remat._errors import CheckpointError, RematError
 from remat._native import Holder, check_version, version
 from remat._run import may_write, written_by
 from remat.compat._draws import Draws
@@ -42,6 +42,10 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OPS = (torch.ops.aten.mm.__class__, torch.ops.aten.mm.default.__class__)
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, *_OPS)
 
+CHANGES = (
+    "checkpoint: with use_reentrant=True, the function changes a tensor of shape {}, {} in place that it was given or "
+    "has read from outside. Its rerun would start from the changed value. Change a copy instead: x = x.clone()."
+)
 SMALL = 1000
 """The elements of a tensor that is computed sooner than it is spared."""
 
@@ -305,6 +309,8 @@ class Forward(TorchFunctionMode):
             with internals.DisableTorchFunction():
                 for outside in record.outside:
                     t = outside.ref()
+                    if t is not None and id(t) in record.written:
+                        outside.version = version(t)  # the run's own writes do not count
                     if t is None or not (t.requires_grad and id(t) in record.written):  # it may lead to this record
                         outside.keep(around[0] if around else None)
         record.is_simple = not (
@@ -419,9 +425,11 @@ class Rerun(Collector, TorchFunctionMode):
         **Arguments:**
 
         - `under_context`: as for the forward.
-        - `trusting`: whether a call that reads another tensor from outside than the same call of the forward is given
+        - `trusting`: whether the rerun begins where the forward began: it reads what tensors were before the forward
+            wrote to them, and a call that reads another tensor from outside than the same call of the forward is given
             that of the forward. It is right, for something may have been put in the place of the tensor, if all calls
-            turn out to be the same. Otherwise the rerun `was_misled`: a cache is filled by now, and calls are left out.
+            turn out to be the same. Otherwise the rerun `was_misled`: a cache is filled by now, or a flag is set, and
+            calls are left out.
         """
         super().__init__(record, early_stop)
         self.drops_result = early_stop
@@ -431,7 +439,7 @@ class Rerun(Collector, TorchFunctionMode):
         self.made = set(self.given)
         self._inner = {id(o): o.saved.unpack() for o in record.outside if o.saved is not None}
         self._outside = {id(o.tensor): o for o in record.outside if o.tensor is not None}
-        self._trusting = trusting
+        self.trusting = trusting
         self._swaps: dict[int, Tensor] = {}
         self._swapped: list[Tensor] = []  # keeps the identities
         self._unseen: Any = internals.DisableTorchDispatch if under_context else contextlib.nullcontext
@@ -442,14 +450,16 @@ class Rerun(Collector, TorchFunctionMode):
         self._tail_begin = len(record.calls) - len(record.tail)
         self._grads: list[tuple[Tensor, Tensor | None]] = []
 
+    unwritable: Container[int] = ()
+    """The memory of tensors from outside that are differentiated: a copy can't take the place of those."""
     _position = -1
     """The number of the call that is running, or was the last."""
     _aligned = True
     """Whether the forward made the same calls up to there."""
     _running: Any = None
     """Its function, while it is running."""
-    _replaced = False
-    """Whether a call was given another tensor than it asked for."""
+    may_be_misled = False
+    """Whether it reads something else than it would find."""
     _lazy = False
     """Whether calls are spared from then on."""
 
@@ -506,7 +516,7 @@ class Rerun(Collector, TorchFunctionMode):
     @property
     def was_misled(self) -> bool:
         """Whether the calls were not those of the forward, and tensors were replaced as if they were."""
-        return self._replaced and not (self._aligned and self._position + 1 == len(self._record.calls))
+        return self.may_be_misled and not (self._aligned and self._position + 1 == len(self._record.calls))
 
     # Reading and writing.
 
@@ -542,7 +552,7 @@ class Rerun(Collector, TorchFunctionMode):
             return self._swaps[id(tensor)]
         if id(tensor) in self.made:
             return None
-        if expected is None or not self._trusting:
+        if expected is None or not self.trusting:
             expected = self._outside.get(id(tensor))
         if expected is None:
             return None
@@ -551,7 +561,7 @@ class Rerun(Collector, TorchFunctionMode):
         found = self._inner.get(id(expected), expected.tensor)
         if found is tensor or found is None:
             return None
-        self._replaced = True
+        self.may_be_misled = True
         return self._swaps.get(id(found), found)
 
     def _before_write(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -561,7 +571,11 @@ class Rerun(Collector, TorchFunctionMode):
                 self._before_backward()
             return args, kwargs
         with internals.DisableTorchFunction(), self._unseen():
-            strange = [t for t in _targets(func, args, kwargs) if id(t) not in self.made]
+            targets = _targets(func, args, kwargs)
+            for t in targets if self.unwritable and func not in _RENORMALIZING else ():
+                if internals.memory_of(t) in self.unwritable:
+                    raise RematError(CHANGES.format(list(t.shape), t.dtype))
+            strange = [t for t in targets if id(t) not in self.made]
             for t in strange:
                 self.swap(t, copy_of(t))
         if strange:
@@ -611,7 +625,7 @@ class Rerun(Collector, TorchFunctionMode):
             out = [r.allocate() if type(r) is Result else r[0] for r in (result[1:] if many else [result])]
             self._adopt(out)
             self._remember(func, args, kwargs, out, is_view=False)
-        return _rebuilt(result[0], out) if many else out[0]
+        return rebuilt(result[0], out) if many else out[0]
 
     def _remember(self, func: Any, args: Any, kwargs: Any, out: Sequence[Any], is_view: bool) -> None:
         """A call was spared, or is a view of spared memory: it may have to be made later."""
@@ -692,7 +706,8 @@ def _filled(arg: Any, found: list[Any]) -> Any:
     return arg
 
 
-def _rebuilt(kind: Any, items: list[Any]) -> Any:
+def rebuilt(kind: Any, items: Sequence[Any]) -> Any:
+    """A list, a tuple, or one with names."""
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
