@@ -130,7 +130,7 @@ def _spaces(roots: Iterable[Any]) -> list[_Space]:
             for module in obj.modules():
                 seen.add(id(module))
                 for names in (vars(module), module._parameters, module._buffers):
-                    if names and id(names) not in found:
+                    if isinstance(names, dict) and names and id(names) not in found:  # not those of a ScriptModule
                         found[id(names)] = _Space(names)
                 own = vars(module).keys() - _MODULE
                 todo += [(vars(module)[n], depth - 1) for n in own if type(vars(module)[n]) in (list, dict)]

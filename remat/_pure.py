@@ -197,7 +197,7 @@ class Reads:
         self._keeps_identities = [root.__code__ for root in roots if type(root) is types.FunctionType]
         with contextlib.suppress(_Unknown):
             self._search(roots)
-        for module in self._modules.values():
+        for module in self._modules.values() if self.is_known else ():
             for is_parameter, names in ((True, module._parameters), (False, module._buffers)):
                 self.tensors += [(weakref.ref(module), is_parameter, name) for name in names if name in self._names]
         self.draws = bool(self._names & _DRAWS)
@@ -236,8 +236,13 @@ class Reads:
             (self._globals, other._globals),
             (self._attributes, other._attributes),
             (self._codes, other._codes),
+            (self._children(), other._children()),
         ]
         return all(len(mine) == len(theirs) and all(x in theirs for x in mine) for mine, theirs in pairs)
+
+    def _children(self) -> list[tuple[weakref.ref[nn.Module], Any]]:
+        """Of modules, the names and the identities of their children."""
+        return [(module, shape and shape[-1]) for module, shape in self._shapes]
 
     def _search(self, roots: list[Any]) -> None:
         for root in roots:

@@ -19,7 +19,7 @@ from remat._closure import Closure
 from remat._context import Ambient, KeptDraws, RandomState, replayed
 from remat._errors import CheckpointError, RematError
 from remat._frozen import Thawer
-from remat._run import CHANGES, PURITY, Log, Run, call_site, stranger, version
+from remat._run import CHANGES, CHANGES_SHARED, PURITY, Log, Run, call_site, stranger, version
 from remat._spare import Replay
 from remat._tail import Spared
 from remat._tape import Recorder, Tape, note_nested_call
@@ -151,6 +151,8 @@ class Call:
                     self.tape.remember(i, t)
                 t = run.snapshots[id(t)]
             operands.append(t.clone() if t.is_inference() else t)  # an inference tensor can't be saved
+        if pair := internals.two_that_share_memory(originals[i] for i in self._written):
+            raise RematError(CHANGES_SHARED.format(self.name, *(list(t.shape) for t in pair)))
         return operands
 
     @property

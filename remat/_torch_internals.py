@@ -202,6 +202,23 @@ def memory_of(tensor: Tensor) -> int:
     return plain.untyped_storage()._cdata if plain.layout == torch.strided else id(plain)
 
 
+def two_that_share_memory(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Two tensors that lie in the same stretch of the same storage, if there are such."""
+    found: dict[int, list[tuple[int, int, Tensor]]] = {}
+    for tensor in tensors:
+        plain = innermost(tensor)
+        begin = end = 0
+        if plain.layout == torch.strided:
+            begin = int(plain.storage_offset())
+            end = begin + sum((n - 1) * stride for n, stride in zip(plain.shape, plain.stride(), strict=True))
+        others = found.setdefault(memory_of(tensor), [])
+        for other_begin, other_end, other in others:
+            if begin <= other_end and other_begin <= end:
+                return other, tensor
+        others.append((begin, end, tensor))
+    return None
+
+
 def wrapped_memory(wrapper: Tensor) -> set[int]:
     """The memory of a wrapper and of the tangent that it carries."""
     dual = fwad.unpack_dual(wrapper) if forward_ad_active() and _C.is_gradtrackingtensor(wrapper) else (wrapper, None)
@@ -833,12 +850,14 @@ _hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_
 def shape_of_module(module: torch.nn.Module) -> Any:
     """What changes with a module's class, names and children; None where calling it does more than that.
 
-    None: it has hooks, or it was compiled in place, which gives it an attribute. Class and children count by identity.
+    None: it has hooks, it was compiled in place, which gives it an attribute, or it is a ScriptModule, whose children
+    are elsewhere. Class and children count by identity.
     """
     attributes = module.__dict__
-    if any(_hooks(attributes)) or module._compiled_call_impl is not None:
+    modules = attributes.get("_modules")
+    if not isinstance(modules, dict) or any(_hooks(attributes)) or module._compiled_call_impl is not None:
         return None
-    children = [*map(id, attributes["_modules"].values())]
+    children = [*modules, *map(id, modules.values())]
     sizes = len(attributes), len(attributes["_parameters"]), len(attributes["_buffers"])
     return id(type(module)), next(reversed(attributes)), *sizes, children
 
@@ -860,7 +879,10 @@ def have_shapes(shapes: Iterable[tuple[Any, Any]]) -> bool:
             or any(_hooks(attributes))
             or len(attributes["_parameters"]) != parameters
             or len(attributes["_buffers"]) != buffers
-            or ((children or attributes["_modules"]) and [*map(id, attributes["_modules"].values())] != children)
+            or (
+                (children or attributes["_modules"])
+                and [*attributes["_modules"], *map(id, attributes["_modules"].values())] != children
+            )
         ):
             return False
     return True

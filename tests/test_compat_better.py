@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import grad as grad_of
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+from torch.utils.flop_counter import FlopCounterMode
 
 import remat.compat
 from remat import CheckpointError
@@ -138,6 +139,51 @@ def test_what_a_function_with_transforms_did_before_is_taken_back() -> None:
     right(run)
 
 
+@both_variants
+def test_a_function_with_transforms_says_nothing_of_others(variant: str) -> None:
+    def call(block: Any, x: Tensor) -> Any:
+        return block(x)
+
+    def per_sample(x: Tensor) -> Tensor:
+        return vmap(grad(lambda x: x.sin().sum()))(x)
+
+    def run(ck: Any) -> Any:
+        x = leaf(numbers(2, 3))
+        for _ in range(2):
+            y = ck(call, nn.ReLU(inplace=True), x * 1) if variant == "non-reentrant" else x
+            ck(call, per_sample, x).sum().backward()
+            h, z = ck(call, lambda x: (x * 2, (x * 2).sin()), x)
+            h.retain_grad()
+            (y.sum() + z.sum()).backward()
+            assert h.grad is None
+        return x.grad
+
+    right(run, VARIANTS[variant][1])
+
+
+def test_a_result_that_is_used_inside_keeps_its_gradient() -> None:
+    def call(block: Any, x: Tensor) -> Any:
+        return block(x)
+
+    def doubled(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x * 2
+        return h, h.sin()
+
+    def run(ck: Any) -> Any:
+        x = leaf(numbers(2, 3))
+        found = []
+        for _ in range(2):
+            h, y = ck(call, doubled, x)
+            h.retain_grad()
+            y.sum().backward()
+            found += [h.grad, x.grad.clone()]
+            if ck is not of_torch:
+                ck(call, vmap(grad(lambda x: x.sin().sum())), x).sum().backward()
+        return found
+
+    right(run)
+
+
 # The reentrant variant.
 
 
@@ -163,6 +209,88 @@ def test_reentrant_with_inputs_of_backward() -> None:
         return x.grad, h.grad
 
     fails(run, "incompatible with .grad", torchs)
+    right(run, own)
+
+
+class Point(NamedTuple):
+    a: Tensor
+    b: Tensor
+
+
+NAMED: dict[str, Callable[[Tensor], Any]] = {
+    "topk": lambda x: (x.sin() * 2).topk(2),
+    "max": lambda x: torch.max(x * 2, 0),
+    "a named tuple": lambda x: Point(x.sin(), x.cos()),
+}
+
+
+@pytest.mark.parametrize("fun", NAMED.values(), ids=NAMED)
+def test_reentrant_results_with_names(fun: Any) -> None:
+    torchs, own = VARIANTS["reentrant"]
+
+    def run(ck: Any) -> Any:
+        x = leaf(numbers(4))
+        out = ck(fun, x)
+        (out[0].square().sum() + (out[1] * x[: len(out[1]) if out[1].ndim else 1]).sum() + x.square().sum()).backward()
+        return x.grad, *out
+
+    right(run, torchs)
+    right(run, own)
+    assert type(own(fun, leaf(numbers(4)))) is type(fun(numbers(4)))
+
+
+SCRIPTED: dict[str, Callable[[nn.Module], Any]] = {
+    "traced": lambda layer: torch.jit.trace(layer, numbers(2, 3)),
+    "scripted": torch.jit.script,
+}
+
+
+@both_variants
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", SCRIPTED.values(), ids=SCRIPTED)
+@pytest.mark.parametrize("use", [lambda layer: lambda x: layer(x).sin(), lambda layer: nn.Sequential(layer, nn.Tanh())])
+def test_script_modules(use: Any, make: Any, variant: str) -> None:
+    torchs, own = VARIANTS[variant]
+
+    def run(ck: Any) -> Any:
+        torch.manual_seed(0)
+        layer, x = nn.Linear(3, 3, dtype=torch.float64), leaf(numbers(2, 3))
+        ck(use(make(layer)), x).sum().backward()
+        return x.grad, layer.weight.grad, layer.bias.grad
+
+    right(run, torchs)
+    right(run, own)
+
+
+def test_reentrant_under_a_counter_of_flops() -> None:
+    torchs, own = VARIANTS["reentrant"]
+
+    def run(ck: Any) -> Any:
+        torch.manual_seed(0)
+        layer, x = nn.Linear(3, 3, dtype=torch.float64), leaf(numbers(2, 3))
+        with FlopCounterMode(display=False):
+            ck(layer, x).sum().backward()
+        return x.grad, layer.weight.grad
+
+    right(run, torchs)
+    right(run, own)
+
+
+def test_reentrant_calls_hooks_of_the_stand_in_of_an_argument() -> None:
+    def run(ck: Any) -> Any:
+        seen = []
+
+        def fun(x: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                x.register_post_accumulate_grad_hook(lambda t: seen.append(t.grad.clone()))
+            return x.sin()
+
+        x = leaf(numbers(3))
+        ck(fun, x).sum().backward()
+        return seen
+
+    torchs, own = VARIANTS["reentrant"]
+    right(run, torchs)
     right(run, own)
 
 

@@ -15,7 +15,7 @@ import remat.compat
 from remat import CheckpointError
 from remat.debug import LiveBytes
 from tests.helpers import UNIT, activation, assert_same, leaf, numbers
-from tests.test_compat_better import VARIANTS, both_variants, of_torch, ours, right, wrong
+from tests.test_compat_better import VARIANTS, both_variants, fails, of_torch, ours, right, wrong
 from tests.test_compat_same import plain
 
 # In-place changes.
@@ -488,3 +488,46 @@ def test_a_parameter_that_the_reentrant_function_changes_each_time(how: str) -> 
     with pytest.raises(remat.RematError, match=r"changes a tensor of shape \[3\].*Change a copy"):
         y.sum().backward()
     assert torch.equal(norm.weight, before)
+
+
+# Memory that is shared.
+
+
+def changes_a_part(whole: Tensor, part: Tensor, x: Tensor) -> Tensor:
+    part.mul_(2)
+    return (whole * x * whole).sin()
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {"slice": lambda t: t[:2], "view": lambda t: t.view(2, 2)}
+
+
+@both_variants
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_change_through_a_view_of_another_argument(view: Any, variant: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        whole, x = numbers(4), leaf(numbers(4, seed=1))
+        checkpoint(changes_a_part, whole, view(whole), x).sum().backward()
+        return x.grad
+
+    run(plain)
+    fails(run, r"share their memory. Its rerun changes a copy of each", VARIANTS[variant][1])
+    if variant == "reentrant":
+        wrong(run, VARIANTS[variant][0])
+    else:
+        fails(run, "modified by an inplace operation")
+
+
+@both_variants
+def test_arguments_that_lie_side_by_side_may_be_changed(variant: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        cache, x = numbers(2, 3), leaf(numbers(3, seed=1))
+
+        def fun(k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+            k.add_(1)
+            v.mul_(2)
+            return (k.clone() * x * v.clone()).sin()
+
+        checkpoint(fun, *cache.unbind(), x).sum().backward()
+        return x.grad, cache
+
+    right(run, VARIANTS[variant][1])

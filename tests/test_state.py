@@ -166,6 +166,21 @@ def test_data_changed_in_place(transform: str) -> None:
     assert_same(ends[1], ends[0])
 
 
+@CHECKED
+def test_a_change_through_a_view_of_another_argument(transform: str) -> None:
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        def fun(whole: Tensor, part: Tensor, x: Tensor) -> Tensor:
+            part.mul_(2)
+            return (whole * x * whole).sin()
+
+        whole = numbers(3, seed=1)
+        return ck(fun)(whole, whole[:2], x)
+
+    gradient(program, plain, transform)
+    with pytest.raises(RematError, match=r"shape \[3\] and \[2\] in place .* share their memory"):
+        gradient(program, remat, transform)
+
+
 def test_requires_grad_on_an_argument() -> None:
     gradients = []
     for ck in (plain, remat):

@@ -12,6 +12,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._context import Ambient
+from remat._errors import CheckpointError
 from remat.compat._captured import Captured
 from remat.compat._draws import Draws
 from remat.compat._watch import Forward, Record, Rerun, copy_of
@@ -22,6 +23,12 @@ NO_CONTEXTS: Contexts = (contextlib.nullcontext(), contextlib.nullcontext())
 
 NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _PLAIN = {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Tensor, torch.nn.Parameter}
+
+
+_SHARED = (
+    "checkpoint: the function changes tensors of shape {} and {} in place that it was given or has read from outside "
+    "and that share their memory. Its rerun changes a copy of each. Give it one of them, and take views of that inside."
+)
 
 
 class UsesTransforms(Exception):  # noqa: N818
@@ -113,6 +120,8 @@ class Call:
 
         - `rerun`: what sees the calls, if they have to be seen.
         """
+        if self.record.shapes_of_shared is not None:
+            raise CheckpointError(_SHARED.format(*self.record.shapes_of_shared))
         captured, draws = self._captured, self._draws
         trusting = rerun is None or rerun.trusting
         if rerun is not None and trusting:

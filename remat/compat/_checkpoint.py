@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from remat import _torch_internals as internals
+from remat._frozen import cell_contents, parts
 from remat._remat import remat
 from remat._unwatched import unwatched
 from remat.compat import _debug, _settings
@@ -23,8 +24,9 @@ from remat.compat._selective import Selective, call_compiled, for_one_region
 
 _DETERMINISM_CHECKS = ("default", "none")
 
-# Functions that were seen to call `torch.func.grad`: they go to the functional engine straight away.
-_transforming: weakref.WeakSet[Any] = weakref.WeakSet()
+# Calls that were seen to use `torch.func` go to the functional engine straight away. What is called, by identity, and
+# references to see that this is still there.
+_transforming: dict[tuple[int, ...], list[weakref.ref[Any]]] = {}
 
 
 def checkpoint(
@@ -104,19 +106,19 @@ def checkpoint(
             raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
         if context_fn is not noop_context_fn or debug is not False:
             raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
-        if _needs_transforms(function):
+        if _needs_transforms(function, args):
             return _reentrant_under_transforms(function, args, preserve_rng_state)
         try:
             return CheckpointFunction.run(function, preserve_rng_state, args, stacklevel=2)
         except UsesTransforms:
-            _transforming.add(_key(function))
+            _remember(function, args)
             return _reentrant_under_transforms(function, args, preserve_rng_state)
     if determinism_check not in _DETERMINISM_CHECKS:
         raise ValueError(f"determinism_check should be one of {list(_DETERMINISM_CHECKS)}, but got {determinism_check}")
     contexts = NO_CONTEXTS if context_fn is noop_context_fn else for_one_region(context_fn(), preserve_rng_state)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if _needs_transforms(function):
+    if _needs_transforms(function, (args, kwargs)):
         return _functional(function, contexts, preserve_rng_state)(*args, **kwargs)
     stop, traced = _settings.early_stop.get(), _settings.debug_enabled.get()
     stop, traced = early_stop if stop is None else stop, debug if traced is None else traced
@@ -132,7 +134,7 @@ def checkpoint(
     try:
         return region.run(function, args, kwargs)
     except UsesTransforms:
-        _transforming.add(_key(function))
+        _remember(function, (args, kwargs))
         return _functional(function, contexts, preserve_rng_state)(*args, **kwargs)
 
 
@@ -162,23 +164,43 @@ def _warn_use_reentrant(who: str, stacklevel: int) -> None:
 # Transforms.
 
 
-def _key(function: Any) -> Any:
-    """What to know a function by: lambdas and methods are made anew for each call."""
-    if isinstance(function, functools.partial):
-        return _key(function.func)
-    if isinstance(function, types.MethodType):
-        return _key(function.__func__)
-    if isinstance(function, torch.nn.Module):
-        return function
-    return getattr(function, "__code__", type(function))
+def _called(function: Any, arguments: Any) -> dict[int, Any]:
+    """What a call may call, by identity. Of functions the code, for lambdas are made anew for each call."""
+    found: dict[int, Any] = {}
+    seen = set()
+    todo = [function, arguments]
+    for obj in todo:
+        if id(obj) in seen:
+            continue
+        seen.add(id(obj))
+        if isinstance(obj, types.FunctionType):
+            found[id(obj.__code__)] = obj.__code__
+            todo += (content for _, content in cell_contents([obj]).values())
+        elif isinstance(obj, torch.nn.Module):
+            found[id(obj)] = obj
+        elif isinstance(obj, (list, tuple)):
+            todo += obj
+        elif isinstance(obj, dict):
+            todo += obj.values()
+        elif inside := parts(obj):
+            todo += inside
+        elif not isinstance(obj, torch.Tensor) and hasattr(obj, "__weakref__"):
+            found[id(obj)] = obj
+    return found
 
 
-def _needs_transforms(function: Any) -> bool:
-    return (
-        internals.transforms_active()
-        or internals.forward_ad_active()
-        or (len(_transforming) > 0 and _key(function) in _transforming)
-    )
+def _remember(function: Any, arguments: Any) -> None:
+    called = _called(function, arguments)
+    for key in [key for key, refs in _transforming.items() if any(ref() is None for ref in refs)]:
+        del _transforming[key]
+    _transforming[tuple(called)] = [*map(weakref.ref, called.values())]
+
+
+def _needs_transforms(function: Any, arguments: Any) -> bool:
+    if internals.transforms_active() or internals.forward_ad_active():
+        return True
+    refs = _transforming.get(tuple(_called(function, arguments))) if _transforming else None
+    return refs is not None and all(ref() is not None for ref in refs)
 
 
 def _functional(function: Any, contexts: Contexts, preserve_rng_state: bool) -> Callable[..., Any]:

@@ -144,7 +144,7 @@ class Outside:
 class Record:
     """What the rerun has to know of the forward."""
 
-    __slots__ = ("calls", "holders", "is_simple", "metas", "outside", "reads", "tail", "written")
+    __slots__ = ("calls", "holders", "is_simple", "metas", "outside", "reads", "shapes_of_shared", "tail", "written")
 
     def __init__(self) -> None:
         self.is_simple = False
@@ -161,6 +161,8 @@ class Record:
         self.holders: list[weakref.ref[Any]] = []
         self.written: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         """By identity, the tensors from outside that were changed in place, and what they were before."""
+        self.shapes_of_shared: tuple[list[int], list[int]] | None = None
+        """Of two of those that share memory."""
 
 
 def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
@@ -302,8 +304,13 @@ class Forward(TorchFunctionMode):
 
     def finish(self) -> None:
         """The run is over: hold what it read."""
-        self._given = ()
         record = self.record
+        if record.written:
+            read = {id(t): t for t in (*self._given, *(o.ref() for o in record.outside)) if t is not None}
+            with internals.DisableTorchFunction():
+                shared = internals.two_that_share_memory(read[key] for key in record.written if key in read)
+            record.shapes_of_shared = None if shared is None else (list(shared[0].shape), list(shared[1].shape))
+        self._given = ()
         if record.outside:
             around = [] if self._alone else watched_runs()[-1:]
             with internals.DisableTorchFunction():
