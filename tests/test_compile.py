@@ -463,6 +463,43 @@ def test_checkpoint(what: str) -> None:
     assert backend.meter.peak < 0.7 * without.meter.peak
 
 
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(), nn.BatchNorm1d(16), nn.Linear(16, 8)).double()
+
+
+def compiled_in_place(backend: str) -> nn.Module:
+    module = mlp()
+    module.compile(backend=backend)
+    return module
+
+
+COMPILED: dict[str, Callable[[str], Any]] = {
+    "a function": lambda backend: torch.compile(lambda x: torch.tanh(x * x).exp(), backend=backend),
+    "a module": lambda backend: torch.compile(mlp(), backend=backend),
+    "a module in place": compiled_in_place,
+    "in a function": lambda backend: (lambda module: lambda x: module(x).sin())(torch.compile(mlp(), backend=backend)),
+}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("what", COMPILED)
+def test_checkpoint_of_what_was_compiled(what: str, backend: str, use_reentrant: bool) -> None:
+    def gradients(ck: Any) -> list[Any]:
+        fun, found = COMPILED[what](backend), []
+        x = numbers(4, 8).requires_grad_()
+        torch.manual_seed(1)
+        for _ in range(2):
+            ck(fun, x).sin().sum().backward()
+            assert x.grad is not None
+            found.append(x.grad.clone())
+        return [*found, *(p.grad for p in fun.parameters())] if isinstance(fun, nn.Module) else found
+
+    expected = gradients(lambda fun, x: fun(x))
+    assert_same(gradients(functools.partial(checkpoint, use_reentrant=use_reentrant)), expected)
+
+
 @pytest.mark.parametrize("kind", CONTEXTS)
 def test_selective_checkpoint(kind: str) -> None:
     def loss(ws: Any, x: Tensor) -> Tensor:

@@ -199,9 +199,9 @@ def _reached(
         else:
             raise RematError(
                 f"checkpoint: with use_reentrant=True, the function takes {_what(variable, node)} from outside where "
-                "no torch function was seen to read it: by an autograd.Function, an extension or a ScriptModule, or "
-                "it did not require grad then. Pass it as an argument, use use_reentrant=False, or call .backward() "
-                "without inputs."
+                "no torch function was seen to read it: by an autograd.Function, an extension, a ScriptModule or code "
+                "that torch.compile has made, or it did not require grad then. Pass it as an argument, use "
+                "use_reentrant=False, or call .backward() without inputs."
             )
     return reached, leaves
 

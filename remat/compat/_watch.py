@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
+from remat._compile import tracing
 from remat._errors import CheckpointError, RematError
 from remat._native import Holder, check_version, version
 from remat._run import may_write, written_by
@@ -199,6 +200,8 @@ class Forward(TorchFunctionMode):
         self.made = set(self.given)
         self.saw_wrappers = False
         """Whether the function uses transforms: a tensor was read that one of them wraps."""
+        self.saw_compiled = False
+        """Whether the function calls code that torch.compile has made. What that does is not noted."""
         self._draws = draws
         self._owner = owner
         self._unseen: Any = internals.DisableTorchDispatch if under_context else contextlib.nullcontext
@@ -219,6 +222,9 @@ class Forward(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if tracing():  # what is compiled has to be the same in the rerun
+            self.saw_compiled = True
+            return func(*args, **kwargs) if kwargs else func(*args)
         if type(func) is _GETTER and func.__self__.__name__ not in _TENSOR_ATTRIBUTES:
             return func(*args)
         made = self.made
@@ -305,6 +311,11 @@ class Forward(TorchFunctionMode):
     def finish(self) -> None:
         """The run is over: hold what it read."""
         record = self.record
+        if self.saw_compiled:  # of that the calls are others when a graph is recorded, and some are out of sight
+            for noted in (record.calls, record.reads, record.tail, record.written):
+                noted.clear()
+            self._given = ()
+            return
         if record.written:
             read = {id(t): t for t in (*self._given, *(o.ref() for o in record.outside)) if t is not None}
             with internals.DisableTorchFunction():
@@ -485,6 +496,8 @@ class Rerun(Collector, TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if tracing():  # what is compiled, once for each run, has to be the same
+            return func(*args, **kwargs) if kwargs else func(*args)
         if type(func) is _GETTER and func.__self__.__name__ not in _TENSOR_ATTRIBUTES:
             return func(*args)
         kwargs = kwargs or {}
