@@ -531,3 +531,21 @@ def test_arguments_that_lie_side_by_side_may_be_changed(variant: str) -> None:
         return x.grad, cache
 
     right(run, VARIANTS[variant][1])
+
+
+@both_variants
+def test_memory_that_is_made_out_of_sight_and_written_to_in_sight(variant: str) -> None:
+    def fun(x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():  # as an extension does it
+            memory = torch.empty(3, dtype=torch.float64)
+        torch.mul(x.detach(), 2, out=memory)
+        with torch._C.DisableTorchFunction():
+            scale = memory + 1
+        return (x * scale).sin()
+
+    def run(checkpoint: Any) -> Any:
+        x = leaf(numbers(3))
+        checkpoint(fun, x).sum().backward()
+        return x.grad
+
+    right(run, VARIANTS[variant][1])

@@ -595,12 +595,19 @@ class Rerun(Collector, TorchFunctionMode):
             for t in targets if self.unwritable and func not in _RENORMALIZING else ():
                 if internals.memory_of(t) in self.unwritable:
                     raise RematError(CHANGES.format(list(t.shape), t.dtype))
-            strange = [t for t in targets if id(t) not in self.made]
+            strange = [t for t in targets if id(t) not in self.made and self._was_there(t)]
             for t in strange:
                 self.swap(t, copy_of(t))
         if strange:
             return self._resolve(args, kwargs, None)
         return args, kwargs
+
+    def _was_there(self, tensor: Tensor) -> bool:
+        """Whether the forward has read a tensor or written to it. Others are made inside, out of sight."""
+        written = self._record.written.get(id(tensor))
+        return (
+            id(tensor) in self._outside or id(tensor) in self._swaps or (written is not None and written[0]() is tensor)
+        )
 
     def swap(self, tensor: Tensor, stand_in: Tensor) -> None:
         """From now on `stand_in` is read and written in the place of `tensor`."""
