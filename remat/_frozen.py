@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 
-@functools.cache
+@functools.lru_cache(1000)
 def written_names(code: types.CodeType, opcode: str) -> frozenset[str]:
     """The names that the code, or a function defined in it, assigns to: of cells (STORE_DEREF) or STORE_GLOBAL."""
     names = {str(i.argval) for i in dis.get_instructions(code) if i.opname == opcode}

@@ -22,6 +22,9 @@ Saved = list[tuple[Tensor, int] | None]
 """The saved tensors of a run, detached, by number, and the version of each; None where nobody will ask for it."""
 
 
+Meta = tuple[torch.Size, torch.dtype, torch.device]
+
+
 class Holder:
     """What the graph keeps in the place of a tensor."""
 
@@ -70,7 +73,7 @@ class Graph(ABC):
     """Whose errors are raised."""
     joins_groups = True
     """Whether the backward passes of a `GraphExecGroup` share what is computed again."""
-    shapes: list[torch.Size]
+    metas: list[Meta]
     """Of what the graph would save, where it may be skipped."""
     _recomputed: weakref.ref[_Recomputed] | None = None
     _skipped: Any = None
@@ -92,7 +95,7 @@ class Graph(ABC):
         group = internals.graph_exec_group() if self.joins_groups else None
         key = internals.graph_task() if group is None else group
         if key == self._skipped:
-            return _ZERO.expand(self.shapes[index])
+            return _ZERO.expand(self.metas[index][0])
         if key == -1:  # outside of a backward pass: `grad_fn._saved_self`
             entry = self.rerun()[index]
         else:
@@ -145,6 +148,22 @@ WRONG_COUNT = (
     "A different number of tensors was saved during the original forward and recomputation.\n"
     "Number of tensors saved during forward: {}\nNumber of tensors saved during recomputation: {}"
 )
+Difference = tuple[int, Meta, Meta]
+"""What was saved with another shape, dtype or device: its number, and those of the forward and of the rerun."""
+
+
+def wrong_metadata(different: list[Difference]) -> str:
+    """What to say about that."""
+    lines = ["Recomputed values for the following tensors have different metadata than during the forward pass."]
+    for index, forward, rerun in different:
+        names = ("shape", "dtype", "device")
+        parts = [
+            f"{n} {f} in the forward, {r} in the rerun" for n, f, r in zip(names, forward, rerun, strict=True) if f != r
+        ]
+        lines.append(f"tensor at position {index}: " + "; ".join(parts))
+    return "\n".join(lines)
+
+
 _UNPACKED_TWICE = (
     "Unpack is being triggered for a tensor that was already unpacked once in this backward pass. If "
     "your autograd.Function reads ctx.saved_tensors in its backward, it has to do so only once."

@@ -83,8 +83,8 @@ _MAY_BE_INPLACE = _words("""
 _REFUSED = tuple(
     _words("""
     BEFORE_WITH CALL_FUNCTION_EX DELETE_ATTR DELETE_DEREF DELETE_GLOBAL DELETE_NAME DELETE_SUBSCR GET_AWAITABLE
-    IMPORT_ INPLACE_ LOAD_BUILD_CLASS LOAD_NAME LOAD_SPECIAL LOAD_SUPER_ATTR SEND SETUP_WITH STORE_ATTR STORE_GLOBAL
-    STORE_NAME STORE_SLICE STORE_SUBSCR YIELD_
+    IMPORT_ INPLACE_ LOAD_BUILD_CLASS LOAD_NAME LOAD_SPECIAL LOAD_SUPER_ATTR PUSH_EXC_INFO SEND SETUP_FINALLY SETUP_WITH
+    STORE_ATTR STORE_GLOBAL STORE_NAME STORE_SLICE STORE_SUBSCR YIELD_
     """)
 )
 _MISSING: Any = object()
@@ -98,7 +98,7 @@ class _Code(NamedTuple):
     attributes: frozenset[str]
 
 
-@functools.cache
+@functools.lru_cache(1000)  # of the codes of a notebook, say
 def _names(code: types.CodeType) -> _Code | None:
     """What code, and the functions defined in it, name. None: it does what is not known."""
     if code.co_flags & (0x20 | 0x80 | 0x200) and code.co_name != "<genexpr>":  # generators and coroutines
@@ -175,6 +175,7 @@ class Reads:
     - `tensors`: where modules hold the tensors that it may read: a weak reference, whether it is a parameter (else a
         buffer), and the name.
     - `draws`: whether it may draw from the global generators.
+    - `may_write`: whether an argument that is True may tell it to work in place.
     - `names`: names that may come to mean something else: globals of the function itself (owner: a number, of a root),
         numbers in globals of others, and numbers in modules (owner: a weak reference).
     """
@@ -182,6 +183,7 @@ class Reads:
     def __init__(self, roots: list[Any]) -> None:
         self.is_known = False
         self.draws = False
+        self.may_write = False
         self.tensors: list[tuple[weakref.ref[nn.Module], bool, str]] = []
         self.names: list[tuple[Any, str]] = []
         self._shapes: list[tuple[weakref.ref[nn.Module], Any]] = []
@@ -201,6 +203,7 @@ class Reads:
             for is_parameter, names in ((True, module._parameters), (False, module._buffers)):
                 self.tensors += [(weakref.ref(module), is_parameter, name) for name in names if name in self._names]
         self.draws = bool(self._names & _DRAWS)
+        self.may_write = bool(self._names & _MAY_BE_INPLACE)
         del self._functions, self._modules, self._roots, self._names
 
     @property
@@ -208,13 +211,13 @@ class Reads:
         """Whether it uses modules."""
         return bool(self._shapes)
 
-    def holds(self, roots: list[Any]) -> bool:
-        """Whether all that it depends on is as it was."""
+    def holds(self, roots: list[Any], hooks_count: bool = True) -> bool:
+        """Whether all that it depends on is as it was. `hooks_count`: whether modules may not have got hooks."""
         for at, name, meaning in self._globals:
             function = roots[at] if type(at) is int else at()
             if function is None or not _still(meaning, function.__globals__.get(name, _MISSING)):
                 return False
-        if not internals.have_shapes(self._shapes):
+        if not internals.have_shapes(self._shapes, hooks_count):
             return False
         for function_ref, parts in self._codes:  # a notebook that reloads puts others there
             function = function_ref()
@@ -419,14 +422,20 @@ def reads(fun: Any, roots: list[Any] | None = None) -> Reads | None:
     return found if found.is_known else None
 
 
-def still(fun: Any, before: Reads, parts: list[list[Any]]) -> bool:
-    """Whether a function does what it did. `parts`: what its roots were made of."""
+def still(fun: Any, before: Reads, parts: list[list[Any]], hooks_count: bool) -> bool:
+    """Whether a function does what it did.
+
+    **Arguments:**
+
+    - `parts`: what its roots were made of.
+    - `hooks_count`: whether modules may not have got hooks.
+    """
     roots: list[Any] = []
     if _key(fun, roots) is None or not _are_made_of(roots, parts):
         return False
-    if before.has_modules and internals.has_global_module_hooks():
+    if hooks_count and before.has_modules and internals.has_global_module_hooks():
         return False
-    if before.holds(roots):
+    if before.holds(roots, hooks_count):
         return True
     now = reads(fun)
     return now is not None and now.same_as(before)

@@ -24,7 +24,18 @@ from remat import _torch_internals as internals
 from remat._context import Ambient, RandomState, replayed
 from remat._errors import CheckpointError, RematError
 from remat._frozen import Freezer, Table, Thawer, cell_contents
-from remat._native import WRONG_COUNT, Graph, Holder, Saved, at_the_base, check_version, same, unpack
+from remat._native import (
+    WRONG_COUNT,
+    Graph,
+    Holder,
+    Meta,
+    Saved,
+    at_the_base,
+    check_version,
+    same,
+    unpack,
+    wrong_metadata,
+)
 from remat._primitive import Derived, attach, attach_over_graph
 from remat._run import CHANGES, PURITY, paused_runs
 from remat.random._keyed import suspended
@@ -33,6 +44,7 @@ _SMALL = 2**12  # elements: under a transform
 _WORTH_A_STOP = 1000  # elements: to end a rerun early takes as long as a small op on them
 _TENSORS = {Tensor, torch.nn.Parameter}
 _LEAVES = _TENSORS | {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size}
+_NAMES = {str, int, float, bool, type(None)}
 _MISSING: Any = object()
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _REPLACED = (
@@ -47,7 +59,7 @@ def _is_plain(tree: Any) -> bool:
     if kind in _LEAVES:
         return True
     if kind is dict:
-        return all(map(_is_plain, tree.values()))
+        return _NAMES.issuperset(map(type, tree)) and all(map(_is_plain, tree.values()))
     return (kind is tuple or kind is list) and all(map(_is_plain, tree))
 
 
@@ -87,9 +99,7 @@ class PlainCall:
         """The result."""
         return fun(*args, **kwargs)
 
-    def record(
-        self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, early_stop: bool, preserve_rng_state: bool
-    ) -> Any:
+    def record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **options: bool) -> Any:
         """The result."""
         return fun(*args, **kwargs)
 
@@ -136,23 +146,35 @@ class UnwatchedCall:
                 self._places.append((names, name, position[id(tensor)], weakref.ref(tensor)))
         self._fun = fun
         self._parts = [*map(_pure.made_of, found.roots)]
+        self._hooks_count = True
         self._table: Table | None = None
         if found.contents:
             freezer = Freezer(found.contents, position)
             self._fun, self._table = freezer(fun), freezer.table
 
     def record(
-        self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, early_stop: bool, preserve_rng_state: bool
+        self,
+        fun: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        early_stop: bool,
+        preserve_rng_state: bool,
+        determinism_check: bool,
     ) -> Any:
-        """The user's own call, and its result with a graph that saves nothing.
+        """The user's own call, and its result with a graph that saves nothing. It is torch's checkpoint.
 
         **Arguments:**
 
         - `early_stop`: whether the rerun may end as soon as all is there that the graph would have saved.
         - `preserve_rng_state`: whether the rerun draws what the forward draws.
+        - `determinism_check`: whether to compare the metadata of what both save.
         """
         self._repeats_draws = self._reads.draws and preserve_rng_state
-        return _SparseGraph(self, early_stop and self.size > _WORTH_A_STOP).record(fun, args, kwargs)
+        self._hooks_count = False
+        graph = _SparseGraph(self, early_stop and self.size > _WORTH_A_STOP)
+        graph.compares = determinism_check
+        return graph.record(fun, args, kwargs)
 
     def run(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own call, and its result with the remat'd derivative."""
@@ -230,7 +252,7 @@ class UnwatchedCall:
 
     def _check(self, fun: Any) -> None:
         """Raise where a function does not do any more what it did."""
-        if not _pure.still(fun, self._reads, self._parts):
+        if not _pure.still(fun, self._reads, self._parts, self._hooks_count):
             raise CheckpointError(_REPLACED.format(self.name))
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
@@ -277,7 +299,8 @@ class _SparseGraph(Graph):
             self.who = f"remat: {call.name}"
             self.joins_groups = False  # what one result does not need is unpacked all the same
         self._holders: list[weakref.ref[Holder]] = []
-        self.shapes = []
+        self.metas = []
+        self.compares = True
         self.may_skip = False
         """Whether no other result has a part in the graph."""
 
@@ -300,8 +323,7 @@ class _SparseGraph(Graph):
     def _pack(self, tensor: Tensor) -> Holder:
         holder = Holder(self, len(self._holders))
         self._holders.append(weakref.ref(holder))
-        if self._under_node:
-            self.shapes.append(tensor.shape)
+        self.metas.append((tensor.shape, tensor.dtype, tensor.device))
         return holder
 
     def skip(self) -> None:
@@ -325,10 +347,12 @@ class _SparseGraph(Graph):
                 for t, before in zip(operands, self._required, strict=True)
             ]
         saved: list[tuple[Tensor, int]] = []
+        metas: list[Meta] = []
 
         def collect(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
             saved.append((tensor, tensor._version))
+            metas.append((tensor.shape, tensor.dtype, tensor.device))
             if self._early_stop and len(saved) == expected:
                 raise _Stop
             return tensor
@@ -343,6 +367,9 @@ class _SparseGraph(Graph):
                 internals.pop_saved_tensors_hooks()
         if len(saved) != expected:
             raise self.error(f"{WRONG_COUNT.format(expected, len(saved))}\n{PURITY}")
+        if metas != self.metas and self.compares:
+            different = [(i, *pair) for i, pair in enumerate(zip(self.metas, metas, strict=True)) if pair[0] != pair[1]]
+            raise self.error(f"{wrong_metadata(different)}\n{PURITY}")
         return [s if holder() is not None else None for s, holder in zip(saved, self._holders, strict=True)]
 
 
@@ -414,6 +441,8 @@ def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     if reads is None or internals.tracing() or (kwargs and not _is_plain(kwargs)):
         return None
     found = _Found.by(reads, roots, args, kwargs)
+    if reads.may_write and any(leaf is True for leaf in found.leaves):  # F.relu(x, inplace)
+        return None
     needs_node = _needs_node()
     if needs_node and reads.draws:  # what it draws depends on the transforms
         return None

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from helpers import Fun, assert_same, leaf, numbers
 from torch import Tensor, nn
 from torch.nn.functional import relu
+from torch.nn.modules import module as module_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 from remat import CheckpointError, RematError, _pure, remat
 from remat.compat import checkpoint
@@ -213,6 +215,20 @@ def may_write_if_told(x: Tensor, flag: bool = False) -> Tensor:
     return F.relu(x, flag)
 
 
+def catches(x: Tensor) -> Tensor:
+    try:
+        return torch.exp(torch.sin(x))
+    except:  # noqa: E722
+        return torch.cos(x)
+
+
+def cleans_up(x: Tensor) -> Tensor:
+    try:
+        return torch.exp(torch.sin(x))
+    finally:
+        x = x + 1
+
+
 def unpacks(*args: Any) -> Tensor:
     return F.relu(*args)
 
@@ -322,6 +338,8 @@ UNKNOWN: dict[str, Any] = {
         may_write,
         may_write_and_is_imported,
         tells_others_and_may_write,
+        catches,
+        cleans_up,
         may_write_by_name,
         unpacks,
         without_gradient,
@@ -593,7 +611,7 @@ def test_a_parameter_that_was_changed_in_place_is_an_error() -> None:
         gradients(module, x, change)
 
 
-@pytest.mark.parametrize("change", [c for name, c in CHANGES.items() if "for all" not in name])
+@pytest.mark.parametrize("change", [c for name, c in CHANGES.items() if "hook" not in name])
 def test_a_module_that_was_changed_is_an_error(change: Callable[[Block], Any]) -> None:
     module, x = Block(), leaf(numbers(3, 3))
     y = checkpoint(module, x, use_reentrant=False).sum()
@@ -602,11 +620,80 @@ def test_a_module_that_was_changed_is_an_error(change: Callable[[Block], Any]) -
         y.backward()
 
 
-@pytest.mark.parametrize("way", [lambda f, *args: remat(f)(*args), functools.partial(checkpoint, use_reentrant=False)])
+@pytest.mark.parametrize("register", ["of the module", "of all modules"])
+def test_a_hook_that_is_registered_after_the_forward(register: str) -> None:
+    module, x, seen = Block(), leaf(numbers(3, 3)), []
+    expected = torch.autograd.grad(module(x).sum(), x)
+    made = checkpoint(module, x, use_reentrant=False).sum(), remat(module)(x).sum()
+    hook = (
+        module.norm.register_forward_hook if register == "of the module" else module_hooks.register_module_forward_hook
+    )
+    handle = hook(lambda module, *_: seen.append(module))
+    try:
+        assert_same(torch.autograd.grad(made[0], x), expected)
+        assert module.norm in seen
+        with pytest.raises(CheckpointError, match="given a hook"):
+            torch.autograd.grad(made[1], x)
+    finally:
+        handle.remove()
+
+
+def test_a_counter_of_flops_around_the_backward() -> None:
+    module, x = Block(), leaf(numbers(3, 3))
+    y = checkpoint(module, x, use_reentrant=False).sum()
+    with FlopCounterMode(display=False) as counter:
+        y.backward()
+    assert counter.get_total_flops() > 0
+
+
+def test_children_that_change_places_are_an_error() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.tanh(self.a(x)))
+
+    def swapped(module: Any) -> None:
+        module.a, module.b = module.b, module.a
+
+    def renamed(module: Any) -> None:
+        a, b = module.a, module.b
+        del module.a, module.b
+        module.b, module.a = a, b
+
+    for change in (swapped, renamed):
+        for way in (remat, lambda module: functools.partial(checkpoint, module, use_reentrant=False)):
+            module = Two()
+            y = way(module)(leaf(numbers(3, 3)))
+            change(module)
+            with pytest.raises(CheckpointError, match="was replaced"):
+                y.sum().backward()
+
+
 @pytest.mark.parametrize("make", [lambda f: f, lambda f: lambda x, flag: f(x, flag)])
-def test_an_operation_that_is_told_to_write_is_an_error(way: Any, make: Any) -> None:
+def test_an_operation_that_is_told_to_write(make: Any) -> None:
+    fun = make(lambda x, flag: may_write_if_told(x, flag).sin())
+    with pytest.raises(RematError, match=r"changes .*in place, at .*test_pure"):
+        remat(fun)(leaf(numbers(3, 3)).sin(), True)
+    x = leaf(numbers(3, 3))
+    found = checkpoint(fun, x.sin(), True, use_reentrant=False).sum()
+    assert_same(torch.autograd.grad(found, x), torch.autograd.grad(fun(x.sin(), True).sum(), x))
+
+
+@pytest.mark.parametrize("way", [remat, lambda fun: functools.partial(checkpoint, fun, use_reentrant=False)])
+def test_an_operation_that_is_told_to_write_by_an_attribute_is_an_error(way: Any) -> None:
+    class Told(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.write = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(x, self.write)
+
     with pytest.raises(RematError, match=r"changes .*in place.*a place out of sight"):
-        way(make(may_write_if_told), leaf(numbers(3, 3)).sin(), True)
+        way(Told())(leaf(numbers(3, 3)).sin())
 
 
 def test_globals_count_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -563,3 +563,38 @@ def test_large_tensors_stop_early() -> None:
         remat(fun)(x, w).sum().backward()
     assert (ops["mm"], ops["tanh"]) == (2 + 1 + 4, 2)
     assert_same((x.grad, w.grad), torch.autograd.grad(fun(x, w).sum(), [x, w]))
+
+
+# What the rerun saves has the metadata of what the forward saved.
+
+
+@WAYS
+def test_data_of_another_shape(way: Way) -> None:
+    a, x = numbers(3, 3), leaf(numbers(3, 3, seed=1))
+    y = way(lambda a, x: (a * x).sin())(a, x)
+    a.data = torch.ones(1, 3, dtype=torch.float64)
+    with pytest.raises(CheckpointError, match=r"position 0: shape torch.Size\(\[3, 3\]\) in the forward, .*\[1, 3\]"):
+        y.sum().backward()
+
+
+def test_data_of_another_shape_without_the_check() -> None:
+    a, x = numbers(3, 3), leaf(numbers(3, 3, seed=1))
+    y = checkpoint(lambda a, x: (a * x).sin(), a, x, use_reentrant=False, determinism_check="none")
+    a.data = torch.ones(1, 3, dtype=torch.float64)
+    y.sum().backward()
+    assert x.grad is not None
+
+
+@WAYS
+def test_tensors_that_are_keys(way: Way) -> None:
+    def fun(d: dict[Tensor, Tensor]) -> Tensor:
+        return sum(torch.sin(k * v) for k, v in d.items())  # type: ignore[return-value]
+
+    key, x = numbers(3), leaf(numbers(3, seed=1))
+    expected = torch.autograd.grad(fun({key: x}).sum(), x)
+    assert_same(torch.autograd.grad(way(fun)({key: x}).sum(), x), expected)
+    y = way(fun)({key: x}).sum()
+    with torch.no_grad():
+        key.add_(1)
+    with pytest.raises(RuntimeError, match="in place|inplace"):
+        y.backward()

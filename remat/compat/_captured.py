@@ -19,7 +19,7 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _Slot = tuple[Any, Any, Any]  # a cell and None, or a namespace and a name; and what it held
 
 
-@functools.cache
+@functools.lru_cache(1000)
 def _names(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...]]:
     """The names of the cells that the code assigns to, and of the globals that it reads."""
     names = {str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}

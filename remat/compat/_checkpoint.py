@@ -126,7 +126,14 @@ def checkpoint(
         name = getattr(function, "__qualname__", type(function).__qualname__)
         call = unwatched(function, name, args, kwargs)
         if call is not None:
-            return call.record(function, args, kwargs, early_stop=stop, preserve_rng_state=preserve_rng_state)
+            return call.record(
+                function,
+                args,
+                kwargs,
+                early_stop=stop,
+                preserve_rng_state=preserve_rng_state,
+                determinism_check=determinism_check != "none",
+            )
     options_ = Options(preserve_rng_state, determinism_check != "none", stop)
     region = Region(function, args, kwargs, options_, contexts)
     if traced:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError
-from remat._native import WRONG_COUNT, Graph, Saved, at_the_base, same, unpack
+from remat._native import WRONG_COUNT, Graph, Saved, at_the_base, same, unpack, wrong_metadata
 from remat.compat._call import NO_CONTEXTS, Call, Contexts, UsesTransforms
 from remat.compat._watch import Collector, Rerun
 
@@ -108,23 +108,9 @@ class Region(Graph):
         if found != expected:
             raise self.error(f"{WRONG_COUNT.format(expected, found)}\n{TIP}")
         if rerun.different and self._options.determinism_check:
-            raise self.error(_WRONG_METADATA.format("\n".join(map(_difference, rerun.different)), TIP))
+            raise self.error(f"{wrong_metadata(rerun.different)}\n{TIP}")
 
     def error(self, message: str) -> CheckpointError:
         """An error, with what is known about the call."""
         error = super().error(message)
         return error if self.explain is None else self.explain(error)
-
-
-def _difference(different: tuple[int, Any, Any]) -> str:
-    index, forward, rerun = different
-    names = ("shape", "dtype", "device")
-    parts = [
-        f"{n} {f} in the forward, {r} in the rerun" for n, f, r in zip(names, forward, rerun, strict=True) if f != r
-    ]
-    return f"tensor at position {index}: " + "; ".join(parts)
-
-
-_WRONG_METADATA = (
-    "Recomputed values for the following tensors have different metadata than during the forward pass.\n{}\n{}"
-)

@@ -26,11 +26,9 @@ from torch.overrides import TorchFunctionMode
 from remat import _torch_internals as internals
 from remat._compile import tracing
 from remat._errors import CheckpointError, RematError
-from remat._native import Holder, check_version, version
+from remat._native import Difference, Holder, Meta, check_version, version
 from remat._run import may_write, written_by
 from remat.compat._draws import Draws
-
-Meta = tuple[torch.Size, torch.dtype, torch.device]
 
 _GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
 _PLAIN = (bool, int, float, complex, str, torch.Size, torch.dtype, torch.device, type(None))
@@ -389,8 +387,7 @@ class Collector:
     def __init__(self, record: Record, early_stop: bool) -> None:
         self.saved: list[tuple[Tensor, int] | None] = []
         """What the graph would save, detached, and its version; None where nobody will ask for it."""
-        self.different: list[tuple[int, Meta, Meta]] = []
-        """What was saved with another shape, dtype or device: its number, and those of the forward and of the rerun."""
+        self.different: list[Difference] = []
         self._record = record
         self._last = len(record.holders) - 1 if early_stop else -1
 
