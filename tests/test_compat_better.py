@@ -1,5 +1,6 @@
 """Where remat.compat is better than torch.utils.checkpoint: each test shows both, to notice what torch mends."""
 
+import contextlib
 import contextvars
 import functools
 import gc
@@ -1057,15 +1058,44 @@ def test_the_warning_points_at_the_caller(use: str) -> None:
         assert (caught[0].filename == __file__) == here
 
 
-@pytest.mark.parametrize("use", ["call", "decorator"])
-def test_the_warning_without_gradients_points_at_the_caller(use: str) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if use == "call":
-            REMAT.checkpoint(torch.sin, numbers(3), use_reentrant=True)
-        else:
-            REMAT.check_backward_validity([numbers(3)])
-    assert [w.filename for w in caught] == [__file__]
+WITHOUT_GRADIENTS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "call": lambda api, x: api.checkpoint(torch.sin, x, use_reentrant=True),
+    "decorator": lambda api, x: api.checkpoint(use_reentrant=True)(torch.sin)(x),
+    "sequential": lambda api, x: api.checkpoint_sequential([torch.sin, torch.cos], 2, x, use_reentrant=True),
+    "function": lambda api, x: api.CheckpointFunction.apply(torch.sin, True, x),
+    "validity": lambda api, x: api.check_backward_validity([x]),
+}
+
+
+@pytest.mark.parametrize("use", WITHOUT_GRADIENTS.values(), ids=WITHOUT_GRADIENTS)
+def test_the_warning_without_gradients_points_at_the_caller(use: Any) -> None:
+    for api, here in ((TORCH, False), (REMAT, True)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            use(api, numbers(3))
+        assert [w.filename == __file__ for w in caught if "requires_grad=True" in str(w.message)] == [here]
+
+
+def test_a_context_that_swallows_the_exception_of_the_function() -> None:
+    def fun(x: Tensor) -> Tensor:
+        raise ValueError("no result")
+
+    def run(ck: Any) -> Any:
+        return ck(fun, leaf(numbers(3)), context_fn=lambda: (contextlib.suppress(ValueError), contextlib.nullcontext()))
+
+    with pytest.raises(RuntimeError):
+        run(of_torch)
+    fails(run, "the forward context of context_fn swallowed an exception", ours)
+
+
+@pytest.mark.parametrize("contexts", [1, (contextlib.nullcontext(),), None])
+def test_contexts_that_are_no_pair(contexts: Any) -> None:
+    for ck, match in (
+        (of_torch, ""),
+        (ours, r"context_fn must return two context managers, .* got (int|tuple|NoneType)"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=match):
+            ck(torch.sin, leaf(numbers(3)), context_fn=lambda: contexts)
 
 
 # Also as a decorator.

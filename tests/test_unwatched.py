@@ -596,5 +596,5 @@ def test_tensors_that_are_keys(way: Way) -> None:
     y = way(fun)({key: x}).sum()
     with torch.no_grad():
         key.add_(1)
-    with pytest.raises(RuntimeError, match="in place|inplace"):
+    with pytest.raises(RuntimeError, match=r"in place|inplace"):
         y.backward()

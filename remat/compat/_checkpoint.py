@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from remat import _torch_internals as internals
+from remat._errors import warn
 from remat._frozen import cell_contents, parts
 from remat._remat import remat
 from remat._unwatched import unwatched
@@ -85,7 +85,7 @@ def checkpoint(
         torch.Size([3, 3])
     """
     if use_reentrant is None:
-        _warn_use_reentrant("checkpoint", stacklevel=3)
+        _warn_use_reentrant("checkpoint")
         use_reentrant = True
     if function is None and not args:
         if kwargs:
@@ -109,7 +109,7 @@ def checkpoint(
         if _needs_transforms(function, args):
             return _reentrant_under_transforms(function, args, preserve_rng_state)
         try:
-            return CheckpointFunction.run(function, preserve_rng_state, args, stacklevel=2)
+            return CheckpointFunction.run(function, preserve_rng_state, args)
         except UsesTransforms:
             _remember(function, args)
             return _reentrant_under_transforms(function, args, preserve_rng_state)
@@ -159,12 +159,11 @@ def _decorator(options: dict[str, Any]) -> Callable[[Callable[..., Any]], Callab
     return decorate
 
 
-def _warn_use_reentrant(who: str, stacklevel: int) -> None:
-    warnings.warn(
+def _warn_use_reentrant(who: str) -> None:
+    warn(
         f"remat.{who}: the use_reentrant parameter should be passed explicitly. use_reentrant=False is recommended; "
         "use_reentrant=True keeps what happens now, without it. torch.utils.checkpoint raises an exception here in its "
-        "later versions.",
-        stacklevel=stacklevel,
+        "later versions."
     )
 
 
@@ -231,7 +230,7 @@ def _reentrant_under_transforms(function: Any, args: tuple[Any, ...], preserve_r
     if not any(internals.requires_grad_at_any_level(x) for x in args if isinstance(x, torch.Tensor)) and not (
         internals.transforms_active() or internals.forward_ad_active()
     ):
-        warn_without_grad(args, stacklevel=3)
+        warn_without_grad(args)
         with torch.no_grad():
             return function(*args)
     return remat(function, preserve_rng_state=preserve_rng_state)(*args)
@@ -270,7 +269,7 @@ def checkpoint_sequential(
         torch.Size([2, 3])
     """
     if use_reentrant is None:
-        _warn_use_reentrant("checkpoint_sequential", stacklevel=3)
+        _warn_use_reentrant("checkpoint_sequential")
         use_reentrant = True
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))

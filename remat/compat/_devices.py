@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from remat import _tree
+from remat._errors import warn
 
 
 class DefaultDeviceType:
@@ -90,14 +90,14 @@ def check_backward_validity(inputs: Iterable[Any]) -> None:
         >>> from remat.compat import check_backward_validity
         >>> check_backward_validity([1, torch.ones(2, requires_grad=True)])
     """
-    warn_without_grad(inputs, stacklevel=2)
+    warn_without_grad(inputs)
 
 
-def warn_without_grad(inputs: Iterable[Any], stacklevel: int) -> bool:
+def warn_without_grad(inputs: Iterable[Any]) -> bool:
     """Whether one of the inputs requires grad; a warning if not."""
     if any(x.requires_grad for x in inputs if isinstance(x, Tensor)):
         return True
-    warnings.warn("None of the inputs have requires_grad=True. Gradients will be None", stacklevel=stacklevel + 1)
+    warn("None of the inputs have requires_grad=True. Gradients will be None")
     return False
 
 

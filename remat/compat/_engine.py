@@ -51,12 +51,14 @@ class Region(Graph):
     def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward: the user's own call."""
         forward = self._call.watch(self, self._under_context)
+        returned = False
         try:
             with self.forward_context:
                 internals.push_saved_tensors_hooks(forward.pack, unpack)
                 try:
                     with forward:
                         out = fun(*args, **kwargs)
+                    returned = True
                 finally:
                     internals.pop_saved_tensors_hooks()
         except RuntimeError as error:
@@ -64,6 +66,11 @@ class Region(Graph):
                 self._call.undo(forward)
                 raise UsesTransforms from None
             raise
+        if not returned:
+            raise RuntimeError(
+                "remat.checkpoint: the forward context of context_fn swallowed an exception that the function raised, "
+                "so there is no result. Catch it inside of the function, or around checkpoint."
+            )
         self._call.finish(forward)
         self._saved = self._call.unwritten(self._saved)
         self._is_complete = True

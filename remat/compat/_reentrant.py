@@ -44,12 +44,12 @@ class CheckpointFunction(torch.autograd.Function):
     @classmethod
     def apply(cls, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         """Run the function on the arguments, which are positional."""
-        return cls.run(run_function, preserve_rng_state, args, stacklevel=2)
+        return cls.run(run_function, preserve_rng_state, args)
 
     @classmethod
-    def run(cls, function: Callable[..., Any], preserve_rng_state: bool, args: tuple[Any, ...], stacklevel: int) -> Any:
-        """The same. `stacklevel`: which caller a warning points at, 1 being the caller of this."""
-        if not warn_without_grad(args, stacklevel + 1) or not torch.is_grad_enabled():
+    def run(cls, function: Callable[..., Any], preserve_rng_state: bool, args: tuple[Any, ...]) -> Any:
+        """The same."""
+        if not warn_without_grad(args) or not torch.is_grad_enabled():
             with torch.no_grad():
                 return function(*args)
         call = Call(function, args, {}, preserve_rng_state)

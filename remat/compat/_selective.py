@@ -6,7 +6,6 @@ import contextlib
 import dis
 import functools
 import types
-import warnings
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from remat import _compile, _tree
 from remat import _torch_internals as internals
 from remat._context import RandomState
-from remat._errors import CheckpointError
+from remat._errors import CheckpointError, warn
 from remat._remat import remat
 from remat.compat._call import Contexts
 from remat.compat._devices import noop_context_fn
@@ -95,8 +94,8 @@ class _Kept:
         if self._tensor._version != self._version:
             raise CheckpointError(
                 "checkpoint: Tensor cached during selective activation checkpoint has been mutated: a result of "
-                f"{func}. Change a copy instead, x = x.clone(); in-place changes inside of the function are taken care "
-                "of with allow_cache_entry_mutation=True."
+                f"{func}, outside of the function or without allow_cache_entry_mutation=True, which takes care of "
+                "in-place changes inside of it. Change a copy instead: x = x.clone()."
             )
         if self._tensor.device != self._device:
             return self._tensor.to(self._device)
@@ -320,7 +319,7 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
     elif callable(policy_fn_or_list) and not isinstance(policy_fn_or_list, (OpOverload, OpOverloadPacket, type)):
         policy = as_policy(policy_fn_or_list)
         for named in dict.fromkeys(_named_in_vain(policy_fn_or_list)):
-            _warn_in_vain(named, stacklevel=2)
+            _warn_in_vain(named)
     else:
         raise TypeError(
             "create_selective_checkpoint_contexts: policy_fn_or_list must be either a function or a collection of ops; "
@@ -336,10 +335,16 @@ def _contexts(policy: Policy, allow_cache_entry_mutation: bool, preserve_rng_sta
 
 def for_one_region(contexts: Contexts, preserve_rng_state: bool) -> Contexts:
     """The contexts, for one call of `checkpoint` alone: a pair may be given to several."""
-    forward = contexts[0]
+    try:
+        forward, rerun = contexts
+    except (TypeError, ValueError):
+        raise TypeError(
+            "checkpoint: context_fn must return two context managers, for the forward and for the rerun; got "
+            f"{type(contexts).__name__} {contexts!r}."
+        ) from None
     if isinstance(forward, Selective):
         return _contexts(forward.policy, forward.allow_cache_entry_mutation, preserve_rng_state)
-    return contexts
+    return forward, rerun
 
 
 def call_compiled(
@@ -378,7 +383,7 @@ def _of_ops(ops: tuple[Any, ...]) -> Policy:
                 f"{type(op).__name__} {op!r}.{hint}"
             )
         if _never_seen(op):
-            _warn_in_vain(op, stacklevel=3)
+            _warn_in_vain(op)
     saved = frozenset(ops)
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
@@ -404,12 +409,12 @@ def _never_seen(op: Any) -> bool:
     return isinstance(op, OpOverload) and _why_never_seen(op) is not None
 
 
-def _warn_in_vain(op: Any, stacklevel: int) -> None:
+def _warn_in_vain(op: Any) -> None:
     reason = _why_never_seen(op) or (
         f"create_selective_checkpoint_contexts: {op}, which the policy names, stands for several ops and equals none "
         f"of them, so it never runs. Name the overload, as in {op}.{op.overloads()[0]}."
     )
-    warnings.warn(reason, stacklevel=stacklevel + 1)
+    warn(reason)
 
 
 def _named_in_vain(policy: Any) -> Iterator[Any]:
