@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.func import grad
 
 import remat.compat
-from remat import CheckpointError
+from remat import CheckpointError, _context
+from remat.compat import _draws
 from remat.debug import LiveBytes
 from tests.helpers import UNIT, activation, assert_same, leaf, numbers
 from tests.test_compat_better import VARIANTS, both_variants, fails, of_torch, ours, right, wrong
@@ -549,3 +550,66 @@ def test_memory_that_is_made_out_of_sight_and_written_to_in_sight(variant: str) 
         return x.grad
 
     right(run, VARIANTS[variant][1])
+
+
+# Devices of several types. The machine of the tests has a CPU alone, so the others are stand-ins that only count.
+
+
+class Counter:
+    """A device module whose generator counts."""
+
+    def __init__(self) -> None:
+        self.state = torch.zeros(1, dtype=torch.uint8)
+
+    def draw(self) -> int:
+        self.state = self.state + 1
+        return int(self.state)
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return self.state.clone()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        self.state = state.clone()
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> dict[str, Counter]:
+    found = {"cuda": Counter(), "xpu": Counter()}
+    monkeypatch.setattr(torch, "get_device_module", lambda device: found[torch.device(device).type])
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    for module in (_context, _draws):
+        monkeypatch.setattr(module, "has_accelerator", lambda: True)
+    return found
+
+
+def on(kind: str) -> Any:
+    """What is asked of a tensor on a device."""
+    return SimpleNamespace(is_cpu=False, is_meta=False, device=torch.device(kind, 0))
+
+
+def test_the_generators_of_all_devices_repeat_what_they_drew(devices: dict[str, Counter]) -> None:
+    draws = _draws.Draws([on("cuda"), on("xpu")])
+    forward = [d.draw() for d in devices.values()], torch.rand(2)
+    draws.finish([])
+    devices["xpu"].draw()
+    after = [d.get_rng_state() for d in devices.values()]
+    before = draws.begin()
+    assert_same([d.draw() for d in devices.values()], forward[0])
+    assert_same(torch.rand(2), forward[1])
+    draws.end(before)
+    draws.check(before)
+    assert_same([d.get_rng_state() for d in devices.values()], after)
+
+
+def test_a_device_that_came_into_play_inside_and_draws_is_an_error(devices: dict[str, Counter]) -> None:
+    draws = _draws.Draws([on("cuda")])
+    draws.finish([torch.device("xpu", 0), torch.device("cpu")])
+    before = draws.begin()
+    draws.end(before)
+    draws.check(before)
+    before = draws.begin()
+    devices["xpu"].draw()
+    draws.end(before)
+    with pytest.raises(CheckpointError, match="draws from the generator of xpu:0, whose state was not kept"):
+        draws.check(before)
