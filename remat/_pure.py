@@ -77,6 +77,24 @@ _BUILTINS = tuple(
     list map max min pow range reversed round set slice sorted str sum tuple zip
 """)
 )
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_STOCK = {
+    kind: kind.forward
+    for kind in (
+        *_NORMS,
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Conv3d,
+        nn.ConvTranspose1d,
+        nn.ConvTranspose2d,
+        nn.ConvTranspose3d,
+        nn.Embedding,
+        nn.MultiheadAttention,
+        nn.TransformerDecoderLayer,
+        nn.TransformerEncoderLayer,
+    )
+}
+"""Modules of torch that are known, although their code names more than is known here."""
 _MAY_BE_INPLACE = _words("""
     celu dropout elu hardsigmoid hardswish hardtanh leaky_relu mish relu relu6 selu silu threshold
     """)
@@ -176,6 +194,7 @@ class Reads:
         buffer), and the name.
     - `draws`: whether it may draw from the global generators.
     - `may_write`: whether an argument that is True may tell it to work in place.
+    - `statistics`: modules that write to their buffers in training, and read nothing of them then: weak references.
     - `names`: names that may come to mean something else: globals of the function itself (owner: a number, of a root),
         numbers in globals of others, and numbers in modules (owner: a weak reference).
     """
@@ -185,6 +204,7 @@ class Reads:
         self.draws = False
         self.may_write = False
         self.tensors: list[tuple[weakref.ref[nn.Module], bool, str]] = []
+        self.statistics: list[weakref.ref[nn.Module]] = []
         self.names: list[tuple[Any, str]] = []
         self._shapes: list[tuple[weakref.ref[nn.Module], Any]] = []
         self._globals: list[tuple[Any, str, _Meaning]] = []  # of a root, by its number, or of another function
@@ -195,16 +215,18 @@ class Reads:
         self._names: set[str] = set()
         self._functions: dict[int, types.FunctionType] = {}
         self._modules: dict[int, nn.Module] = {}
+        self._stock: set[int] = set()
         self._roots = {id(root): i for i, root in enumerate(roots)}
         self._keeps_identities = [root.__code__ for root in roots if type(root) is types.FunctionType]
         with contextlib.suppress(_Unknown):
             self._search(roots)
         for module in self._modules.values() if self.is_known else ():
             for is_parameter, names in ((True, module._parameters), (False, module._buffers)):
-                self.tensors += [(weakref.ref(module), is_parameter, name) for name in names if name in self._names]
+                read = names if id(module) in self._stock else [name for name in names if name in self._names]
+                self.tensors += [(weakref.ref(module), is_parameter, name) for name in read]
         self.draws = bool(self._names & _DRAWS)
         self.may_write = bool(self._names & _MAY_BE_INPLACE)
-        del self._functions, self._modules, self._roots, self._names
+        del self._functions, self._modules, self._stock, self._roots, self._names
 
     @property
     def has_modules(self) -> bool:
@@ -316,14 +338,34 @@ class Reads:
             or any(map(_has_operators, kind.__mro__))
         ):
             raise _Unknown
+        if kind in _STOCK:
+            self._take_stock(module)
+            return
         if kind not in _CONTAINERS:
             self._attribute(module, "forward")
         if isinstance(module, (nn.Sequential, *_CONTAINERS)):  # others are asked for their children by name
             for child in module.children():
                 self._take(child)
 
-    def _attribute(self, module: nn.Module, name: str) -> None:
-        """What the function finds if it looks for a name in a module."""
+    def _take_stock(self, module: Any) -> None:
+        """A module that is known: it computes on all that it holds."""
+        kind = type(module)
+        if kind.forward is not _STOCK[kind] or (kind is nn.Embedding and module.max_norm is not None):
+            raise _Unknown
+        self._stock.add(id(module))
+        self._attribute(module, "forward", is_known=True)
+        for name, value in vars(module).items():
+            if name not in _PRIVATE and type(value) is not list:
+                self._attribute(module, name)
+        if kind in _NORMS:
+            self.statistics.append(weakref.ref(module))
+        if kind is nn.MultiheadAttention:
+            self._names.add("dropout")
+        for child in module.children():
+            self._take(child)
+
+    def _attribute(self, module: nn.Module, name: str, is_known: bool = False) -> None:
+        """What the function finds if it looks for a name in a module. `is_known`: and what that does."""
         missing: list[Any] = []
         for owner in (module, *type(module).__mro__):
             if name not in vars(owner):
@@ -342,7 +384,7 @@ class Reads:
             for e in (*absent, entry):
                 if e not in self._attributes:  # modules have their classes in common
                     self._attributes.append(e)
-            for item in value if type(value) is tuple else (value,):
+            for item in value if type(value) is tuple else () if is_known else (value,):
                 self._take(item)
             if type(value) in _CONSTANTS or type(value) is tuple:
                 if owner is not module:
@@ -376,8 +418,12 @@ def _has_operators(kind: type) -> bool:
 
 @functools.cache
 def _is_of_torch(name: str) -> bool:
-    """Whether it means something elsewhere, so that `self.rrelu` does not make `F.rrelu` known; nor `_modules`."""
-    return name in _PRIVATE or any(hasattr(space, name) for space in (*_MODULES, Tensor))
+    """Whether it means something elsewhere, so that `self.rrelu` does not make `F.rrelu` known; nor `_modules`.
+
+    What is in a package, `nn.attention`, has a name of its own.
+    """
+    found = [getattr(space, name, None) for space in (*_MODULES, Tensor)]
+    return name in _PRIVATE or any(f is not None and not isinstance(f, types.ModuleType) for f in found)
 
 
 def _names_of(module: nn.Module) -> Iterator[str]:
@@ -474,9 +520,17 @@ def places(reads: Reads) -> list[Value]:
     found: list[Value] = []
     for ref, is_parameter, name in reads.tensors:
         module: Any = ref()
+        if not is_parameter and module.training and ref in reads.statistics:
+            continue
         namespace = module._parameters if is_parameter else module._buffers
         found.append((namespace, name, namespace.get(name)))
     return found
+
+
+def written(reads: Reads) -> list[Value]:
+    """The buffers that modules will write to."""
+    modules = [module for ref in reads.statistics if (module := ref()) is not None and module.training]
+    return [(m._buffers, name, buffer) for m in modules for name, buffer in m._buffers.items() if buffer is not None]
 
 
 def _key(fun: Any, roots: list[Any]) -> Any:

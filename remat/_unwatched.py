@@ -145,6 +145,7 @@ class UnwatchedCall:
             else:
                 self._places.append((names, name, position[id(tensor)], weakref.ref(tensor)))
         self._fun = fun
+        self._written = _pure.written(found.reads)
         self._parts = [*map(_pure.made_of, found.roots)]
         self._hooks_count = True
         self._table: Table | None = None
@@ -223,6 +224,7 @@ class UnwatchedCall:
         fun = self._fun if thaw is None else thaw(self._fun)
         swaps: dict[int, Tensor] = {}
         slots = [value for value in self._values if value[0].get(value[1]) is not value[2]]
+        slots += [(names, name, buffer.clone()) for names, name, buffer in self._written]
         for names, name, at, ref in self._places:
             operand, original = operands[at], ref()
             if original is None or names.get(name) is not original:
@@ -444,7 +446,7 @@ def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     if reads.may_write and any(leaf is True for leaf in found.leaves):  # F.relu(x, inplace)
         return None
     needs_node = _needs_node()
-    if needs_node and reads.draws:  # what it draws depends on the transforms
+    if needs_node and (reads.draws or reads.statistics):  # what it draws depends on the transforms
         return None
     if not (needs_node or any(t.requires_grad for t in found.tensors)):
         return _PLAIN_CALL

@@ -294,8 +294,8 @@ def hooked() -> nn.Module:
     return module
 
 
-def with_attribute(**attributes: Any) -> nn.Module:
-    module = nn.ReLU()
+def with_attribute(of: nn.Module | None = None, **attributes: Any) -> nn.Module:
+    module = of or nn.ReLU()
     for name, value in attributes.items():
         setattr(module, name, value)
     return module
@@ -367,8 +367,10 @@ UNKNOWN: dict[str, Any] = {
     "a module with a hook": hooked(),
     "a module with another forward": with_attribute(forward=draws_by_hand),
     "in place": nn.ReLU(inplace=True),
-    "statistics": nn.BatchNorm1d(3),
-    "an embedding, which may renormalize": nn.Embedding(3, 3),
+    "statistics": nn.InstanceNorm1d(3, track_running_stats=True),
+    "an embedding that renormalizes": nn.Embedding(3, 3, max_norm=1.0),
+    "a stock module with a method of its own": with_attribute(nn.Conv1d(3, 3, 1), _conv_forward=draws_by_hand),
+    "a stock module with another forward": with_attribute(nn.BatchNorm1d(3), forward=draws_by_hand),
     "flattened weights": nn.LSTM(3, 3),
     "parametrized": nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
 }
@@ -772,4 +774,114 @@ def test_a_function_of_the_function_that_was_replaced_is_an_error(monkeypatch: p
     y = checkpoint(calls_deeper, x, use_reentrant=False).sum()
     monkeypatch.setitem(globals(), "product", torch.sin)
     with pytest.raises(CheckpointError, match="calls_deeper uses was replaced"):
+        y.backward()
+
+
+# Stock modules that are known.
+
+
+STOCK: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(3), (4, 3)),
+    "BatchNorm1d, no momentum": (lambda: nn.BatchNorm1d(3, momentum=None), (4, 3)),
+    "BatchNorm1d, no statistics": (lambda: nn.BatchNorm1d(3, track_running_stats=False), (4, 3)),
+    "BatchNorm1d, eval": (lambda: nn.BatchNorm1d(3).eval(), (4, 3)),
+    "BatchNorm2d": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)), (2, 3, 4, 4)),
+    "BatchNorm3d": (lambda: nn.BatchNorm3d(2, affine=False), (2, 2, 2, 2, 3)),
+    "Conv1d": (lambda: nn.Conv1d(3, 4, 3, padding=1, padding_mode="circular"), (2, 3, 5)),
+    "Conv2d": (lambda: nn.Conv2d(3, 4, 3, padding="same", bias=False), (2, 3, 4, 4)),
+    "Conv3d": (lambda: nn.Conv3d(2, 4, 2, groups=2), (1, 2, 3, 3, 3)),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(3, 2, 3, stride=2), (2, 3, 4)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(3, 2, 2), (2, 3, 3, 3)),
+    "ConvTranspose3d": (lambda: nn.ConvTranspose3d(2, 2, 2), (1, 2, 2, 2, 2)),
+    "MultiheadAttention": (lambda: SelfAttention(), (2, 3, 4)),
+    "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.2, batch_first=True), (2, 3, 4)),
+    "TransformerEncoderLayer, a function": (lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.2, product_free), (2, 3, 4)),
+    "TransformerDecoderLayer": (lambda: SelfDecoder(), (2, 3, 4)),
+}
+
+
+def product_free(x: Tensor) -> Tensor:
+    return torch.sigmoid(x) * x
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.2, add_bias_kv=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class SelfDecoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(4, 2, 8, 0.2, norm_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x * 2)
+
+
+@pytest.mark.parametrize(
+    "way", [remat, lambda f: functools.partial(checkpoint, f, use_reentrant=False)], ids=["remat", "checkpoint"]
+)
+@pytest.mark.parametrize("stock", STOCK)
+def test_stock_modules(stock: str, way: Any) -> None:
+    make, shape = STOCK[stock]
+
+    def run(way: Any) -> list[Any]:
+        torch.manual_seed(0)
+        module, x = make().double(), leaf(numbers(*shape))
+        found: list[Any] = []
+        for _ in range(2):
+            module.zero_grad()
+            (g,) = torch.autograd.grad(way(module)(x).sin().sum(), x, create_graph=True)
+            (g * g).sum().backward()
+            found += [g, x.grad, torch.rand(2), *(p.grad for p in module.parameters())]
+            way(module)(x).cos().sum().backward()
+            found += [x.grad.clone() if x.grad is not None else None, *(p.grad for p in module.parameters())]
+            found += [t.clone() for t in module.state_dict().values()]
+        return found
+
+    assert _pure.reads(make()) is not None
+    assert_same(run(way), run(lambda module: module))
+
+
+def test_an_embedding() -> None:
+    def run(way: Any) -> list[Any]:
+        torch.manual_seed(0)
+        table, x = nn.Embedding(5, 3, padding_idx=0).double(), leaf(numbers(4, 3))
+        way(lambda i, x: (table(i) * x).sin())(torch.tensor([0, 1, 1, 3]), x).sum().backward()
+        return [table.weight.grad, x.grad]
+
+    expected = run(lambda f: f)
+    assert_same(run(remat), expected)
+    assert_same(run(lambda f: functools.partial(checkpoint, f, use_reentrant=False)), expected)
+
+
+def test_an_embedding_that_comes_to_renormalize() -> None:
+    table = nn.Embedding(5, 3)
+    assert _pure.reads(table) is not None
+    table.max_norm = 1.0
+    assert _pure.reads(table) is None
+
+
+@pytest.mark.parametrize("way", [remat, lambda f: functools.partial(checkpoint, f, use_reentrant=False)])
+def test_statistics_between_forward_and_backward(way: Any) -> None:
+    def run(way: Any) -> list[Any]:
+        norm, x = nn.BatchNorm1d(3).double(), leaf(numbers(4, 3))
+        y = way(norm)(x)
+        norm.eval()
+        z = way(norm)(x)
+        (y.sin() + z.cos()).sum().backward()
+        return [x.grad, norm.weight.grad, *norm.buffers()]
+
+    assert_same(run(way), run(lambda f: f))
+
+
+def test_statistics_in_eval_that_are_changed_before_the_backward() -> None:
+    norm, x = nn.BatchNorm1d(3).double().eval(), leaf(numbers(4, 3))
+    y = checkpoint(norm, x, use_reentrant=False).sin().sum()
+    norm.reset_running_stats()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
