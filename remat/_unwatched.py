@@ -145,7 +145,7 @@ class UnwatchedCall:
             else:
                 self._places.append((names, name, position[id(tensor)], weakref.ref(tensor)))
         self._fun = fun
-        self._written = _pure.written(found.reads)
+        self._written = _pure.written(found.reads) if found.reads.statistics else ()
         self._parts = [*map(_pure.made_of, found.roots)]
         self._hooks_count = True
         self._table: Table | None = None
@@ -224,7 +224,8 @@ class UnwatchedCall:
         fun = self._fun if thaw is None else thaw(self._fun)
         swaps: dict[int, Tensor] = {}
         slots = [value for value in self._values if value[0].get(value[1]) is not value[2]]
-        slots += [(names, name, buffer.clone()) for names, name, buffer in self._written]
+        if self._written:
+            slots += [(names, name, buffer.clone()) for names, name, buffer in self._written]
         for names, name, at, ref in self._places:
             operand, original = operands[at], ref()
             if original is None or names.get(name) is not original:
