@@ -879,7 +879,15 @@ def have_shapes(shapes: Iterable[tuple[Any, Any]], hooks_count: bool = True) -> 
             id(type(module)) != kind
             or len(attributes) != size
             or next(reversed(attributes)) != last
-            or (hooks_count and any(_hooks(attributes)))
+            or (
+                hooks_count
+                and (
+                    attributes["_forward_hooks"]
+                    or attributes["_forward_pre_hooks"]
+                    or attributes["_backward_hooks"]
+                    or attributes["_backward_pre_hooks"]
+                )
+            )
             or len(attributes["_parameters"]) != parameters
             or len(attributes["_buffers"]) != buffers
             or (

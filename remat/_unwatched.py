@@ -451,9 +451,11 @@ def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
     if not (needs_node or any(t.requires_grad for t in found.tensors)):
         return _PLAIN_CALL
-    size = 0
-    for tensor in found.tensors:
-        if type(tensor) not in _TENSORS or tensor.is_inference() or internals.is_dead(tensor):
-            return None
-        size = max(size, tensor.numel())
+    if (
+        not _TENSORS.issuperset(map(type, found.tensors))
+        or any(map(Tensor.is_inference, found.tensors))
+        or any(map(internals.is_dead, found.tensors))
+    ):
+        return None
+    size = max(map(Tensor.numel, found.tensors), default=0)
     return UnwatchedCall(fun, name, found, size) if size <= _SMALL or not needs_node else None
