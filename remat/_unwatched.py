@@ -9,6 +9,7 @@ spare the last product of the rerun.
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import types
 import weakref
@@ -45,6 +46,9 @@ _WORTH_A_STOP = 1000  # elements: to end a rerun early takes as long as a small 
 _TENSORS = {Tensor, torch.nn.Parameter}
 _LEAVES = _TENSORS | {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size}
 _NAMES = {str, int, float, bool, type(None)}
+_version = operator.attrgetter("_version")
+_requires_grad = operator.attrgetter("requires_grad")
+_meta = operator.attrgetter("shape", "dtype", "device")
 _MISSING: Any = object()
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _REPLACED = (
@@ -205,11 +209,11 @@ class UnwatchedCall:
         """The user's own call: `fun` is the function before it was taken apart."""
         operands, self.operands = self.operands, []
         self._ambient = Ambient.current()
-        self.versions = [t._version for t in operands]
+        self.versions = [*map(_version, operands)]
         before = RandomState(operands) if self._repeats_draws else None
         out = fun(*args, **kwargs)
         self.random = None if before is None else before.drawn_since()
-        if [t._version for t in operands] != self.versions:
+        if [*map(_version, operands)] != self.versions:
             t = next(t for t, before in zip(operands, self.versions, strict=True) if t._version != before)
             raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
         return out
@@ -295,7 +299,7 @@ class _SparseGraph(Graph):
     def __init__(self, call: UnwatchedCall, early_stop: bool, under_node: bool = False) -> None:
         self._call = call
         self._operands = operands = call.operands
-        self._required = [t.requires_grad for t in operands]
+        self._required = [*map(_requires_grad, operands)]
         self._early_stop = early_stop
         self._under_node = under_node
         if under_node:
@@ -310,7 +314,7 @@ class _SparseGraph(Graph):
     def operands(self) -> list[Tensor]:
         """The operands, unless they were changed in place."""
         versions = self._call.versions
-        if [t._version for t in self._operands] != versions:
+        if [*map(_version, self._operands)] != versions:
             for tensor, before in zip(self._operands, versions, strict=True):
                 check_version(tensor, before)
         return self._operands
@@ -326,7 +330,7 @@ class _SparseGraph(Graph):
     def _pack(self, tensor: Tensor) -> Holder:
         holder = Holder(self, len(self._holders))
         self._holders.append(weakref.ref(holder))
-        self.metas.append((tensor.shape, tensor.dtype, tensor.device))
+        self.metas.append(_meta(tensor))
         return holder
 
     def skip(self) -> None:
@@ -344,7 +348,7 @@ class _SparseGraph(Graph):
     def _rerun(self, decorate: Callable[[Any], Any]) -> Saved:
         """`decorate`: the hook that collects what is saved."""
         operands, expected = self.operands(), len(self._holders)
-        if [t.requires_grad for t in operands] != self._required:
+        if [*map(_requires_grad, operands)] != self._required:
             operands = [
                 t if t.requires_grad is before else t.detach().requires_grad_(before)
                 for t, before in zip(operands, self._required, strict=True)
@@ -355,7 +359,7 @@ class _SparseGraph(Graph):
         def collect(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
             saved.append((tensor, tensor._version))
-            metas.append((tensor.shape, tensor.dtype, tensor.device))
+            metas.append(_meta(tensor))
             if self._early_stop and len(saved) == expected:
                 raise _Stop
             return tensor
@@ -449,7 +453,7 @@ def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     needs_node = _needs_node()
     if needs_node and (reads.draws or reads.statistics):  # what it draws depends on the transforms
         return None
-    if not (needs_node or any(t.requires_grad for t in found.tensors)):
+    if not (needs_node or any(map(_requires_grad, found.tensors))):
         return _PLAIN_CALL
     if (
         not _TENSORS.issuperset(map(type, found.tensors))
