@@ -474,7 +474,7 @@ def compiled_in_place(backend: str) -> nn.Module:
     return module
 
 
-COMPILED: dict[str, Callable[[str], Any]] = {
+INSIDE: dict[str, Callable[[str], Any]] = {
     "a function": lambda backend: torch.compile(lambda x: torch.tanh(x * x).exp(), backend=backend),
     "a module": lambda backend: torch.compile(mlp(), backend=backend),
     "a module in place": compiled_in_place,
@@ -484,10 +484,10 @@ COMPILED: dict[str, Callable[[str], Any]] = {
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("what", COMPILED)
+@pytest.mark.parametrize("what", INSIDE)
 def test_checkpoint_of_what_was_compiled(what: str, backend: str, use_reentrant: bool) -> None:
     def gradients(ck: Any) -> list[Any]:
-        fun, found = COMPILED[what](backend), []
+        fun, found = INSIDE[what](backend), []
         x = numbers(4, 8).requires_grad_()
         torch.manual_seed(1)
         for _ in range(2):
