@@ -22,6 +22,6 @@ class RematError(RuntimeError):
 def warn(message: str) -> None:
     """A warning that points at the line of the user's that called remat."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "remat":
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "remat":
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)

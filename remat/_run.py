@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -101,7 +102,16 @@ def call_site() -> str:
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-_STATISTICS = ("batch_norm", "instance_norm")
+_STATISTICS: dict[Any, tuple[int, ...]] = {
+    F.batch_norm: (1, 2),
+    F.instance_norm: (1, 2),
+    torch.batch_norm: (3, 4),
+    torch.batch_norm_update_stats: (1, 2),
+    torch.fused_moving_avg_obs_fake_quant: (3, 4, 5, 6),
+    torch.instance_norm: (3, 4),
+    torch.native_batch_norm: (3, 4),
+}
+"""Functions that write to arguments, by position, without saying so in their names."""
 _ARITHMETIC = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
 _LOGIC = ["and", "or", "xor", "lshift", "rshift"]
 _RANDOM_NAMES = """
@@ -120,7 +130,7 @@ def may_write(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("requires_grad_", "detach_", "rename_", "share_memory_"):
         return False
-    return name in _STATISTICS or name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__"))
+    return func in _STATISTICS or name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__"))
 
 
 class _Kind(NamedTuple):
@@ -144,8 +154,10 @@ def _kind(func: Any) -> _Kind:
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that a call of `func` writes to."""
     found: list[Any] = []
-    if getattr(func, "__name__", "") in _STATISTICS:
-        found += [*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")]
+    positions = _STATISTICS.get(func)
+    if positions is not None:
+        found += [args[i] for i in positions if i < len(args)]
+        found += [kwargs.get(name) for name in ("running_mean", "running_var", "running_min", "running_max")]
     elif may_write(func) or kwargs.get("inplace"):
         found += args[:1] or list(kwargs.values())[:1]
     out = kwargs.get("out")

@@ -75,7 +75,7 @@ class Call:
     def finish(self, forward: Forward) -> None:
         """The user's own call is over, and its hooks are gone."""
         forward.finish()
-        self._captured.finish()
+        self._captured.finish({*self._identities, *(id(o.tensor) for o in self.record.outside)})
         self.record.is_simple = self.record.is_simple and not self._captured.has_other_buffers
         self.tensors = []
         if self._draws is not None:
@@ -84,6 +84,7 @@ class Call:
     def undo(self, forward: Forward) -> None:
         """Take back what the forward changed and drew, so that it can be run by another engine."""
         forward.undo()
+        self._captured.undo()
         if self._draws is not None:
             self._draws.undo()
 
@@ -124,6 +125,8 @@ class Call:
             raise CheckpointError(_SHARED.format(*self.record.shapes_of_shared))
         captured, draws = self._captured, self._draws
         trusting = rerun is None or rerun.trusting
+        if rerun is not None:
+            rerun.is_state = captured.is_state
         if rerun is not None and trusting:
             for key, (ref, before) in self.record.written.items():
                 original = ref()

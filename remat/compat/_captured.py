@@ -7,7 +7,7 @@ import dis
 import functools
 import operator
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ class Captured:
         self._slots: list[_Slot] = []
         self._buffers: list[_Slot] = []
         self._modules: dict[int, torch.nn.Module] = {}
-        self._attributes: list[list[Any]] = []
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.tensors: list[Tensor] = []
         self._given: list[Any] = []
         self._contents: Any = None
@@ -157,13 +157,42 @@ class Captured:
         for m in todo:
             if m is not None and id(m) not in self._modules:
                 self._modules[id(m)] = m
-                self._attributes.append([*vars(m).values()])
-                self._buffers += ((m._buffers, name, buffer) for name, buffer in m._buffers.items())
-                todo += m._modules.values()
+                if not type(m).__module__.startswith("torch.nn.modules."):  # those assign nothing
+                    self._attributes.append((vars(m), dict(vars(m))))
+                if m._buffers and isinstance(m._buffers, dict):  # not of a ScriptModule
+                    self._buffers += ((m._buffers, name, buffer) for name, buffer in m._buffers.items())
+                if m._modules:
+                    todo += m._modules.values()
 
-    def finish(self) -> None:
-        """The forward is over. A tensor that it has read and dropped was there until now, to be noted."""
+    def finish(self, read: Container[int]) -> None:
+        """The forward is over. A tensor that it has read and dropped was there until now, to be noted.
+
+        **Arguments:**
+
+        - `read`: by identity, the tensors that it has read: others are not to be held.
+        """
+        self._attributes = [(names, {}) for names, _ in self._attributes]
+        self._buffers = [
+            (names, name, buffer)
+            for names, name, buffer in self._buffers
+            if buffer is None or id(buffer) in read or names.get(name, _MISSING) is not buffer
+        ]
+
+    def undo(self) -> None:
+        """Put back what the forward has put into names and modules."""
+        for slot in (*self._slots, *self._buffers):
+            _put(*slot)
+        _put_back(self._attributes)
         self._attributes = []
+
+    def is_state(self, tensor: Tensor) -> bool:
+        """Whether a module has a tensor."""
+        return any(
+            tensor is held
+            for m in self._modules.values()
+            for names in (vars(m), m._buffers, m._parameters)
+            for held in names.values()
+        )
 
     def freeze(self, leaves: list[Any], tensors: Sequence[Tensor]) -> None:
         """Let go of functions: they are put together again.
@@ -197,7 +226,7 @@ class Captured:
         - `with_buffers`: whether modules have the buffers that they had.
         """
         now = [(container, name, _look(container, name)) for container, name, _ in (*self._slots, *self._buffers)]
-        attributes = [(vars(m), dict(vars(m))) for m in self._modules.values()]
+        attributes = [(names, dict(names)) for names, _ in self._attributes]
         try:
             for slot in (*self._slots, *(self._buffers if with_buffers else ())):
                 _put(*slot)
@@ -205,11 +234,7 @@ class Captured:
         finally:
             for slot in now:
                 _put(*slot)
-            for after, before in attributes:
-                if len(after) != len(before) or any(map(operator.is_not, after.values(), before.values())):
-                    for name in after.keys() - before.keys():
-                        del after[name]
-                    after.update(before)
+            _put_back(attributes)
 
     @property
     def has_slots(self) -> bool:
@@ -228,6 +253,15 @@ class Captured:
             return fun(tensors) if type(fun) is _Closure else fun, list(leaves), None
         thaw = Thawer(self._table, tensors)
         return thaw(self._fun), [*map(thaw, leaves)], thaw
+
+
+def _put_back(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Make namespaces what they were before."""
+    for after, before in attributes:
+        if len(after) != len(before) or any(map(operator.is_not, after.values(), before.values())):
+            for name in after.keys() - before.keys():
+                del after[name]
+            after.update(before)
 
 
 def _look(container: Any, name: Any) -> Any:

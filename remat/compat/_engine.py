@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError
 from remat._native import WRONG_COUNT, Graph, Saved, at_the_base, same, unpack, wrong_metadata
 from remat.compat._call import NO_CONTEXTS, Call, Contexts, UsesTransforms
+from remat.compat._selective import Selective
 from remat.compat._watch import Collector, Rerun
 
 TIP = (
@@ -79,23 +82,31 @@ class Region(Graph):
     def rerun(self) -> Saved:
         """Run the function again: the tensors that its graph saves."""
         with at_the_base():
-            collector = self._collect()
+            unpacked = [None if s is None else s.unpack() for s in self._saved]
+            outside = self._call.record.outside
+            inner = {id(o): o.saved.unpack() for o in outside if o.saved is not None}
+            collector = self._collect(unpacked, inner, self._may_begin_again)
             if isinstance(collector, Rerun) and collector.was_misled:
-                collector = self._collect(trusting=False)
+                collector.saved.clear()
+                collector = self._collect(unpacked, inner, trusting=False)
         if self._is_complete:
             self._check(collector)
         return collector.saved
 
-    def _collect(self, trusting: bool = True) -> Collector:
+    @property
+    def _may_begin_again(self) -> bool:
+        """Whether there can be two reruns: a context of the user's may be entered once."""
+        return not self._under_context or isinstance(self.forward_context, Selective)
+
+    def _collect(self, unpacked: list[Any], inner: dict[int, Tensor], trusting: bool) -> Collector:
         call = self._call
-        unpacked: list[Any] = [None if s is None else s.unpack() for s in self._saved]
         tensors = call.given(unpacked) if call.record.written else unpacked
         early_stop = self._options.early_stop and self._is_complete
         rerun: Rerun | None = None
         if call.record.is_simple:
             collector = Collector(call.record, early_stop)
         else:
-            collector = rerun = Rerun(call.record, tensors, early_stop, self._under_context, trusting)
+            collector = rerun = Rerun(call.record, tensors, early_stop, self._under_context, trusting, inner)
         context = self.rerun_context
         if self._under_context and not self._is_complete:  # a backward inside of the forward, and of its context
             context = internals.DisableTorchDispatch()

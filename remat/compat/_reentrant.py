@@ -73,19 +73,23 @@ class CheckpointFunction(torch.autograd.Function):
             is_changed, is_known = now != before, id(t) in written
             if (is_changed or is_known) if t.requires_grad else (is_changed and not is_known):
                 raise RematError(CHANGES.format(list(t.shape), t.dtype))
+        returned = out if isinstance(out, tuple) else (out,)
+        positions = [forward.made.get(id(v), 0) for v in returned if isinstance(v, Tensor)]
+        call.record.needed = 0 if forward.saw_compiled else max(forward.last_change, *positions, 0)
         with internals.DisableTorchFunction():
             values = [
                 v.detach() if isinstance(v, Tensor) and id(v) not in forward.made else v  # it belongs to somebody else
-                for v in (out if isinstance(out, tuple) else (out,))
+                for v in returned
             ]
-        results = super().apply(call, len(given), values, *given, *captured)
+        results = super().apply(call, len(given), values, *call.unwritten(given), *captured)
         return rebuilt(type(out), results) if isinstance(out, tuple) else results[0]
 
     @staticmethod
-    def forward(ctx: Any, call: Call, count: int, values: list[Any], *operands: Tensor) -> Any:
+    def forward(ctx: Any, call: Call, count: int, values: list[Any], *operands: Tensor | None) -> Any:
         """Attach the node to the values of the forward run, which is over."""
         ctx.call, ctx.count = call, count
-        ctx.originals = [weakref.ref(t) for t in operands]  # what is unpacked may be another object
+        # What is unpacked may be another object.
+        ctx.originals = [None if t is None else weakref.ref(t) for t in operands]
         ctx.save_for_backward(*operands)
         results = tuple(values)
         values.clear()
@@ -95,7 +99,7 @@ class CheckpointFunction(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """Run the function again, and differentiate that."""
         with at_the_base():
-            originals = [ref() for ref in ctx.originals]
+            originals = [None if ref is None else ref() for ref in ctx.originals]
             return (None, None, None, *_gradients(ctx.call, ctx.saved_tensors, originals, ctx.count, cotangents))
 
 
@@ -105,14 +109,21 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _gradients(
-    call: Call, operands: Sequence[Tensor], originals: Sequence[Tensor | None], count: int, cotangents: Sequence[Any]
+    call: Call,
+    operands: Sequence[Tensor | None],
+    originals: Sequence[Tensor | None],
+    count: int,
+    cotangents: Sequence[Any],
 ) -> Iterator[Tensor | None]:
-    """The gradients of the operands: the tensors that the function was given, `count` of them, and those it read."""
+    """The gradients of the operands: the tensors that the function was given, `count` of them, and those it read.
+
+    None are those that the function changes, which are not differentiated.
+    """
     create_graph = torch.is_grad_enabled()
-    stand_ins = [_stand_in(t, create_graph) for t in operands]
+    stand_ins: list[Any] = [None if t is None else _stand_in(t, create_graph) for t in operands]
     # What the function reads and has written to can't begin again: perhaps the first call alone does that.
     has_begun = any(id(t) in call.record.written for t in originals[count:])
-    memory = {internals.memory_of(t) for t in operands[count:]}
+    memory = {internals.memory_of(t) for t in operands[count:] if t is not None}
     for trusting in (False,) if has_begun else (True, False):
         given = call.given(stand_ins)
         rerun = Rerun(call.record, given, early_stop=False, trusting=trusting)
@@ -128,6 +139,7 @@ def _gradients(
                 raise
         if not rerun.was_misled:
             break
+        out = None
     pairs = [
         (o, c)
         for o, c in zip(out if isinstance(out, (tuple, list)) else (out,), cotangents, strict=False)
@@ -136,8 +148,8 @@ def _gradients(
     if not pairs:
         raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
     outputs, given = [o for o, _ in pairs], [c for _, c in pairs]
-    reached, leaves = _reached(outputs, stand_ins, originals, since, create_graph)
-    targets = {i: t for i, t in enumerate(stand_ins) if t.requires_grad}
+    reached, leaves = _reached(outputs, [t for t in stand_ins if t is not None], originals, since, create_graph)
+    targets = {i: t for i, t in enumerate(stand_ins) if t is not None and t.requires_grad}
     if create_graph:
         found = torch.autograd.grad(outputs, [*targets.values()], given, allow_unused=True, create_graph=True)
         return iter(_at(len(operands), [zip(targets, found, strict=True)]))
@@ -191,11 +203,11 @@ def _reached(
             (i for i, t in enumerate(originals) if t is not None and internals.is_end_of(node, number, t)), None
         )
         original = None if position is None else originals[position]
-        # Its hooks would be called twice; and with create_graph, the stand-ins lead to the originals too.
-        if position is not None and original is not None and not original._backward_hooks and not create_graph:
-            reached[position] = original
-        elif variable is not None and not create_graph and internals.accumulates_into_all_leaves():
+        if variable is not None and not create_graph and internals.accumulates_into_all_leaves():
             leaves.append(variable)
+        # Its hooks would be called twice; and with create_graph, the stand-ins lead to the originals too.
+        elif position is not None and original is not None and not original._backward_hooks and not create_graph:
+            reached[position] = original
         else:
             raise RematError(
                 f"checkpoint: with use_reentrant=True, the function takes {_what(variable, node)} from outside where "

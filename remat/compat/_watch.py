@@ -15,7 +15,7 @@ import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from remat import _torch_internals as internals
 from remat._compile import tracing
 from remat._errors import CheckpointError, RematError
 from remat._native import Difference, Holder, Meta, check_version, version
-from remat._run import may_write, written_by
+from remat._run import Run, may_write, written_by
 from remat.compat._draws import Draws
 
 _GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
@@ -57,6 +57,11 @@ def _mutable(func: Any) -> bool:
     if isinstance(func, _OPS[1]):
         return bool(func._schema.is_mutable)
     return may_write(func) or func in _BACKWARDS or func in _RENORMALIZING or func == _SET_DATA
+
+
+def _writes(func: Any, kwargs: dict[str, Any] | None) -> bool:
+    """Whether a call may write to its arguments."""
+    return _mutable(func) or bool(kwargs and kwargs.get("out") is not None)
 
 
 def _name(func: Any) -> str:
@@ -118,11 +123,11 @@ def _results(noted: Any) -> list[Result]:
 class Outside:
     """A tensor that the forward read and did not make."""
 
-    __slots__ = ("ref", "saved", "tensor", "version")
+    __slots__ = ("last_read", "ref", "saved", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref = weakref.ref(tensor)
-        self.version = version(tensor)
+        self.version = self.last_read = version(tensor)
         self.tensor: Tensor | None = None
         self.saved: Any = None
 
@@ -143,13 +148,26 @@ class Outside:
 class Record:
     """What the rerun has to know of the forward."""
 
-    __slots__ = ("calls", "holders", "is_simple", "metas", "outside", "reads", "shapes_of_shared", "tail", "written")
+    __slots__ = (
+        "calls",
+        "holders",
+        "is_simple",
+        "metas",
+        "needed",
+        "outside",
+        "reads",
+        "shapes_of_shared",
+        "tail",
+        "written",
+    )
 
     def __init__(self) -> None:
         self.is_simple = False
         """Whether the function reads and writes nothing but what it is given, and nothing is worth sparing."""
         self.calls: list[Any] = []
         """The function of each torch call."""
+        self.needed = 0
+        """How many of them lead to what the backward needs: a rerun that makes these is right."""
         self.outside: list[Outside] = []
         self.reads: dict[int, dict[int, Outside]] = {}
         """By the number of the call, and that of the tensor among its arguments."""
@@ -195,7 +213,10 @@ class Forward(TorchFunctionMode):
         self.record = record
         self._given = given
         self.given = set(map(id, given))
-        self.made = set(self.given)
+        self.made = dict.fromkeys(self.given, 0)
+        """By identity, and by how many calls."""
+        self.last_change = 0
+        """By how many calls the last change in place of a tensor was made that was made inside."""
         self.saw_wrappers = False
         """Whether the function uses transforms: a tensor was read that one of them wraps."""
         self.saw_compiled = False
@@ -204,6 +225,7 @@ class Forward(TorchFunctionMode):
         self._owner = owner
         self._unseen: Any = internals.DisableTorchDispatch if under_context else contextlib.nullcontext
         self._outside: dict[int, Outside] = {}
+        self._held: list[Tensor] = []  # a state that the function replaces has to live on
         self._since = internals.next_sequence_number()
         self._alone = not internals.function_modes_active()
         self._goes_backward = self._went_backward = False
@@ -212,6 +234,7 @@ class Forward(TorchFunctionMode):
         """The hook: what the graph keeps in the place of `tensor`."""
         record = self.record
         record.metas.append((tensor.shape, tensor.dtype, tensor.device))
+        record.needed = len(record.calls)
         record.tail.clear()
         holder = Holder(self._owner, len(record.holders))
         record.holders.append(weakref.ref(holder))
@@ -229,7 +252,7 @@ class Forward(TorchFunctionMode):
         record = self.record
         for arg in args if not kwargs else (*args, *kwargs.values()):
             if (id(arg) not in made) if isinstance(arg, Tensor) else type(arg) in _CONTAINERS:
-                self._note_reads(args, kwargs)
+                self._note_reads(args, kwargs, _writes(func, kwargs))
                 break
         if kwargs or _mutable(func):
             self._before_write(func, args, kwargs or {})
@@ -239,28 +262,28 @@ class Forward(TorchFunctionMode):
             record.tail.clear()  # what a backward inside reads can't be spared
             self._goes_backward = False
         if self._alone:
-            record.tail.append(self._result(out))
+            record.tail.append(self._result(out, args))
         else:  # other modes must not see what is done here
             with internals.DisableTorchFunction():
-                record.tail.append(self._result(out))
+                record.tail.append(self._result(out, args))
         return out
 
-    def _result(self, out: Any) -> Any:
+    def _result(self, out: Any, args: tuple[Any, ...]) -> Any:
         """What is noted of the result of a call; None: the call can't be spared."""
         if isinstance(out, Tensor):
-            if id(out) not in self.record.written:  # changed in place, and not made
-                self.made.add(id(out))
+            if id(out) in self.made or not _is_among(out, args):  # `x.to(x.dtype)` is `x`
+                self.made[id(out)] = len(self.record.calls)
             if type(out) is not Tensor or out.layout is not torch.strided:
                 return None
             return Result(out.shape, out.stride(), out.dtype, out.device, out.requires_grad, out._is_view())
         if isinstance(out, _PLAIN):
             return (out,)
         if isinstance(out, (list, tuple)):
-            results = [self._result(o) for o in out]
+            results = [self._result(o, args) for o in out]
             return None if None in results or list in map(type, results) else [type(out), *results]
         return None
 
-    def _note_reads(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+    def _note_reads(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, writes: bool) -> None:
         """A call is about to read tensors from outside, perhaps."""
         reads = {}
         for number, tensor in enumerate(_tensors(args if not kwargs else (*args, *kwargs.values()))):
@@ -273,10 +296,15 @@ class Forward(TorchFunctionMode):
                     with internals.DisableTorchFunction():
                         node = tensor.grad_fn
                         if node is not None and internals.sequence_number(node) >= self._since:
-                            self.made.add(id(tensor))  # out of sight: by an autograd.Function, say
+                            self.made[id(tensor)] = len(self.record.calls)  # out of sight: by an autograd.Function, say
                             continue
                         self._outside[id(tensor)] = known = Outside(tensor)
                         self.record.outside.append(known)
+                        if torch.is_grad_enabled() and not writes:  # else it may be an extension's own
+                            self._held.append(tensor)
+                elif not writes:
+                    with internals.DisableTorchFunction():
+                        known.last_read = version(tensor)
                 reads[number] = known
         if reads:
             self.record.reads[len(self.record.calls)] = reads
@@ -295,8 +323,19 @@ class Forward(TorchFunctionMode):
         with internals.DisableTorchFunction(), self._unseen(), torch.no_grad():
             for target in _targets(func, args, kwargs):
                 t = self._source(target)
+                if id(t) in self.made:
+                    self.last_change = len(self.record.calls) + 1
                 if (id(t) in self.given or id(t) not in self.made) and id(t) not in written:
-                    written[id(t)] = weakref.ref(t), t.clone().requires_grad_(t.requires_grad)
+                    written[id(t)] = weakref.ref(t), self._seen(t).clone().requires_grad_(t.requires_grad)
+
+    def _seen(self, tensor: Tensor) -> Tensor:
+        """What the runs around this one read in the place of a tensor."""
+        for mode in () if self._alone else reversed(internals.function_modes()):
+            if isinstance(mode, Rerun):
+                tensor = mode.stand_in(tensor)
+            elif isinstance(mode, Run):
+                tensor = mode.swapped(tensor)
+        return tensor
 
     def _source(self, target: Tensor) -> Tensor:
         """The tensor from outside that a target is `.data` of, or detached from; else the target itself."""
@@ -310,11 +349,11 @@ class Forward(TorchFunctionMode):
         """The run is over: hold what it read."""
         record = self.record
         if self.saw_compiled:  # of that the calls are others when a graph is recorded, and some are out of sight
-            for noted in (record.calls, record.reads, record.tail, record.written):
+            for noted in (record.calls, record.reads, record.tail):
                 noted.clear()
-            self._given = ()
-            return
+            record.needed = 0
         if record.written:
+            record.written = {key: pair for key, pair in record.written.items() if pair[0]() is not None}
             read = {id(t): t for t in (*self._given, *(o.ref() for o in record.outside)) if t is not None}
             with internals.DisableTorchFunction():
                 shared = internals.two_that_share_memory(read[key] for key in record.written if key in read)
@@ -329,8 +368,10 @@ class Forward(TorchFunctionMode):
                         outside.version = version(t)  # the run's own writes do not count
                     if t is None or not (t.requires_grad and id(t) in record.written):  # it may lead to this record
                         outside.keep(around[0] if around else None)
+        self._held = []
         record.is_simple = not (
-            self._went_backward
+            self.saw_compiled
+            or self._went_backward
             or record.outside
             or record.written
             or any(r.is_large for result in record.tail for r in _results(result))
@@ -434,11 +475,13 @@ class Rerun(Collector, TorchFunctionMode):
         early_stop: bool,
         under_context: bool = False,
         trusting: bool = True,
+        inner: dict[int, Tensor] | None = None,
     ) -> None:
         """A rerun that is given tensors.
 
         **Arguments:**
 
+        - `inner`: by the identity of what was noted of them, tensors from outside that the run around saved.
         - `under_context`: as for the forward.
         - `trusting`: whether the rerun begins where the forward began: it reads what tensors were before the forward
             wrote to them, and a call that reads another tensor from outside than the same call of the forward is given
@@ -452,7 +495,7 @@ class Rerun(Collector, TorchFunctionMode):
         self._given = given
         self.given = set(map(id, given))
         self.made = set(self.given)
-        self._inner = {id(o): o.saved.unpack() for o in record.outside if o.saved is not None}
+        self._inner = inner or {}
         self._outside = {id(o.tensor): o for o in record.outside if o.tensor is not None}
         self.trusting = trusting
         self._swaps: dict[int, Tensor] = {}
@@ -465,12 +508,18 @@ class Rerun(Collector, TorchFunctionMode):
         self._tail_begin = len(record.calls) - len(record.tail)
         self._grads: list[tuple[Tensor, Tensor | None]] = []
 
+    is_state: Callable[[Tensor], bool] = staticmethod(lambda tensor: False)
+    """Whether a module has a tensor."""
     unwritable: Container[int] = ()
     """The memory of tensors from outside that are differentiated: a copy can't take the place of those."""
     _position = -1
     """The number of the call that is running, or was the last."""
     _aligned = True
     """Whether the forward made the same calls up to there."""
+    _matching = 0
+    """How many calls were the same."""
+    _writes = False
+    """Whether the call writes to its arguments."""
     _running: Any = None
     """Its function, while it is running."""
     may_be_misled = False
@@ -496,11 +545,14 @@ class Rerun(Collector, TorchFunctionMode):
         if tracing():  # what is compiled, once for each run, has to be the same
             return func(*args, **kwargs) if kwargs else func(*args)
         if type(func) is _GETTER and func.__self__.__name__ not in _TENSOR_ATTRIBUTES:
-            return func(*args)
+            return func(self.stand_in(args[0]))
         kwargs = kwargs or {}
         record = self._record
         self._position = position = self._position + 1
         self._aligned = aligned = self._aligned and position < len(record.calls) and record.calls[position] == func
+        if aligned:
+            self._matching = position + 1
+        self._writes = _writes(func, kwargs)
         made = self.made
         for arg in args if not kwargs else (*args, *kwargs.values()):
             if (id(arg) not in made) if isinstance(arg, Tensor) else type(arg) in _CONTAINERS:
@@ -519,21 +571,18 @@ class Rerun(Collector, TorchFunctionMode):
             return self._spare(func, args, kwargs, record.tail[0])
         finally:
             self._running = None
-        if type(out) is Tensor:
-            made.add(id(out))
-        else:
-            self._adopt(out)
+        self._adopt(out, args)
         return out
 
-    def _adopt(self, out: Any) -> None:
+    def _adopt(self, out: Any, args: tuple[Any, ...] = ()) -> None:
         for item in out if isinstance(out, (list, tuple)) else (out,):
-            if isinstance(item, Tensor):
+            if isinstance(item, Tensor) and id(item) not in self.made and not _is_among(item, args):
                 self.made.add(id(item))
 
     @property
     def was_misled(self) -> bool:
         """Whether the calls were not those of the forward, and tensors were replaced as if they were."""
-        return self.may_be_misled and not (self._aligned and self._position + 1 == len(self._record.calls))
+        return self.may_be_misled and self._matching < self._record.needed
 
     # Reading and writing.
 
@@ -565,21 +614,42 @@ class Rerun(Collector, TorchFunctionMode):
 
     def _read(self, tensor: Tensor, expected: Outside | None) -> Tensor | None:
         """What to read in the place of a tensor; None: itself."""
-        if id(tensor) in self._swaps:
-            return self._swaps[id(tensor)]
         if id(tensor) in self.made:
             return None
-        if expected is None or not self.trusting:
+        found = None
+        if expected is not None and self.trusting:
+            found = self._inner.get(id(expected), expected.tensor)
+        if found is None:
+            found = tensor
             expected = self._outside.get(id(tensor))
-        if expected is None:
-            return None
-        with internals.DisableTorchFunction():
-            expected.check()
-        found = self._inner.get(id(expected), expected.tensor)
-        if found is tensor or found is None:
-            return None
-        self.may_be_misled = True
-        return self._swaps.get(id(found), found)
+        if found is not tensor:
+            self.may_be_misled = True
+        stand_in = self._swaps.get(id(found))
+        if stand_in is not None:
+            return stand_in
+        if expected is not None:
+            with internals.DisableTorchFunction():
+                self._check(expected)
+            found = self._inner.get(id(expected), found)
+        return None if found is tensor else found
+
+    def _check(self, outside: Outside) -> None:
+        outside.check()
+        tensor = outside.tensor
+        if self.trusting or self._writes or tensor is None or id(tensor) not in self._record.written:
+            return
+        if not tensor.is_floating_point():  # a flag: what it is now is what tells the function not to begin again
+            return
+        if outside.last_read != outside.version:
+            raise CheckpointError(
+                f"checkpoint: the function reads a tensor of shape {list(tensor.shape)}, {tensor.dtype} from outside "
+                "and then writes to it, and its rerun makes other calls than its forward: it would read what was "
+                "written. Set up state before the first call, or keep it in tensors and not in flags."
+            )
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """What is read and written in the place of a tensor."""
+        return self._swaps.get(id(tensor), tensor)
 
     def _before_write(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Nothing from outside is changed a second time: a copy is."""
@@ -600,10 +670,13 @@ class Rerun(Collector, TorchFunctionMode):
         return args, kwargs
 
     def _was_there(self, tensor: Tensor) -> bool:
-        """Whether the forward has read a tensor or written to it. Others are made inside, out of sight."""
+        """Whether the forward has read a tensor, or written to it, or a module has it. Others are made out of sight."""
         written = self._record.written.get(id(tensor))
         return (
-            id(tensor) in self._outside or id(tensor) in self._swaps or (written is not None and written[0]() is tensor)
+            id(tensor) in self._outside
+            or id(tensor) in self._swaps
+            or (written is not None and written[0]() is tensor)
+            or self.is_state(tensor)
         )
 
     def swap(self, tensor: Tensor, stand_in: Tensor) -> None:
@@ -705,6 +778,11 @@ class Rerun(Collector, TorchFunctionMode):
             self._spared.pop()
 
 
+def _is_among(tensor: Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether a result is one of the arguments."""
+    return any(tensor is t for t in _tensors(args))
+
+
 def _all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return (*args, *kwargs.values()) if kwargs else args
 
@@ -732,7 +810,9 @@ def _filled(arg: Any, found: list[Any]) -> Any:
 
 def rebuilt(kind: Any, items: Sequence[Any]) -> Any:
     """A list, a tuple, or one with names."""
-    return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    if hasattr(kind, "_fields"):
+        return kind._make(items)
+    return kind(items) if kind is list or kind.__module__ == "torch.return_types" else tuple(items)
 
 
 def copy_of(tensor: Tensor) -> Tensor:
