@@ -1,6 +1,8 @@
 """What a checkpointed function changes, assigns and reads besides its arguments: gradients, memory, messages."""
 
+import contextlib
 import functools
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -613,3 +615,232 @@ def test_a_device_that_came_into_play_inside_and_draws_is_an_error(devices: dict
     draws.end(before)
     with pytest.raises(CheckpointError, match="draws from the generator of xpu:0, whose state was not kept"):
         draws.check(before)
+
+
+# Small programs with state: right in both variants, unless it says which.
+
+
+class Stateful(nn.Module):
+    def __init__(self, fun: Callable[..., Tensor], **buffers: Tensor) -> None:
+        super().__init__()
+        self.fun, self.calls = fun, 0
+        self.bufs: list[Tensor] = []
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fun(self, x)
+
+
+def every_second_call(m: Any, x: Tensor) -> Tensor:
+    y = (x * m.mean.clone()).sin()
+    if m.calls % 2 == 0:
+        m.mean.mul_(0.5)
+    m.calls += 1
+    return y
+
+
+def by_turns(m: Any, x: Tensor) -> Tensor:
+    m.bufs = m.bufs or [m.mean, m.other]
+    now, then = m.bufs
+    y = (x * now.clone()).sin()
+    then.copy_(y.detach().mean(0))
+    m.bufs = [then, now]
+    return y
+
+
+def through_an_alias(m: Any, x: Tensor) -> Tensor:
+    mean = m.mean.to(x.dtype).contiguous()
+    y = (x * mean.clone()).sin()
+    m.mean.data.mul_(0.5)
+    return y
+
+
+def by_its_shape(m: Any, x: Tensor) -> Tensor:
+    if m.mean.shape[0] == 0:
+        m.mean.resize_(3).copy_(x.detach().mean(0))
+    else:
+        m.mean.mul_(0.5).add_(x.detach().mean(0))
+    return (x * m.mean.clone()).sin()
+
+
+def with_statistics(m: Any, x: Tensor) -> Tensor:
+    return torch.batch_norm(x, m.mean.abs(), None, m.mean, m.other, True, 0.1, 1e-5, False).sin()
+
+
+def accumulates(m: Any, x: Tensor) -> Tensor:
+    y = (x - m.mean.clone()).sin()
+    m.mean.add_(x.detach().mean(0))
+    return y
+
+
+STATEFUL: dict[str, tuple[Callable[..., Tensor], int]] = {
+    "every second call": (every_second_call, 3),
+    "by turns": (by_turns, 3),
+    "through an alias": (through_an_alias, 3),
+    "by its shape": (by_its_shape, 0),
+    "statistics": (with_statistics, 3),
+    "accumulates": (accumulates, 3),
+}
+
+
+@both_variants
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("program", STATEFUL)
+def test_programs_with_state(program: str, calls: int, variant: str) -> None:
+    fun, size = STATEFUL[program]
+
+    def run(checkpoint: Any) -> Any:
+        module = Stateful(fun, mean=torch.ones(size, dtype=torch.float64), other=2 * torch.ones(3, dtype=torch.float64))
+        x = leaf(numbers(4, 3))
+        for _ in range(calls):
+            checkpoint(module, x).sum().backward()
+        return x.grad, *module.buffers()
+
+    right(run, VARIANTS[variant][1])
+
+
+NESTED: dict[str, Callable[[Any, Any], Any]] = {
+    "in itself": lambda ck, fun: lambda x: ck(lambda x: ck(fun, x).cos(), x),
+    "in the other": lambda ck, fun: lambda x: VARIANTS["reentrant"][1](lambda x: ck(fun, x).cos(), x),
+    "in remat": lambda ck, fun: remat.remat(lambda x: ck(fun, x).cos()),
+}
+
+
+@both_variants
+@pytest.mark.parametrize("nest", NESTED)
+def test_programs_with_state_nested(nest: str, variant: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        module, x = Stateful(accumulates, mean=torch.ones(3, dtype=torch.float64)), leaf(numbers(4, 3))
+        if checkpoint is plain:
+            module(x).cos().sum().backward()
+        else:
+            NESTED[nest](checkpoint, module)(x).sum().backward()
+        return x.grad, module.mean
+
+    right(run, VARIANTS[variant][1])
+
+
+def test_what_the_first_call_sets_up_in_a_nested_region() -> None:
+    def run(checkpoint: Any) -> Any:
+        torch.manual_seed(0)
+        module, x = nn.LazyLinear(4, dtype=torch.float64), leaf(numbers(4, 3))
+        checkpoint(lambda x: checkpoint(module, x).cos(), x).sum().backward()
+        return x.grad, module.weight.grad
+
+    right(run)
+
+
+def test_a_state_in_a_dict_that_is_dropped() -> None:
+    def run(checkpoint: Any) -> Any:
+        state, x = {"h": torch.ones(3, dtype=torch.float64)}, leaf(numbers(4, 3))
+
+        def fun(x: Tensor) -> Tensor:
+            y = (x * state["h"]).sin()
+            state["h"] = state["h"] * 0.5
+            return y
+
+        checkpoint(fun, x).sum().backward()
+        return x.grad, state["h"]
+
+    wrong(run)
+    right(run)
+
+
+@both_variants
+def test_parameters_that_change_places(variant: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        p, x, calls = nn.ParameterDict({"a": numbers(3), "b": numbers(3, seed=1)}), leaf(numbers(4, 3)), []
+
+        def fun(x: Tensor) -> Tensor:
+            calls.append(1)
+            return (x * p["a"]).sin() * p["b"]
+
+        a, b = p["a"], p["b"]
+        y = checkpoint(fun, x).sum()
+        p["a"], p["b"] = b, a
+        y.backward()
+        return x.grad, a.grad, b.grad
+
+    wrong(run, VARIANTS[variant][0])
+    right(run, VARIANTS[variant][1])
+
+
+@both_variants
+def test_a_state_that_is_set_up_read_and_then_written_is_an_error(variant: str) -> None:
+    def fun(m: Any, x: Tensor) -> Tensor:
+        if not m.calls:
+            m.mean.copy_(x.detach().mean(0))
+            m.calls = 1
+        y = (x * m.mean.clone()).sin()
+        m.mean.mul_(0.5)
+        return y
+
+    def run(checkpoint: Any) -> Any:
+        module, x = Stateful(fun, mean=torch.ones(3, dtype=torch.float64)), leaf(numbers(4, 3))
+        checkpoint(module, x).sum().backward()
+        return x.grad
+
+    wrong(run, VARIANTS[variant][0])
+    fails(run, "it would read what was written. Set up state before the first call", VARIANTS[variant][1])
+
+
+@both_variants
+def test_attributes_before_transforms_are_taken_back(variant: str) -> None:
+    def fun(m: Any, x: Tensor) -> Tensor:
+        m.mean, m.calls = m.mean + 1, m.calls + 1
+        return grad(lambda x: (x.sin() * m.mean).sum())(x) * m.calls
+
+    def run(checkpoint: Any) -> Any:
+        module, x = Stateful(fun, mean=torch.ones(3, dtype=torch.float64)), leaf(numbers(4, 3))
+        checkpoint(module, x).sum().backward()
+        return x.grad, module.mean, torch.tensor(module.calls)
+
+    right(run, VARIANTS[variant][1])
+
+
+def test_contexts_that_can_be_entered_once() -> None:
+    @contextlib.contextmanager
+    def once() -> Any:
+        yield
+
+    def run(checkpoint: Any) -> Any:
+        module, x = FillsBuffer(), leaf(numbers(4, 3))
+        kwargs = {} if checkpoint is plain else {"context_fn": lambda: (once(), once())}
+        checkpoint(module, x, **kwargs).sum().backward()
+        return x.grad
+
+    right(run, of_torch)
+    right(run)
+
+
+@both_variants
+def test_a_second_rerun_does_not_hold_what_the_first_has_saved(variant: str) -> None:
+    def peak(checkpoint: Any) -> int:
+        x = leaf(activation())
+        ready: list[int] = []
+        scale = torch.ones(())
+
+        def fun(x: Tensor) -> Tensor:
+            if not ready:
+                scale.copy_(x.detach().abs().max())
+                ready.append(1)
+            for _ in range(8):
+                x = (x / scale).sin()
+            return x
+
+        with LiveBytes() as meter:
+            checkpoint(fun, x).sum().backward()
+        return meter.peak
+
+    assert peak(VARIANTS[variant][1]) <= peak(VARIANTS[variant][0]) + UNIT / 4
+
+
+def test_buffers_that_are_not_read_are_not_held() -> None:
+    module = Stateful(lambda m, x: (m.calls, x.sin())[1], mean=torch.zeros(3), unread=torch.zeros(4096))
+    x, made, calls = leaf(numbers(3)), [], []
+    for _ in range(4):
+        made.append(ours(lambda x: (calls.append(0), module(x))[1], x))
+        module.unread = torch.zeros(4096)
+    alive = [t for t in gc.get_objects() if type(t) is Tensor and t.shape == (4096,)]
+    assert len(alive) == 1

@@ -93,7 +93,18 @@ class Captured:
     - `tensors`: those in cells, until `freeze`.
     """
 
-    __slots__ = ("_attributes", "_buffers", "_contents", "_fun", "_given", "_modules", "_slots", "_table", "tensors")
+    __slots__ = (
+        "_attributes",
+        "_buffers",
+        "_contents",
+        "_fun",
+        "_given",
+        "_modules",
+        "_namespaces",
+        "_slots",
+        "_table",
+        "tensors",
+    )
 
     def __init__(self, fun: Any, leaves: list[Any]) -> None:
         self._fun = fun
@@ -101,7 +112,8 @@ class Captured:
         self._slots: list[_Slot] = []
         self._buffers: list[_Slot] = []
         self._modules: dict[int, torch.nn.Module] = {}
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._namespaces: list[dict[str, Any]] = []  # of modules that may assign to their attributes
+        self._attributes: list[dict[str, Any]] = []  # what these were, until the forward is over
         self.tensors: list[Tensor] = []
         self._given: list[Any] = []
         self._contents: Any = None
@@ -158,7 +170,8 @@ class Captured:
             if m is not None and id(m) not in self._modules:
                 self._modules[id(m)] = m
                 if not type(m).__module__.startswith("torch.nn.modules."):  # those assign nothing
-                    self._attributes.append((vars(m), dict(vars(m))))
+                    self._namespaces.append(vars(m))
+                    self._attributes.append(dict(vars(m)))
                 if m._buffers and isinstance(m._buffers, dict):  # not of a ScriptModule
                     self._buffers += ((m._buffers, name, buffer) for name, buffer in m._buffers.items())
                 if m._modules:
@@ -171,7 +184,7 @@ class Captured:
 
         - `read`: by identity, the tensors that it has read: others are not to be held.
         """
-        self._attributes = [(names, {}) for names, _ in self._attributes]
+        self._attributes = []
         self._buffers = [
             (names, name, buffer)
             for names, name, buffer in self._buffers
@@ -179,11 +192,10 @@ class Captured:
         ]
 
     def undo(self) -> None:
-        """Put back what the forward has put into names and modules."""
+        """Put back what the forward, which is not over, has put into names and modules."""
         for slot in (*self._slots, *self._buffers):
             _put(*slot)
-        _put_back(self._attributes)
-        self._attributes = []
+        _put_back(self._namespaces, self._attributes)
 
     def is_state(self, tensor: Tensor) -> bool:
         """Whether a module has a tensor."""
@@ -226,7 +238,7 @@ class Captured:
         - `with_buffers`: whether modules have the buffers that they had.
         """
         now = [(container, name, _look(container, name)) for container, name, _ in (*self._slots, *self._buffers)]
-        attributes = [(names, dict(names)) for names, _ in self._attributes]
+        attributes = [*map(dict, self._namespaces)]
         try:
             for slot in (*self._slots, *(self._buffers if with_buffers else ())):
                 _put(*slot)
@@ -234,7 +246,7 @@ class Captured:
         finally:
             for slot in now:
                 _put(*slot)
-            _put_back(attributes)
+            _put_back(self._namespaces, attributes)
 
     @property
     def has_slots(self) -> bool:
@@ -255,9 +267,9 @@ class Captured:
         return thaw(self._fun), [*map(thaw, leaves)], thaw
 
 
-def _put_back(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def _put_back(namespaces: list[dict[str, Any]], attributes: Sequence[dict[str, Any]]) -> None:
     """Make namespaces what they were before."""
-    for after, before in attributes:
+    for after, before in zip(namespaces, attributes, strict=True):
         if len(after) != len(before) or any(map(operator.is_not, after.values(), before.values())):
             for name in after.keys() - before.keys():
                 del after[name]

@@ -58,10 +58,10 @@ class CheckpointFunction(torch.autograd.Function):
         forward = call.watch()
         with torch.no_grad(), forward:
             out = function(*args)
-        call.finish(forward)
         if forward.saw_wrappers:
             call.undo(forward)
             raise UsesTransforms
+        call.finish(forward)
         identities = set(map(id, given))
         captured = [
             t
