@@ -14,7 +14,14 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError
 from remat._values import OpMode, flat, is_draw, written
-from remat.random._generators import global_state, same_state, set_global_state
+from remat.random._generators import (
+    PythonState,
+    global_state,
+    python_state,
+    same_state,
+    set_global_state,
+    set_python_state,
+)
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -83,12 +90,19 @@ def _differs(states: dict[torch.device, Tensor]) -> bool:
 
 
 class RandomState:
-    """The state of the global generators, and of each explicit generator that a run drew from."""
+    """The state of the global generators, Python's too, and of each explicit generator that a run drew from."""
 
-    def __init__(self, tensors: Iterable[Tensor], *, keyed: bool = False) -> None:
-        """`keyed`: whether the draws come from a key, so that the global generators do not count."""
+    def __init__(self, tensors: Iterable[Tensor], *, keyed: bool = False, of_python: bool = True) -> None:
+        """A state here and now.
+
+        **Arguments:**
+
+        - `keyed`: whether the draws come from a key, so that torch's global generators do not count.
+        - `of_python`: whether Python's generator counts.
+        """
         devices = () if keyed else (_CPU, *_accelerators(tensors))
         self._globals = {device: global_state(device) for device in devices}
+        self._python: PythonState | None = python_state() if of_python else None
         self.generators: dict[torch.Generator, Tensor] = {}
         self._drawn = False
 
@@ -106,13 +120,17 @@ class RandomState:
 
     def drawn_since(self) -> RandomState | None:
         """This state if the run that followed it drew from any generator, else None: nothing to bring back."""
-        return self if self._drawn or self.generators or _differs(self._globals) else None
+        if self._python is not None and self._python == python_state():
+            self._python = None
+        return self if self._drawn or self.generators or self._python or _differs(self._globals) else None
 
     def _set(self) -> None:
         for device, state in self._globals.items():
             set_global_state(device, state)
         for generator, state in self.generators.items():
             generator.set_state(state)
+        if self._python is not None:
+            set_python_state(self._python)
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -120,6 +138,7 @@ class RandomState:
         ambient = RandomState.__new__(RandomState)
         ambient._globals = {device: global_state(device) for device in self._globals}
         ambient.generators = {g: g.get_state() for g in self.generators}
+        ambient._python = None if self._python is None else python_state()
         self._set()
         try:
             yield

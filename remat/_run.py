@@ -167,7 +167,8 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[T
 
 PURITY = (
     "A function under remat must do the same each time: it may depend on its arguments, on what it closes over and on "
-    "torch's random state, not on what other code changes in the meantime. Pass what varies as an argument."
+    "the random state of torch and Python, not on what other code changes in the meantime. Pass what varies as an "
+    "argument."
 )
 SHARDED = (
     "remat: {} calls a module that fully_shard has sharded. FSDP2 takes gradients from the backward graph of that "

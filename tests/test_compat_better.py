@@ -141,6 +141,18 @@ def test_what_a_function_with_transforms_did_before_is_taken_back() -> None:
 
 
 @both_variants
+def test_the_generator_of_python_under_transforms(variant: str) -> None:
+    def run(ck: Any) -> Any:
+        random.seed(0)
+        around = grad(lambda x: ck(lambda x: (x * random.random()).sin(), x).sum())(numbers(3))
+        x = leaf(numbers(3))
+        ck(lambda x: grad(lambda x: (x * random.random()).sin().sum())(x) * x, x).sum().backward()
+        return around, x.grad, torch.tensor(random.random())
+
+    right(run, VARIANTS[variant][1])
+
+
+@both_variants
 def test_a_function_with_transforms_says_nothing_of_others(variant: str) -> None:
     def call(block: Any, x: Tensor) -> Any:
         return block(x)

@@ -1,5 +1,6 @@
 """What a function reads besides its arguments changes between forward and rerun: right, or an error, never silent."""
 
+import random
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -220,6 +221,17 @@ def test_random_state_that_is_put_back() -> None:
         torch.rand(3)
         gradients += torch.autograd.grad(y.sum(), x)
     assert_same(gradients[1], gradients[0])
+
+
+@CHECKED
+def test_the_generator_of_python(transform: str) -> None:
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        random.seed(0)
+        for _ in range(3):
+            x = ck(lambda x: torch.sin(x * random.random() + random.gauss(0, 1)))(x)
+        return x * random.random()
+
+    agree(program, transform)
 
 
 def test_a_function_that_seeds() -> None:

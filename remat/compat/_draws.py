@@ -1,8 +1,7 @@
 """The draws of a run, to be repeated: from torch's generators and from Python's; NumPy's are only noticed.
 
-The state of Python's or of NumPy's generator takes longer to put into a Python object than a small function takes to
-run. So they are looked at where they lie in memory: NumPy says where, and for Python's it is tried out when this module
-is imported.
+The state of NumPy's generator takes longer to put into a Python object than a small function takes to run. So it is
+looked at where it lies in memory: NumPy says where.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
-import struct
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -20,33 +18,7 @@ from torch import Tensor
 
 from remat._context import RandomState, has_accelerator
 from remat._errors import CheckpointError
-from remat.random._generators import global_state, same_state
-
-_PYTHON = random.seed.__self__  # type: ignore[attr-defined]  # the generator behind the module's functions
-_WORDS = struct.Struct("=i624I")
-_ADDRESS = id(_PYTHON) + object.__basicsize__
-
-
-def _python_bytes() -> Any:
-    return ctypes.string_at(_ADDRESS, _WORDS.size)
-
-
-def _python_state(raw: Any) -> tuple[int, ...]:
-    index, *key = _WORDS.unpack(raw)
-    return (*key, index)
-
-
-if (
-    sys.implementation.name != "cpython"
-    or type(_PYTHON).__basicsize__ < object.__basicsize__ + _WORDS.size
-    or _python_state(_python_bytes()) != random.getstate()[1]
-):
-
-    def _python_bytes() -> Any:
-        return random.getstate()[1]
-
-    def _python_state(raw: Any) -> tuple[int, ...]:
-        return raw
+from remat.random._generators import PythonState, global_state, python_state, same_state, set_python_state
 
 
 def _numpy_state() -> Any:
@@ -63,24 +35,24 @@ def _numpy_state() -> Any:
 class Draws:
     """The states of all generators before a run, to have it draw the same again."""
 
-    __slots__ = ("_gauss", "_late", "_others", "_python", "_torch")
+    __slots__ = ("_late", "_others", "_python", "_torch")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """`tensors`: what the run is given; the generators of their devices count."""
         self._torch = torch.default_generator.get_state()
-        self._others = RandomState(tensors) if has_accelerator() else None
-        self._python, self._gauss = _python_bytes(), _PYTHON.gauss_next
+        self._others = RandomState(tensors, of_python=False) if has_accelerator() else None
+        self._python: PythonState | None = python_state()
         self._late: set[torch.device] = set()
 
     def notice(self, generator: torch.Generator) -> None:
         """The run is about to draw from an explicit generator."""
         if self._others is None:
-            self._others = RandomState((), keyed=True)
+            self._others = RandomState((), keyed=True, of_python=False)
         self._others.notice(generator)
 
     def finish(self, devices: Iterable[torch.device]) -> None:
         """The run is over. `devices`: those that came into play."""
-        if self._python == _python_bytes() and self._gauss == _PYTHON.gauss_next:
+        if self._python == python_state():
             self._python = None
         if self._others is not None:
             self._late = {d for d in devices if d.type not in ("cpu", "meta")} - self._others._globals.keys()
@@ -94,7 +66,7 @@ class Draws:
     def _set(self) -> None:
         torch.default_generator.set_state(self._torch)
         if self._python is not None:
-            random.setstate((random.getstate()[0], _python_state(self._python), self._gauss))
+            set_python_state(self._python)
 
     def begin(self) -> _Before:
         """From now on, the same draws come again."""
