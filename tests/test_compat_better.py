@@ -289,6 +289,32 @@ def test_reentrant_under_a_counter_of_flops() -> None:
     right(run, own)
 
 
+def test_reentrant_with_a_parameter_that_was_frozen_in_the_forward() -> None:
+    def run(ck: Any) -> Any:
+        w, x = numbers(3), leaf(numbers(3))
+        y = ck(lambda x: (x * w).sin(), x).sum()
+        w.requires_grad_()
+        y.backward()
+        return x.grad, w.grad
+
+    torchs, own = VARIANTS["reentrant"]
+    wrong(run, torchs)
+    right(run, own)
+
+
+def test_reentrant_with_batched_cotangents() -> None:
+    torchs, own = VARIANTS["reentrant"]
+
+    def run(ck: Any) -> Any:
+        w = leaf(numbers(3, 3))
+        return torch.autograd.functional.jacobian(
+            lambda x: ck(lambda x: torch.tanh(w @ x), x), numbers(3), vectorize=True
+        )
+
+    fails(run, "incompatible with .grad", torchs)
+    right(run, own)
+
+
 def test_reentrant_calls_hooks_of_the_stand_in_of_an_argument() -> None:
     def run(ck: Any) -> Any:
         seen = []

@@ -148,11 +148,15 @@ def _gradients(
     if not pairs:
         raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
     outputs, given = [o for o, _ in pairs], [c for _, c in pairs]
-    reached, leaves = _reached(outputs, [t for t in stand_ins if t is not None], originals, since, create_graph)
+    # What the forward has seen and did not differentiate may require grad by now: that is not this derivative's.
+    constant = {id(o.tensor) for o in call.record.outside if o.tensor is not None} - {*map(id, originals)}
+    own = [t for t in stand_ins if t is not None]
+    reached, leaves = _reached(outputs, own, originals, constant, since, create_graph)
     targets = {i: t for i, t in enumerate(stand_ins) if t is not None and t.requires_grad}
-    if create_graph:
-        found = torch.autograd.grad(outputs, [*targets.values()], given, allow_unused=True, create_graph=True)
-        return iter(_at(len(operands), [zip(targets, found, strict=True)]))
+    if create_graph or not internals.accumulates_into_all_leaves():
+        inputs = [*targets.values(), *reached.values()]
+        found = torch.autograd.grad(outputs, inputs, given, allow_unused=True, create_graph=create_graph)
+        return iter(_at(len(operands), [zip((*targets, *reached), found, strict=True)]))
     others: Sequence[Tensor | None] = ()
     if reached:
         others = torch.autograd.grad(outputs, [*reached.values()], given, allow_unused=True, retain_graph=True)
@@ -184,6 +188,7 @@ def _reached(
     outputs: Sequence[Tensor],
     stand_ins: Sequence[Tensor],
     originals: Sequence[Tensor | None],
+    constant: set[int],
     since: int,
     create_graph: bool,
 ) -> tuple[dict[int, Tensor], list[Tensor]]:
@@ -191,6 +196,7 @@ def _reached(
 
     **Arguments:**
 
+    - `constant`: by identity, leaves that do not count.
     - `since`: the sequence number of the first node of the rerun.
 
     **Returns:** operands, and leaves that are none. `.backward()` accumulates into these straight away.
@@ -199,6 +205,8 @@ def _reached(
     leaves: list[Tensor] = []
     for node, number in foreign_edges(outputs, stand_ins, since):
         variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in constant:
+            continue
         position = next(
             (i for i, t in enumerate(originals) if t is not None and internals.is_end_of(node, number, t)), None
         )
