@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -326,6 +327,19 @@ def test_a_random_op_whose_result_is_kept_leaves_the_generator_as_it_did() -> No
 
     wrong(functools.partial(run, api=torch.utils.checkpoint))
     right(run)
+
+
+def test_a_random_op_whose_result_is_kept_leaves_the_generator_of_python_alone() -> None:
+    random.seed(0)
+    x = leaf(numbers(3))
+    context_fn = functools.partial(
+        remat.compat.create_selective_checkpoint_contexts, [torch.ops.aten.rand_like.default]
+    )
+    y = ours(lambda x: (x.sin() * torch.rand_like(x)).cos(), x, context_fn=context_fn)
+    random.random()
+    before = random.getstate()
+    y.sum().backward()
+    assert random.getstate() == before
 
 
 def test_a_policy_that_keeps_all_with_a_sparse_tensor() -> None:

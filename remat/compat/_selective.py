@@ -255,7 +255,7 @@ def _state_after(func: Any, args: Any, kwargs: Any) -> RandomState | None:
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return None
     leaves, _ = _tree.flatten((args, kwargs))
-    state = RandomState(x for x in leaves if isinstance(x, Tensor))
+    state = RandomState((x for x in leaves if isinstance(x, Tensor)), of_python=False)
     for x in leaves:
         if isinstance(x, torch.Generator):
             state.notice(x)
