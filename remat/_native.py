@@ -8,8 +8,10 @@ each goes as it is unpacked, and the rest go when the pass ends or fails. Nothin
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ Saved = list[tuple[Tensor, int] | None]
 
 
 Meta = tuple[torch.Size, torch.dtype, torch.device]
+meta_of: Callable[[Tensor], Meta] = operator.attrgetter("shape", "dtype", "device")
 
 
 class Holder:

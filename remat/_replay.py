@@ -152,7 +152,7 @@ class Call:
                 t = run.snapshots[id(t)]
             operands.append(t.clone() if t.is_inference() else t)  # an inference tensor can't be saved
         if pair := internals.two_that_share_memory(originals[i] for i in self._written):
-            raise RematError(CHANGES_SHARED.format(self.name, *(list(t.shape) for t in pair)))
+            raise RematError(CHANGES_SHARED.format(f"remat: {self.name}", *(list(t.shape) for t in pair)))
         return operands
 
     @property

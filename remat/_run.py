@@ -185,7 +185,7 @@ CHANGES = (
     "the changed value. Change a copy instead: x = x.clone()."
 )
 CHANGES_SHARED = (
-    "remat: {} changes tensors of shape {} and {} in place that it was given or captured and that share their memory. "
+    "{} changes tensors of shape {} and {} in place that it was given or captured and that share their memory. "
     "Its rerun changes a copy of each. Give it one of them, and take views of that inside."
 )
 

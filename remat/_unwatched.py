@@ -33,6 +33,7 @@ from remat._native import (
     Saved,
     at_the_base,
     check_version,
+    meta_of,
     same,
     unpack,
     wrong_metadata,
@@ -48,7 +49,6 @@ _LEAVES = _TENSORS | {bool, int, float, complex, str, type(None), torch.dtype, t
 _NAMES = {str, int, float, bool, type(None)}
 _version = operator.attrgetter("_version")
 _requires_grad = operator.attrgetter("requires_grad")
-_meta = operator.attrgetter("shape", "dtype", "device")
 _MISSING: Any = object()
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _REPLACED = (
@@ -330,7 +330,7 @@ class _SparseGraph(Graph):
     def _pack(self, tensor: Tensor) -> Holder:
         holder = Holder(self, len(self._holders))
         self._holders.append(weakref.ref(holder))
-        self.metas.append(_meta(tensor))
+        self.metas.append(meta_of(tensor))
         return holder
 
     def skip(self) -> None:
@@ -359,7 +359,7 @@ class _SparseGraph(Graph):
         def collect(tensor: Tensor) -> Tensor:
             tensor = tensor.detach()
             saved.append((tensor, tensor._version))
-            metas.append(_meta(tensor))
+            metas.append(meta_of(tensor))
             if self._early_stop and len(saved) == expected:
                 raise _Stop
             return tensor

@@ -13,6 +13,7 @@ from remat import _torch_internals as internals
 from remat import _tree
 from remat._context import Ambient
 from remat._errors import CheckpointError
+from remat._run import CHANGES_SHARED
 from remat.compat._captured import Captured
 from remat.compat._draws import Draws
 from remat.compat._watch import Forward, Record, Rerun, copy_of
@@ -23,12 +24,6 @@ NO_CONTEXTS: Contexts = (contextlib.nullcontext(), contextlib.nullcontext())
 
 NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _PLAIN = {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Tensor, torch.nn.Parameter}
-
-
-_SHARED = (
-    "checkpoint: the function changes tensors of shape {} and {} in place that it was given or has read from outside "
-    "and that share their memory. Its rerun changes a copy of each. Give it one of them, and take views of that inside."
-)
 
 
 class UsesTransforms(Exception):  # noqa: N818
@@ -122,17 +117,16 @@ class Call:
         - `rerun`: what sees the calls, if they have to be seen.
         """
         if self.record.shapes_of_shared is not None:
-            raise CheckpointError(_SHARED.format(*self.record.shapes_of_shared))
+            raise CheckpointError(CHANGES_SHARED.format("checkpoint: the function", *self.record.shapes_of_shared))
         captured, draws = self._captured, self._draws
         trusting = rerun is None or rerun.trusting
         if rerun is not None:
             rerun.is_state = captured.is_state
-        if rerun is not None and trusting:
-            for key, (ref, before) in self.record.written.items():
+            for key, (ref, before) in self.record.written.items() if trusting else ():
                 original = ref()
                 if original is not None and key not in self._identities:
                     rerun.swap(original, copy_of(before))
-            rerun.may_be_misled = bool(self.record.written) or captured.has_other_buffers
+            rerun.may_be_misled = trusting and (bool(self.record.written) or captured.has_other_buffers)
         fun, leaves, thaw = captured.thawed(self._leaves, tensors)
         for i, tensor in zip(self._positions, tensors, strict=False):
             leaves[i] = tensor

@@ -251,7 +251,7 @@ class Captured:
     @property
     def has_slots(self) -> bool:
         """Whether there is something to restore."""
-        return bool(self._slots or self._modules)
+        return bool(self._slots or self._buffers or self._namespaces)
 
     @property
     def has_other_buffers(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -114,7 +114,7 @@ def _gradients(
     originals: Sequence[Tensor | None],
     count: int,
     cotangents: Sequence[Any],
-) -> Iterator[Tensor | None]:
+) -> list[Tensor | None]:
     """The gradients of the operands: the tensors that the function was given, `count` of them, and those it read.
 
     None are those that the function changes, which are not differentiated.
@@ -148,32 +148,32 @@ def _gradients(
     if not pairs:
         raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
     outputs, given = [o for o, _ in pairs], [c for _, c in pairs]
+    accumulates = not create_graph and internals.accumulates_into_all_leaves()
     # What the forward has seen and did not differentiate may require grad by now: that is not this derivative's.
     constant = {id(o.tensor) for o in call.record.outside if o.tensor is not None} - {*map(id, originals)}
     own = [t for t in stand_ins if t is not None]
-    reached, leaves = _reached(outputs, own, originals, constant, since, create_graph)
+    reached, leaves = _reached(outputs, own, originals, constant, since, create_graph, accumulates)
     targets = {i: t for i, t in enumerate(stand_ins) if t is not None and t.requires_grad}
-    if create_graph or not internals.accumulates_into_all_leaves():
+    if not accumulates:
         inputs = [*targets.values(), *reached.values()]
         found = torch.autograd.grad(outputs, inputs, given, allow_unused=True, create_graph=create_graph)
-        return iter(_at(len(operands), [zip((*targets, *reached), found, strict=True)]))
+        return _sums(len(operands), zip((*targets, *reached), found, strict=True))
     others: Sequence[Tensor | None] = ()
     if reached:
         others = torch.autograd.grad(outputs, [*reached.values()], given, allow_unused=True, retain_graph=True)
     inputs = [*targets.values(), *leaves]
     if inputs:
         torch.autograd.backward(outputs, given, inputs=inputs)
-    grads = [(i, t.grad) for i, t in targets.items()]
-    return iter(_at(len(operands), [grads, zip(reached, others, strict=True)]))
+    own_grads = ((i, t.grad) for i, t in targets.items())
+    return _sums(len(operands), (*own_grads, *zip(reached, others, strict=True)))
 
 
-def _at(count: int, found: Iterable[Iterable[tuple[int, Tensor | None]]]) -> list[Tensor | None]:
+def _sums(count: int, found: Iterable[tuple[int, Tensor | None]]) -> list[Tensor | None]:
     """The sums of gradients by position."""
     sums: list[Tensor | None] = [None] * count
-    for pairs in found:
-        for i, gradient in pairs:
-            before = sums[i]
-            sums[i] = gradient if before is None else before if gradient is None else before + gradient
+    for i, gradient in found:
+        before = sums[i]
+        sums[i] = gradient if before is None else before if gradient is None else before + gradient
     return sums
 
 
@@ -191,6 +191,7 @@ def _reached(
     constant: set[int],
     since: int,
     create_graph: bool,
+    accumulates: bool,
 ) -> tuple[dict[int, Tensor], list[Tensor]]:
     """What the rerun's graph reaches itself: out of sight, by an `autograd.Function` or an extension.
 
@@ -198,6 +199,7 @@ def _reached(
 
     - `constant`: by identity, leaves that do not count.
     - `since`: the sequence number of the first node of the rerun.
+    - `accumulates`: whether the backward pass is one that accumulates into all leaves.
 
     **Returns:** operands, and leaves that are none. `.backward()` accumulates into these straight away.
     """
@@ -211,7 +213,7 @@ def _reached(
             (i for i, t in enumerate(originals) if t is not None and internals.is_end_of(node, number, t)), None
         )
         original = None if position is None else originals[position]
-        if variable is not None and not create_graph and internals.accumulates_into_all_leaves():
+        if variable is not None and accumulates:
             leaves.append(variable)
         # Its hooks would be called twice; and with create_graph, the stand-ins lead to the originals too.
         elif position is not None and original is not None and not original._backward_hooks and not create_graph:

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from remat import _torch_internals as internals
 from remat._compile import tracing
 from remat._errors import CheckpointError, RematError
-from remat._native import Difference, Holder, Meta, check_version, version
+from remat._native import Difference, Holder, Meta, check_version, meta_of, version
 from remat._run import Run, may_write, written_by
 from remat.compat._draws import Draws
 
@@ -233,7 +233,7 @@ class Forward(TorchFunctionMode):
     def pack(self, tensor: Tensor) -> Any:
         """The hook: what the graph keeps in the place of `tensor`."""
         record = self.record
-        record.metas.append((tensor.shape, tensor.dtype, tensor.device))
+        record.metas.append(meta_of(tensor))
         record.needed = len(record.calls)
         record.tail.clear()
         holder = Holder(self._owner, len(record.holders))
@@ -454,7 +454,7 @@ class Collector:
         else:
             saved.append((tensor, version(tensor)))
             metas = self._record.metas
-            if metas and metas[index] != (meta := (tensor.shape, tensor.dtype, tensor.device)):
+            if metas and metas[index] != (meta := meta_of(tensor)):
                 self.different.append((index, metas[index], meta))
         if index == self._last:
             self._done = True
@@ -519,7 +519,7 @@ class Rerun(Collector, TorchFunctionMode):
     _matching = 0
     """How many calls were the same."""
     _writes = False
-    """Whether the call writes to its arguments."""
+    """Whether the call may write to its arguments, where the rerun is not trusting."""
     _running: Any = None
     """Its function, while it is running."""
     may_be_misled = False
@@ -552,7 +552,7 @@ class Rerun(Collector, TorchFunctionMode):
         self._aligned = aligned = self._aligned and position < len(record.calls) and record.calls[position] == func
         if aligned:
             self._matching = position + 1
-        self._writes = _writes(func, kwargs)
+        self._writes = not self.trusting and _writes(func, kwargs)
         made = self.made
         for arg in args if not kwargs else (*args, *kwargs.values()):
             if (id(arg) not in made) if isinstance(arg, Tensor) else type(arg) in _CONTAINERS:
