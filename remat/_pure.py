@@ -239,7 +239,7 @@ class Reads:
             function = roots[at] if type(at) is int else at()
             if function is None or not _still(meaning, function.__globals__.get(name, _MISSING)):
                 return False
-        if not internals.have_shapes(self._shapes, hooks_count):
+        if self._shapes and not internals.have_shapes(self._shapes, hooks_count):
             return False
         for function_ref, parts in self._codes:  # a notebook that reloads puts others there
             function = function_ref()

@@ -64,6 +64,10 @@ class Picked:
         self.leaves, self._spec = flatten(tree)
         self.positions: list[int] = []
         self.tensors: list[torch.Tensor] = []
+        if self._spec is _LEAF:
+            if test(tree):
+                self.positions, self.tensors = [0], [tree]
+            return
         self._places: dict[int, list[int]] = {}
         for i, leaf in enumerate(self.leaves):
             if isinstance(leaf, torch.Tensor):
@@ -76,10 +80,12 @@ class Picked:
 
     def replaced(self, tensors: Iterable[torch.Tensor]) -> Any:
         """The tree with `tensors` in their places."""
+        if self._spec is _LEAF:
+            return next(iter(tensors))
         for tensor, places in zip(tensors, self._places.values(), strict=True):
             for i in places:
                 self.leaves[i] = tensor
-        return self.leaves[0] if self._spec is _LEAF else unflatten(self._spec, self.leaves)
+        return unflatten(self._spec, self.leaves)
 
 
 class Static:

@@ -14,7 +14,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,35 +67,6 @@ def _is_plain(tree: Any) -> bool:
     return (kind is tuple or kind is list) and all(map(_is_plain, tree))
 
 
-class _Found(NamedTuple):
-    """What a function is given and finds."""
-
-    reads: _pure.Reads
-    roots: list[Any]
-    """The function, and functions and modules in its cells."""
-    leaves: list[Any]
-    spec: _tree.PyTreeSpec | None
-    """Of the arguments; None where the leaves are the arguments."""
-    contents: dict[int, tuple[types.CellType, Any]]
-    places: list[_pure.Value]
-    tensors: list[Tensor]
-
-    @staticmethod
-    def by(reads: _pure.Reads, roots: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
-        """The function is the first of the roots."""
-        spec = None
-        leaves = list(args)
-        if kwargs or not _LEAVES.issuperset(map(type, args)):
-            leaves, spec = _tree.flatten((args, kwargs))
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        contents = cell_contents(roots[:1]) if getattr(roots[0], "__closure__", None) else {}
-        if contents:
-            tensors += [content for _, content in contents.values() if isinstance(content, Tensor)]
-        places = _pure.places(reads)
-        tensors += [place[2] for place in places if place[2] is not None]  # a bias that there is none of
-        return _Found(reads, roots, leaves, spec, contents, places, tensors)
-
-
 class PlainCall:
     """A call of which nothing is differentiated."""
 
@@ -117,7 +88,6 @@ class UnwatchedCall:
     **Attributes:**
 
     - `operands`: until the function runs, the tensors that it is given and finds, each once.
-    - `size`: the number of elements of the largest.
     - `versions`: how often each had been written to.
     - `random`: the draws to repeat.
     """
@@ -126,35 +96,61 @@ class UnwatchedCall:
     needs_level = False
     last_rerun = False
 
-    def __init__(self, fun: Any, name: str, found: _Found, size: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        fun: Any,
+        reads: _pure.Reads,
+        roots: list[Any],
+        leaves: list[Any],
+        spec: _tree.PyTreeSpec | None,
+        contents: dict[int, tuple[types.CellType, Any]],
+        places: list[_pure.Value],
+        tensors: list[Tensor],
+    ) -> None:
+        """What a function is given and finds.
+
+        **Arguments:**
+
+        - `reads`: what is known of the function.
+        - `roots`: the function, and functions and modules in its cells.
+        - `leaves`, `spec`: of the arguments; `spec` is None where the leaves are the arguments.
+        - `contents`: of the function's cells.
+        - `places`: where modules hold what it reads.
+        - `tensors`: all of them.
+        """
         self.name = name
-        self.size = size
+        self.operands: list[Tensor] = []
         self.versions: list[int] = []
         self.random: RandomState | None = None
-        self._repeats_draws = found.reads.draws
         self.returned: list[int] = []
-        self.operands = list({id(t): t for t in found.tensors}.values())
-        position = {id(t): i for i, t in enumerate(self.operands)}
-        self._reads = found.reads
-        self._spec = found.spec
-        self._leaves = found.leaves
-        self._arguments = [(i, position[id(x)]) for i, x in enumerate(found.leaves) if isinstance(x, Tensor)]
-        for i, _ in self._arguments:
-            self._leaves[i] = None
-        self._values = _pure.values(found.reads, found.roots)
+        position: dict[int, int] = {}
+        for t in tensors:
+            if id(t) not in position:
+                position[id(t)] = len(position)
+                self.operands.append(t)
+        self._arguments: list[tuple[int, int]] = []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                self._arguments.append((i, position[id(leaf)]))
+                leaves[i] = None
+        self._leaves, self._spec = leaves, spec
+        self._values = _pure.values(reads, roots)
         self._places = []
-        for names, name, tensor in found.places:
+        for names, key, tensor in places:
             if tensor is None:
-                self._values.append((names, name, None))
+                self._values.append((names, key, None))
             else:
-                self._places.append((names, name, position[id(tensor)], weakref.ref(tensor)))
-        self._fun = fun
-        self._written = _pure.written(found.reads) if found.reads.statistics else ()
-        self._parts = [*map(_pure.made_of, found.roots)]
+                self._places.append((names, key, position[id(tensor)], weakref.ref(tensor)))
+        self._reads = reads
+        self._repeats_draws = reads.draws
+        self._written = _pure.written(reads) if reads.statistics else ()
+        self._parts = [*map(_pure.made_of, roots)]
         self._hooks_count = True
+        self._fun = fun
         self._table: Table | None = None
-        if found.contents:
-            freezer = Freezer(found.contents, position)
+        if contents:
+            freezer = Freezer(contents, position)
             self._fun, self._table = freezer(fun), freezer.table
 
     def record(
@@ -177,7 +173,7 @@ class UnwatchedCall:
         """
         self._repeats_draws = self._reads.draws and preserve_rng_state
         self._hooks_count = False
-        graph = _SparseGraph(self, early_stop and self.size > _WORTH_A_STOP)
+        graph = _SparseGraph(self, early_stop)
         graph.compares = determinism_check
         return graph.record(fun, args, kwargs)
 
@@ -187,7 +183,7 @@ class UnwatchedCall:
         if _needs_node():
             out = self.forward(fun, args, kwargs)
         else:
-            graph = _SparseGraph(self, self.size > _WORTH_A_STOP, under_node=True)
+            graph = _SparseGraph(self, early_stop=True, under_node=True)
             out = graph.record(fun, args, kwargs)
         results = _tree.Picked(out, lambda r: _is_computed(r, operands))
         values = results.tensors
@@ -348,6 +344,7 @@ class _SparseGraph(Graph):
     def _rerun(self, decorate: Callable[[Any], Any]) -> Saved:
         """`decorate`: the hook that collects what is saved."""
         operands, expected = self.operands(), len(self._holders)
+        stops = self._early_stop and expected and self.metas[-1][0].numel() > _WORTH_A_STOP
         if [*map(_requires_grad, operands)] != self._required:
             operands = [
                 t if t.requires_grad is before else t.detach().requires_grad_(before)
@@ -360,7 +357,7 @@ class _SparseGraph(Graph):
             tensor = tensor.detach()
             saved.append((tensor, tensor._version))
             metas.append(meta_of(tensor))
-            if self._early_stop and len(saved) == expected:
+            if stops and len(saved) == expected:
                 raise _Stop
             return tensor
 
@@ -441,25 +438,35 @@ def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     # Under hooks there may be a region around that runs this again. It has to save the same then: watched both times.
     if internals.function_modes_active() or internals.saved_tensors_hooks_active():
         return None
-    if not (_LEAVES.issuperset(map(type, args)) or _is_plain(args)):
+    flat = not kwargs and _LEAVES.issuperset(map(type, args))
+    if not (flat or (_is_plain(args) and _is_plain(kwargs))):
         return None
     roots: list[Any] = []
     reads = _pure.reads(fun, roots)
-    if reads is None or internals.tracing() or (kwargs and not _is_plain(kwargs)):
+    if reads is None or internals.tracing():
         return None
-    found = _Found.by(reads, roots, args, kwargs)
-    if reads.may_write and any(leaf is True for leaf in found.leaves):  # F.relu(x, inplace)
+    leaves, spec = (list(args), None) if flat else _tree.flatten((args, kwargs))
+    if reads.may_write and any(leaf is True for leaf in leaves):  # F.relu(x, inplace)
         return None
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    contents: dict[int, tuple[types.CellType, Any]] = {}
+    places: list[_pure.Value] = []
+    if getattr(roots[0], "__closure__", None):
+        contents = cell_contents(roots[:1])
+        tensors += [content for _, content in contents.values() if isinstance(content, Tensor)]
+    if reads.tensors:
+        places = _pure.places(reads)
+        tensors += [tensor for _, _, tensor in places if tensor is not None]  # a bias that there is none of
     needs_node = _needs_node()
     if needs_node and (reads.draws or reads.statistics):  # what it draws depends on the transforms
         return None
-    if not (needs_node or any(map(_requires_grad, found.tensors))):
+    if not (needs_node or any(map(_requires_grad, tensors))):
         return _PLAIN_CALL
     if (
-        not _TENSORS.issuperset(map(type, found.tensors))
-        or any(map(Tensor.is_inference, found.tensors))
-        or any(map(internals.is_dead, found.tensors))
+        not _TENSORS.issuperset(map(type, tensors))
+        or any(map(Tensor.is_inference, tensors))
+        or any(map(internals.is_dead, tensors))
+        or (needs_node and max(map(Tensor.numel, tensors), default=0) > _SMALL)
     ):
         return None
-    size = max(map(Tensor.numel, found.tensors), default=0)
-    return UnwatchedCall(fun, name, found, size) if size <= _SMALL or not needs_node else None
+    return UnwatchedCall(name, fun, reads, roots, leaves, spec, contents, places, tensors)
