@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 import warnings
 
 from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
@@ -19,9 +20,27 @@ class RematError(RuntimeError):
     """A function does something that can't be undone and run again; the message says what to write instead."""
 
 
+PURITY = (
+    "A function under remat must do the same each time: it may depend on its arguments, on what it closes over and on "
+    "the random state of torch and Python, not on what other code changes in the meantime. Pass what varies as an "
+    "argument."
+)
+
+
 def warn(message: str) -> None:
     """A warning that points at the line of the user's that called remat."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "remat":
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+def call_site() -> str:
+    """file:line of the user's code that is running: the innermost frame outside of torch and remat."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.split(".")[0] not in ("torch", "remat", "contextlib"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown"

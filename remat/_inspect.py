@@ -23,12 +23,12 @@ from torch.utils.flop_counter import flop_registry
 
 from remat import _torch_internals as internals
 from remat import _tree
-from remat._errors import RematError
+from remat._errors import RematError, call_site
 from remat._frozen import parts
 from remat._names import current_name
 from remat._remat import plainly, watchers, watching
 from remat._replay import Call
-from remat._run import Run, active_runs, call_site
+from remat._run import Run, active_runs
 from remat._values import is_view
 from remat.policies import nothing_saveable
 

@@ -17,9 +17,9 @@ from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import Closure
 from remat._context import Ambient, KeptDraws, RandomState, replayed
-from remat._errors import CheckpointError, RematError
+from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._frozen import Thawer
-from remat._run import CHANGES, CHANGES_SHARED, PURITY, Log, Run, call_site, stranger, version
+from remat._run import CHANGES, CHANGES_SHARED, Log, Run, stranger, version
 from remat._spare import Replay
 from remat._tail import Spared
 from remat._tape import Recorder, Tape, note_nested_call

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import sys
-import types
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
 from remat._context import KeptDraws, RandomState
-from remat._errors import CheckpointError, RematError
-from remat._tail import Spared, can_be_hooked, is_large, is_product, keeps_no_value
+from remat._errors import PURITY, CheckpointError, RematError, call_site
+from remat._tail import Spared, last_product
 
 
 class Signature(NamedTuple):
@@ -90,17 +88,6 @@ def _same(expected: Any, actual: Any) -> bool:
     return type(expected) is type(actual) and expected == actual
 
 
-def call_site() -> str:
-    """file:line of the user's code that is running: the innermost frame outside of torch and remat."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.split(".")[0] not in ("torch", "remat", "contextlib"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "unknown"
-
-
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _STATISTICS: dict[Any, tuple[int, ...]] = {
     F.batch_norm: (1, 2),
@@ -165,11 +152,6 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[T
     return [t for t in found if isinstance(t, Tensor)]
 
 
-PURITY = (
-    "A function under remat must do the same each time: it may depend on its arguments, on what it closes over and on "
-    "the random state of torch and Python, not on what other code changes in the meantime. Pass what varies as an "
-    "argument."
-)
 SHARDED = (
     "remat: {} calls a module that fully_shard has sharded. FSDP2 takes gradients from the backward graph of that "
     "module itself, which a rerun by remat does not have. Wrap the module with remat.nn.remat_module, or call it "
@@ -320,15 +302,16 @@ class Run(TorchFunctionMode):
         self.current = func, args, kwargs or {}
         with self.random.watched() if kind.draws and self.random is not None else _NOTHING:
             if self._at_tail(func, live):
-                self.spared = Spared()
+                self.spared = Spared(self.name)
                 out = self.spared.product(func, args, kwargs or {})
             else:
                 out = func(*args, **kwargs) if kwargs else func(*args)
+                if self.spared is not None:
+                    self.spared.add(func, args, kwargs or {}, out)
         self.current = None
         if self._expected is None:
-            self._look_for_tail(func, args, kwargs or {}, out, live)
-        elif self.spared is not None:
-            self._add_to_tail(self.spared, func, args, kwargs or {}, out)
+            result = out if live else None
+            self.log.tail = last_product(self.log.tail, len(self.log.calls), func, args, kwargs or {}, result)
         if kind.gives_data:
             self._owners[id(out)] = weakref.ref(args[0])
         with internals.DisableTorchFunction():  # the runs around this one look on
@@ -593,21 +576,6 @@ class Run(TorchFunctionMode):
             return False
         expected = forward.call(forward.tail)
         return live and expected is not None and expected.func == func
-
-    def _look_for_tail(self, func: Any, args: Any, kwargs: Any, out: Any, live: bool) -> None:
-        recorded = torch.is_grad_enabled() and "out" not in kwargs
-        if is_product(func) and live and isinstance(out, Tensor) and is_large(out, args):
-            self.log.tail = len(self.log.calls) if recorded else None
-        elif self.log.tail is not None and not (recorded and (keeps_no_value(func) or can_be_hooked(func))):
-            self.log.tail = None
-
-    def _add_to_tail(self, spared: Spared, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if not (keeps_no_value(func) or can_be_hooked(func) or is_product(func)):
-            raise CheckpointError(
-                f"remat: the rerun of {self.name} calls {torch.overrides.resolve_name(func) or func} at "
-                f"{call_site()}, where its forward did not. {PURITY}"
-            )
-        spared.add(func, args, kwargs, out)
 
     def adopt(self, tensor: Tensor, live: bool = True, same_as: Tensor | None = None) -> None:
         """Note a tensor that was made inside, maybe as another one that has the same value."""

@@ -5,21 +5,25 @@ that of a sum reads nothing, so a rerun needs the graph of both and the values o
 product is not computed: its op returns memory that nobody has written.
 
 NOTE [when nobody reads]: the forward finds out, call by call. After the product there must be nothing but calls whose
-derivatives and results do not depend on values (`keeps_no_value`), on tensors that the run has seen to be made, with
+derivatives and results do not depend on values (`_keeps_no_value`), on tensors that the run has seen to be made, with
 grad mode on (it is off in an `autograd.Function`, which may save what it likes). A rerun that does anything else there
 is an error. A result that outlives the rerun all the same, in a list of the user's for one, is computed then.
+
+A function that is watched is looked at by its `Run`. For others there are two modes that do this alone.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from remat import _torch_internals as internals
+from remat._errors import PURITY, CheckpointError, call_site
 
 _LEAST = 2**20  # multiplications: less is computed sooner than it is spared
 
@@ -39,19 +43,19 @@ _GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
 _GIVES_VALUES = {"data", "grad", "_grad", "real", "imag", "H", "mH"}
 
 
-def is_product(func: Any) -> bool:
+def _is_product(func: Any) -> bool:
     """Whether a torch call is a matrix product."""
     return func in _PRODUCTS
 
 
-def keeps_no_value(func: Any) -> bool:
+def _keeps_no_value(func: Any) -> bool:
     """Whether neither the backward of a torch call, nor what the caller learns by it, depends on values."""
     if type(func) is _GETTER:
         return func.__self__.__name__ not in _GIVES_VALUES
     return func in _VALUE_FREE
 
 
-def can_be_hooked(func: Any) -> bool:
+def _can_be_hooked(func: Any) -> bool:
     """Whether it is `register_hook`, of a hook for which a value that it holds can be computed when the rerun is over.
 
     Where a `vmap` or `jvp` of the rerun has wrapped that value, it can't be.
@@ -61,10 +65,25 @@ def can_be_hooked(func: Any) -> bool:
     return internals.active_transforms() <= {internals.TransformType.Grad}
 
 
-def is_large(product: Tensor, args: Any) -> bool:
+def _is_large(product: Tensor, args: Any) -> bool:
     """Whether the product of the last two tensors in `args`, or of the first two, is worth being spared."""
     widths = [t.shape[-1] for t in args[:3] if isinstance(t, Tensor) and t.dim() > 1]
     return bool(widths) and product.numel() * min(widths) >= _LEAST
+
+
+def last_product(last: int | None, position: int, func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
+    """The position of the last product of a forward after one more call, if no later call reads values.
+
+    **Arguments:**
+
+    - `last`: the answer before it.
+    - `position`: that of the call.
+    - `func`, `args`, `kwargs`, `out`: the call.
+    """
+    recorded = torch.is_grad_enabled() and "out" not in kwargs
+    if _is_product(func):
+        return position if recorded and isinstance(out, Tensor) and _is_large(out, args) else None
+    return last if last is not None and recorded and (_keeps_no_value(func) or _can_be_hooked(func)) else None
 
 
 def _mm(a: Tensor, b: Tensor) -> tuple[int, ...]:
@@ -96,16 +115,25 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 class Spared:
     """The calls of a rerun from its last product on."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        """Of the function `name`."""
+        self._name = name
         self._calls: list[tuple[Any, Any, Any, weakref.ref[Tensor] | None]] = []
 
     def product(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The call, without the product."""
         with _WithoutProducts():
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+        self.add(func, args, kwargs, out)
+        return out
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note a call."""
+        if not (_keeps_no_value(func) or _can_be_hooked(func) or _is_product(func)):
+            raise CheckpointError(
+                f"remat: the rerun of {self._name} calls {resolve_name(func) or func} at {call_site()}, where its "
+                f"forward did not. {PURITY}"
+            )
         self._calls.append((func, args, kwargs, weakref.ref(out) if isinstance(out, Tensor) else None))
 
     def settle(self) -> None:
@@ -118,3 +146,55 @@ class Spared:
                 out = None if ref is None else ref()
                 if out is not None and not internals.is_wrapper(out):
                     out.detach().copy_(func(*args, **kwargs))
+
+
+class LastProduct(NamedTuple):
+    """Where a function calls its last product."""
+
+    position: int
+    func: Any
+
+
+class Search(TorchFunctionMode):
+    """Within it, the forward runs of which the last product is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._funcs: list[Any] = []
+        self._last: int | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        self._last = last_product(self._last, len(self._funcs), func, args, kwargs or {}, out)
+        self._funcs.append(func)
+        return out
+
+    def found(self) -> LastProduct | None:
+        """The last product, if nobody reads its value."""
+        return None if self._last is None else LastProduct(self._last, self._funcs[self._last])
+
+
+class Sparing(TorchFunctionMode):
+    """Within it, a rerun does not compute its last product.
+
+    **Attributes:**
+
+    - `spared`: what has been called from there on.
+    """
+
+    def __init__(self, name: str, last: LastProduct) -> None:
+        super().__init__()
+        self.spared = Spared(name)
+        self._last = last
+        self._position = -1
+        self._at_tail = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._position += 1
+        if self._position == self._last.position and func == self._last.func:
+            self._at_tail = True
+            return self.spared.product(func, args, kwargs or {})
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if self._at_tail:
+            self.spared.add(func, args, kwargs or {}, out)
+        return out

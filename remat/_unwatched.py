@@ -2,8 +2,7 @@
 
 What such a function depends on is known before it runs: its arguments, the tensors in its cells and those of the
 modules that it uses. Under plain autograd the call keeps its native graph, without what that would save. Under a
-transform this is for small tensors alone: beside large ones the cost of watching is nothing, and a watched run can
-spare the last product of the rerun.
+transform a node takes the place of the graph, and reruns need not compute the last product of large tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from remat import _pure, _tree
 from remat import _torch_internals as internals
 from remat._context import Ambient, RandomState, replayed
-from remat._errors import CheckpointError, RematError
+from remat._errors import PURITY, CheckpointError, RematError
 from remat._frozen import Freezer, Table, Thawer, cell_contents
 from remat._native import (
     WRONG_COUNT,
@@ -39,10 +38,11 @@ from remat._native import (
     wrong_metadata,
 )
 from remat._primitive import Derived, attach, attach_over_graph
-from remat._run import CHANGES, PURITY, paused_runs
+from remat._run import CHANGES, paused_runs
+from remat._tail import LastProduct, Search, Spared, Sparing
 from remat.random._keyed import suspended
 
-_SMALL = 2**12  # elements: under a transform
+_WORTH_A_MODE = 2**12  # elements: to look for the last product, with a mode, takes as long as a small one
 _WORTH_A_STOP = 1000  # elements: to end a rerun early takes as long as a small op on them
 _TENSORS = {Tensor, torch.nn.Parameter}
 _LEAVES = _TENSORS | {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size}
@@ -93,7 +93,6 @@ class UnwatchedCall:
     """
 
     tape = None
-    needs_level = False
     last_rerun = False
 
     def __init__(
@@ -107,6 +106,7 @@ class UnwatchedCall:
         contents: dict[int, tuple[types.CellType, Any]],
         places: list[_pure.Value],
         tensors: list[Tensor],
+        spares_product: bool,
     ) -> None:
         """What a function is given and finds.
 
@@ -118,11 +118,13 @@ class UnwatchedCall:
         - `contents`: of the function's cells.
         - `places`: where modules hold what it reads.
         - `tensors`: all of them.
+        - `spares_product`: whether reruns need not compute the last product.
         """
         self.name = name
         self.operands: list[Tensor] = []
         self.versions: list[int] = []
         self.random: RandomState | None = None
+        self.needs_level = False
         self.returned: list[int] = []
         position: dict[int, int] = {}
         for t in tensors:
@@ -148,6 +150,9 @@ class UnwatchedCall:
         self._parts = [*map(_pure.made_of, roots)]
         self._hooks_count = True
         self._fun = fun
+        self._search = Search() if spares_product else None
+        self._last: LastProduct | None = None
+        self._spared: list[Spared] = []
         self._table: Table | None = None
         if contents:
             freezer = Freezer(contents, position)
@@ -207,8 +212,15 @@ class UnwatchedCall:
         self._ambient = Ambient.current()
         self.versions = [*map(_version, operands)]
         before = RandomState(operands) if self._repeats_draws else None
-        out = fun(*args, **kwargs)
-        self.random = None if before is None else before.drawn_since()
+        if self._search is None:
+            out = fun(*args, **kwargs)
+        else:
+            with self._search:
+                out = fun(*args, **kwargs)
+            self._last, self._search = self._search.found(), None
+        if before is not None:
+            self.random = before.drawn_since()
+            self.needs_level = self.random is not None and internals.transforms_active()
         if [*map(_version, operands)] != self.versions:
             t = next(t for t, before in zip(operands, self.versions, strict=True) if t._version != before)
             raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
@@ -259,14 +271,24 @@ class UnwatchedCall:
             raise CheckpointError(_REPLACED.format(self.name))
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
-        out, _ = _tree.flatten(self.again(operands))
+        if self._last is None:
+            result = self.again(operands)
+        else:
+            with Sparing(self.name, self._last) as mode:
+                self._spared.append(mode.spared)
+                result = self.again(operands)
+        out, _ = _tree.flatten(result)
         return [out[i] for i in self.returned]
 
     def settle(self) -> None:
-        """Called when the results of a rerun are gone."""
+        """Called when the results of a rerun are gone: what is left of them has to be right."""
+        spared, self._spared = self._spared, []
+        for calls in spared:
+            calls.settle()
 
     def clean(self) -> None:
         """Called when the rerun's graph is gone."""
+        self._spared = []
 
     def finish(self) -> None:
         """Called when the derivative is there."""
@@ -458,7 +480,7 @@ def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
         places = _pure.places(reads)
         tensors += [tensor for _, _, tensor in places if tensor is not None]  # a bias that there is none of
     needs_node = _needs_node()
-    if needs_node and (reads.draws or reads.statistics):  # what it draws depends on the transforms
+    if needs_node and reads.statistics:
         return None
     if not (needs_node or any(map(_requires_grad, tensors))):
         return _PLAIN_CALL
@@ -466,7 +488,7 @@ def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
         not _TENSORS.issuperset(map(type, tensors))
         or any(map(Tensor.is_inference, tensors))
         or any(map(internals.is_dead, tensors))
-        or (needs_node and max(map(Tensor.numel, tensors), default=0) > _SMALL)
     ):
         return None
-    return UnwatchedCall(name, fun, reads, roots, leaves, spec, contents, places, tensors)
+    spares = needs_node and max(map(Tensor.numel, tensors), default=0) > _WORTH_A_MODE
+    return UnwatchedCall(name, fun, reads, roots, leaves, spec, contents, places, tensors, spares)
