@@ -34,11 +34,15 @@ def _named(names: str) -> frozenset[Any]:
 
 
 _PRODUCTS = _named("linear matmul __matmul__ mm bmm addmm baddbmm")
-_VALUE_FREE = _named("""
-    add __add__ __radd__ sub __sub__ rsub __rsub__ alias
-    view view_as reshape flatten unflatten transpose swapaxes permute movedim squeeze unsqueeze contiguous
+_OF_TWO_TENSORS = _named("add __add__ __radd__ sub __sub__ rsub __rsub__ view_as")
+_VALUE_FREE = (
+    _OF_TWO_TENSORS
+    | _named("""
+    alias view reshape flatten unflatten transpose swapaxes permute movedim squeeze unsqueeze contiguous
     size dim numel nelement stride is_floating_point is_complex is_contiguous
-""") | {torch.ops.aten.alias.default}
+""")
+    | {torch.ops.aten.alias.default}
+)
 _GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
 _GIVES_VALUES = {"data", "grad", "_grad", "real", "imag", "H", "mH"}
 
@@ -48,11 +52,15 @@ def _is_product(func: Any) -> bool:
     return func in _PRODUCTS
 
 
-def _keeps_no_value(func: Any) -> bool:
+def _keeps_no_value(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether neither the backward of a torch call, nor what the caller learns by it, depends on values."""
     if type(func) is _GETTER:
         return func.__self__.__name__ not in _GIVES_VALUES
-    return func in _VALUE_FREE
+    if func not in _VALUE_FREE:
+        return False
+    operands = 2 if func in _OF_TWO_TENSORS else 1
+    numbers = (*args[operands:], *(v for k, v in kwargs.items() if k not in ("input", "other")))
+    return not any(isinstance(n, Tensor) for x in numbers for n in (x if isinstance(x, (list, tuple)) else (x,)))
 
 
 def _can_be_hooked(func: Any) -> bool:
@@ -83,7 +91,8 @@ def last_product(last: int | None, position: int, func: Any, args: Any, kwargs: 
     recorded = torch.is_grad_enabled() and "out" not in kwargs
     if _is_product(func):
         return position if recorded and isinstance(out, Tensor) and _is_large(out, args) else None
-    return last if last is not None and recorded and (_keeps_no_value(func) or _can_be_hooked(func)) else None
+    keeps = last is not None and recorded and (_keeps_no_value(func, args, kwargs) or _can_be_hooked(func))
+    return last if keeps else None
 
 
 def _mm(a: Tensor, b: Tensor) -> tuple[int, ...]:
@@ -118,32 +127,46 @@ class Spared:
     def __init__(self, name: str) -> None:
         """Of the function `name`."""
         self._name = name
-        self._calls: list[tuple[Any, Any, Any, weakref.ref[Tensor] | None]] = []
+        self._calls: list[tuple[Any, Any, Any, weakref.ref[Tensor]]] = []
+        self._hollow: dict[
+            int, Tensor
+        ] = {}  # by memory, what has no values there: held, for others might get its memory
 
     def product(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The call, without the product."""
         with _WithoutProducts():
             out = func(*args, **kwargs)
-        self.add(func, args, kwargs, out)
+        self._note(func, args, kwargs, out)
         return out
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Note a call."""
-        if not (_keeps_no_value(func) or _can_be_hooked(func) or _is_product(func)):
+        if not (_keeps_no_value(func, args, kwargs) or _can_be_hooked(func) or _is_product(func)):
             raise CheckpointError(
                 f"remat: the rerun of {self._name} calls {resolve_name(func) or func} at {call_site()}, where its "
                 f"forward did not. {PURITY}"
             )
-        self._calls.append((func, args, kwargs, weakref.ref(out) if isinstance(out, Tensor) else None))
+        if isinstance(out, Tensor):
+            with internals.DisableTorchFunction():
+                given = {internals.memory_of(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor)}
+                hollow = given & self._hollow.keys()
+                # What is computed of values that are there is there, and so is another look at them.
+                if hollow and internals.memory_of(out) not in given - hollow:
+                    self._note(func, args, kwargs, out)
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
+        self._hollow[internals.memory_of(out)] = internals.innermost(out)
+        self._calls.append((func, args, kwargs, weakref.ref(out)))
 
     def settle(self) -> None:
         """The rerun is over and its results are gone: what is left of them has to be right."""
         calls, self._calls = self._calls, []
-        while calls and not (calls[-1][-1] is not None and calls[-1][-1]() is not None):
+        self._hollow.clear()
+        while calls and calls[-1][-1]() is None:
             calls.pop()
         with torch.no_grad():
             for func, args, kwargs, ref in calls:
-                out = None if ref is None else ref()
+                out = ref()
                 if out is not None and not internals.is_wrapper(out):
                     out.detach().copy_(func(*args, **kwargs))
 

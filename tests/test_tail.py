@@ -214,3 +214,40 @@ def test_memory_of_the_spared_call_is_freed(args: list[Tensor]) -> None:
         for t in leaves:
             t.grad = None
         assert meter.current <= before
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, v, w: x @ w + x.contiguous(),
+        lambda x, v, w: (x @ w).view_as(x) + v.view_as(x @ w),
+        lambda x, v, w: (x @ w, v.reshape(N, N), x.view(-1)),
+    ],
+)
+@WATCHED
+@pytest.mark.parametrize("argnum", [0, 1, 2])
+def test_what_is_there_is_not_written_again(fun: Fun, form: Fun, argnum: int, args: list[Tensor]) -> None:
+    """Other graphs may have saved it."""
+
+    def loss(*args: Tensor) -> Tensor:
+        results = remat(form(fun))(*args)
+        return sum((r.sum() for r in results), torch.zeros(())) if isinstance(results, tuple) else results.sum()
+
+    before = [t._version for t in args]
+    grad(loss, argnums=argnum)(*args)
+    assert [t._version for t in args] == before
+
+
+@WATCHED
+def test_a_number_that_a_product_gives_is_read(form: Fun) -> None:
+    n = 2**20
+
+    def fun(a: Tensor, b: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        return torch.add(a, b, alpha=F.linear(x, w).squeeze())
+
+    given = [numbers(3), numbers(3, seed=1), numbers(1, n), numbers(1, n, seed=2) / n]
+
+    def derivative(f: Fun) -> Any:
+        return grad(lambda a, b: f(a, b, *given[2:]).square().sum(), argnums=(0, 1))(*given[:2])
+
+    assert_same(derivative(remat(form(fun))), derivative(fun))
