@@ -147,18 +147,24 @@ def _jvp(fn: Derived, moving: Sequence[int], outs: Sequence[int]) -> Derived:
     def pushforward(*args: Tensor) -> list[Any]:
         n = len(args) - len(moving)
         inputs = list(args[:n])
-        with internals.jvp_level() as level:
+        # What drew outside of functorch draws something else under it.
+        plain = fn.call.random is not None and not (fn.call.needs_level or any(map(internals.is_wrapper, args)))
+        with internals.dual_level() if plain else internals.jvp_level() as level:
             for i, tangent in zip(moving, args[n:], strict=True):
                 inputs[i] = _make_dual(inputs[i], tangent)
             pairs = [forward_ad.unpack_dual(v) for v in fn(*inputs)]
-            primals = [internals.unwrap_grad(p, level) for p, _ in pairs]
+            primals = [_below(p, level) for p, _ in pairs]
             tangents = [pairs[o].tangent for o in outs]
             return primals + [
-                torch.zeros_like(primals[o]) if t is None else internals.unwrap_grad(t, level)
+                torch.zeros_like(primals[o]) if t is None else _below(t, level)
                 for o, t in zip(outs, tangents, strict=True)
             ]
 
     return Derived(fn.call, pushforward, fn.is_vjp)
+
+
+def _below(tensor: Tensor, level: int | None) -> Tensor:
+    return tensor if level is None else internals.unwrap_grad(tensor, level)
 
 
 def _vmap(fn: Derived, in_dims: Sequence[int | None], batched: Sequence[bool], size: int, randomness: str) -> Derived:

@@ -316,6 +316,13 @@ def jvp_level() -> Iterator[int]:
 
 
 @contextlib.contextmanager
+def dual_level() -> Iterator[None]:
+    """A level of `torch.autograd.forward_ad` without functorch; the user's, if that is entered."""
+    with _set_fwd_grad_enabled(True), fwad.dual_level() if fwad._current_level < 0 else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
 def vmap_level(batch_size: int, randomness: str) -> Iterator[int]:
     """A new `vmap` level, also where no argument is batched (its draws can be)."""
     with _vmap.vmap_increment_nesting(batch_size, randomness) as level:

@@ -4,6 +4,7 @@
 # ruff: noqa: PT017 - an error is one of two right answers
 
 import contextlib
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from helpers import TRANSFORMS, CountOps, Fun, assert_same, leaf, numbers, plain
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.func import functionalize, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn import functional as F
 
@@ -394,3 +396,20 @@ def test_functionalize_restores_too() -> None:
         torch.manual_seed(0)
         results.append((functionalize(grad(lambda x: ck(F.dropout)(x).sum()))(numbers(9)), torch.rand(2)))
     assert_same(*results)
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_draws_of_duals_lie_in_memory_as_in_the_forward(watched: bool) -> None:
+    def fun(x: Tensor) -> Tensor:
+        if watched:
+            copy.copy(0)  # not known to compute only
+        return F.dropout(x.T * x.T, 0.4)
+
+    def derivative(fun: Any) -> Tensor:
+        x = numbers(3, 3).requires_grad_()
+        torch.manual_seed(1)
+        with forward_ad.dual_level():
+            result = forward_ad.unpack_dual(fun(forward_ad.make_dual(x, torch.ones_like(x))))
+            return torch.autograd.grad(result.tangent.sum(), x)[0]
+
+    assert_same(derivative(remat(fun)), derivative(fun))
