@@ -59,7 +59,7 @@ class Remat(Generic[P, R]):
         self._name = _name(fun)
         self._policy = None if options.policy is None or _compile.tracing() else as_policy(options.policy)
         self._static = StaticArguments(fun, self._name, options.static_argnums, options.static_argnames)
-        self._may_be_unwatched = options == _PLAIN
+        self._may_be_unwatched = options.preserve_rng_state and not (options.static_argnums or options.static_argnames)
 
     def __remat_maker__(self) -> Callable[[Callable[P, R]], Remat[P, R]]:
         """The same transform, to be applied to another function."""
@@ -73,9 +73,10 @@ class Remat(Generic[P, R]):
             return fun(*args, **kwargs)
         watch = watching.get() or (watchers[-1] if watchers else None)
         if watch is None and self._may_be_unwatched:
-            unwatched_call = unwatched(fun, self._name, args, kwargs)
+            policy = self._policy
+            unwatched_call = unwatched(fun, self._name, args, kwargs, needs_node=policy is not None)
             if unwatched_call is not None:
-                return unwatched_call.run(fun, args, kwargs)
+                return unwatched_call.run(fun, args, kwargs, policy)
         leaves, spec = _tree.flatten(self._static.boxed(args, kwargs))
         call = Call(fun, self._name, leaves, spec, self._policy)
         call.watched = watch is not None

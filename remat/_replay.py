@@ -92,14 +92,9 @@ class Call:
         note_nested_call()
         if self.policy is not None and not internals.tracing():
             where = call_site if self.watched else lambda: "unknown"
-            self._recorder = Recorder(self.policy.start(), lambda: run.current, where)
+            self._recorder = Recorder(self.policy.start(), where)
         with internals.without_saved_tensors_hooks(), run, self._recorder or draws or contextlib.nullcontext():
-            try:
-                out = self.closure.call(*args, **kwargs)
-            except TypeError as error:  # torch takes one inside of `x @ y` for "not implemented"
-                if self._recorder is not None and self._recorder.complaint not in (None, str(error)):
-                    raise TypeError(self._recorder.complaint) from None
-                raise
+            out = self.closure.call(*args, **kwargs)
         self._log = run.log
         with internals.DisableTorchFunction():
             if run.random is not None:

@@ -205,8 +205,6 @@ class Run(TorchFunctionMode):
         """Tensors from outside that it wrote to, as they were before."""
         self.random: RandomState | KeptDraws | None = None
         self.log = Log()
-        self.current: Any = None
-        """The call that is running: function, args, kwargs."""
         self.paused = False
         self._expected = forward
         self._swaps: dict[int, Tensor] = {}
@@ -299,7 +297,6 @@ class Run(TorchFunctionMode):
                 raise RematError(SHARDED.format(self.name))
             if id(args[0]) in self._originals:
                 args = (torch.empty(0, requires_grad=True), *args[1:])  # the forward has put the hook on the tensor
-        self.current = func, args, kwargs or {}
         with self.random.watched() if kind.draws and self.random is not None else _NOTHING:
             if self._at_tail(func, live):
                 self.spared = Spared(self.name)
@@ -308,7 +305,6 @@ class Run(TorchFunctionMode):
                 out = func(*args, **kwargs) if kwargs else func(*args)
                 if self.spared is not None:
                     self.spared.add(func, args, kwargs or {}, out)
-        self.current = None
         if self._expected is None:
             result = out if live else None
             self.log.tail = last_product(self.log.tail, len(self.log.calls), func, args, kwargs or {}, result)

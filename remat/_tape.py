@@ -160,24 +160,22 @@ def note_nested_call() -> None:
 class Recorder(OpMode):
     """Notes the ops of a forward run, and asks the policy about each."""
 
-    def __init__(self, policy: Policy, call: Callable[[], Any], where: Callable[[], str] = lambda: "unknown") -> None:
+    def __init__(self, policy: Policy, where: Callable[[], str] = lambda: "unknown") -> None:
         """A recorder of one run.
 
         **Arguments:**
 
         - `policy`: what decides.
-        - `call`: the torch call that is running.
         - `where`: the place in the user's code.
         """
         super().__init__()
         self._policy = policy
-        self._call = call
         self.nested = False
         """Whether there was a call in the run that notes the state of the random stream, where its rerun has to start.
 
         In the rerun the stream has to move as in the forward then.
         """
-        self.complaint: str | None = None
+        self._complaint: str | None = None
         """The TypeError that the policy has raised."""
         self._since = internals.next_sequence_number()
         self._where = where
@@ -230,15 +228,18 @@ class Recorder(OpMode):
         _active.recorders.append(self)
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
         _active.recorders.pop()
+        # Torch takes a TypeError inside of `x @ y` for "not implemented".
+        if isinstance(error, TypeError) and self._complaint not in (None, str(error)):
+            raise TypeError(self._complaint) from None
 
     def _decision(self, out: Any, func: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
         try:
-            return self._policy(PolicyContext(out, self._call()), func, *args, **kwargs)
+            return self._policy(PolicyContext(out, self.call), func, *args, **kwargs)
         except TypeError as error:
-            self.complaint = str(error)
+            self._complaint = str(error)
             raise
 
     def accessed(self, tensor: Tensor) -> None:

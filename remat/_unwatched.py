@@ -2,7 +2,8 @@
 
 What such a function depends on is known before it runs: its arguments, the tensors in its cells and those of the
 modules that it uses. Under plain autograd the call keeps its native graph, without what that would save. Under a
-transform a node takes the place of the graph, and reruns need not compute the last product of large tensors.
+transform a node takes the place of the graph, and reruns need not compute the last product of large tensors. With a
+policy there is always a node, and the tape tells what reruns need not compute.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ from remat._native import (
 )
 from remat._primitive import Derived, attach, attach_over_graph
 from remat._run import CHANGES, paused_runs
+from remat._spare import Replay
 from remat._tail import LastProduct, Search, Spared, Sparing
+from remat._tape import Recorder, Tape
 from remat.random._keyed import suspended
 
 _WORTH_A_MODE = 2**12  # elements: to look for the last product, with a mode, takes as long as a small one
@@ -70,7 +73,7 @@ def _is_plain(tree: Any) -> bool:
 class PlainCall:
     """A call of which nothing is differentiated."""
 
-    def run(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Any) -> Any:
         """The result."""
         return fun(*args, **kwargs)
 
@@ -90,9 +93,9 @@ class UnwatchedCall:
     - `operands`: until the function runs, the tensors that it is given and finds, each once.
     - `versions`: how often each had been written to.
     - `random`: the draws to repeat.
+    - `tape`: what a policy keeps.
     """
 
-    tape = None
     last_rerun = False
 
     def __init__(
@@ -106,7 +109,6 @@ class UnwatchedCall:
         contents: dict[int, tuple[types.CellType, Any]],
         places: list[_pure.Value],
         tensors: list[Tensor],
-        spares_product: bool,
     ) -> None:
         """What a function is given and finds.
 
@@ -118,12 +120,12 @@ class UnwatchedCall:
         - `contents`: of the function's cells.
         - `places`: where modules hold what it reads.
         - `tensors`: all of them.
-        - `spares_product`: whether reruns need not compute the last product.
         """
         self.name = name
         self.operands: list[Tensor] = []
         self.versions: list[int] = []
         self.random: RandomState | None = None
+        self.tape: Tape | None = None
         self.needs_level = False
         self.returned: list[int] = []
         position: dict[int, int] = {}
@@ -150,9 +152,8 @@ class UnwatchedCall:
         self._parts = [*map(_pure.made_of, roots)]
         self._hooks_count = True
         self._fun = fun
-        self._search = Search() if spares_product else None
         self._last: LastProduct | None = None
-        self._spared: list[Spared] = []
+        self._reruns: list[Spared | Replay] = []
         self._table: Table | None = None
         if contents:
             freezer = Freezer(contents, position)
@@ -182,11 +183,22 @@ class UnwatchedCall:
         graph.compares = determinism_check
         return graph.record(fun, args, kwargs)
 
-    def run(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The user's own call, and its result with the remat'd derivative."""
-        operands, graph = self.operands, None
-        if _needs_node():
-            out = self.forward(fun, args, kwargs)
+    def run(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Any) -> Any:
+        """The user's own call, and its result with the remat'd derivative.
+
+        **Arguments:**
+
+        - `policy`: what is kept, or None.
+        """
+        operands, graph, recorder = self.operands, None, None
+        if policy is not None:
+            recorder = Recorder(policy.start())
+            out = self.forward(fun, args, kwargs, recorder)
+        elif _needs_node():
+            is_large = max(map(Tensor.numel, operands), default=0) > _WORTH_A_MODE
+            search = Search() if is_large else None
+            out = self.forward(fun, args, kwargs, search)
+            self._last = None if search is None else search.found()
         else:
             graph = _SparseGraph(self, early_stop=True, under_node=True)
             out = graph.record(fun, args, kwargs)
@@ -195,6 +207,9 @@ class UnwatchedCall:
         if not values:
             return out
         self.returned = results.positions
+        if recorder is not None:
+            self.tape = recorder.tape(values, [r for r in results.leaves if isinstance(r, Tensor)])
+            self.needs_level = internals.transforms_active()
         derived = Derived(self, self)
         if graph is None:
             attached = attach(derived, values, operands)
@@ -206,18 +221,19 @@ class UnwatchedCall:
             attached = attach_over_graph(derived, values, operands, graph)
         return out if attached is values else results.replaced(attached)
 
-    def forward(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The user's own call: `fun` is the function before it was taken apart."""
+    def forward(
+        self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Recorder | Search | None = None
+    ) -> Any:
+        """The user's own call: `fun` is the function before it was taken apart. `mode`: what looks on."""
         operands, self.operands = self.operands, []
         self._ambient = Ambient.current()
         self.versions = [*map(_version, operands)]
         before = RandomState(operands) if self._repeats_draws else None
-        if self._search is None:
+        if mode is None:
             out = fun(*args, **kwargs)
         else:
-            with self._search:
+            with mode:
                 out = fun(*args, **kwargs)
-            self._last, self._search = self._search.found(), None
         if before is not None:
             self.random = before.drawn_since()
             self.needs_level = self.random is not None and internals.transforms_active()
@@ -271,24 +287,30 @@ class UnwatchedCall:
             raise CheckpointError(_REPLACED.format(self.name))
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
-        if self._last is None:
-            result = self.again(operands)
-        else:
-            with Sparing(self.name, self._last) as mode:
-                self._spared.append(mode.spared)
+        if self.tape is not None:
+            # A rerun that is recorded is followed by another, in the derivative of this derivative.
+            again = any(t.grad_fn is not None or internals.requires_grad_below(t) for t in operands)
+            with Replay(self.tape, self.name, self.last_rerun and not again) as replay:
+                self._reruns.append(replay)
                 result = self.again(operands)
+        elif self._last is not None:
+            with Sparing(self.name, self._last) as mode:
+                self._reruns.append(mode.spared)
+                result = self.again(operands)
+        else:
+            result = self.again(operands)
         out, _ = _tree.flatten(result)
         return [out[i] for i in self.returned]
 
     def settle(self) -> None:
         """Called when the results of a rerun are gone: what is left of them has to be right."""
-        spared, self._spared = self._spared, []
-        for calls in spared:
-            calls.settle()
+        reruns, self._reruns = self._reruns, []
+        for rerun in reruns:
+            rerun.settle()
 
     def clean(self) -> None:
         """Called when the rerun's graph is gone."""
-        self._spared = []
+        self._reruns = []
 
     def finish(self) -> None:
         """Called when the derivative is there."""
@@ -455,8 +477,10 @@ def _needs_node() -> bool:
     return internals.transforms_active() or internals.forward_ad_active() or internals.saved_tensors_hooks_refused()
 
 
-def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnwatchedCall | PlainCall | None:
-    """A call of a function that need not be watched, else None."""
+def unwatched(
+    fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, needs_node: bool = False
+) -> UnwatchedCall | PlainCall | None:
+    """A call of a function that need not be watched, else None. `needs_node`: whether it has to get a node."""
     # Under hooks there may be a region around that runs this again. It has to save the same then: watched both times.
     if internals.function_modes_active() or internals.saved_tensors_hooks_active():
         return None
@@ -479,10 +503,10 @@ def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     if reads.tensors:
         places = _pure.places(reads)
         tensors += [tensor for _, _, tensor in places if tensor is not None]  # a bias that there is none of
-    needs_node = _needs_node()
-    if needs_node and reads.statistics:
+    derives = _needs_node()
+    if reads.statistics and (derives or needs_node):
         return None
-    if not (needs_node or any(map(_requires_grad, tensors))):
+    if not (derives or any(map(_requires_grad, tensors))):
         return _PLAIN_CALL
     if (
         not _TENSORS.issuperset(map(type, tensors))
@@ -490,5 +514,4 @@ def unwatched(fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
         or any(map(internals.is_dead, tensors))
     ):
         return None
-    spares = needs_node and max(map(Tensor.numel, tensors), default=0) > _WORTH_A_MODE
-    return UnwatchedCall(name, fun, reads, roots, leaves, spec, contents, places, tensors, spares)
+    return UnwatchedCall(name, fun, reads, roots, leaves, spec, contents, places, tensors)

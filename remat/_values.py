@@ -193,19 +193,29 @@ class Reader:
 _ACCESS = {Tensor.data_ptr, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.tolist}
 
 
-class _Access(TorchFunctionMode):
-    def __init__(self, see: Callable[[Tensor], None]) -> None:
+class _Calls(TorchFunctionMode):
+    def __init__(self, accessed: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self._see = see
+        self._accessed = accessed
+        self.current: Any = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in _ACCESS:
-            self._see(args[0])
-        return func(*args, **(kwargs or {}))
+            self._accessed(args[0])
+        self.current = func, args, kwargs
+        out = func(*args, **kwargs)
+        self.current = None
+        return out
 
 
 class OpMode(internals.BareDispatchMode):
     """A mode that sees the ops, and also the calls that give away the memory of a tensor, to numpy or to a kernel."""
+
+    @property
+    def call(self) -> Any:
+        """The torch call that is running: function, args, kwargs. None between two."""
+        return self._calls.current
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with internals.DisableTorchFunction():  # the user has not called what is called here
@@ -219,14 +229,14 @@ class OpMode(internals.BareDispatchMode):
         """The memory of a tensor is given away: whoever has it may read it, and write to it."""
 
     def __enter__(self) -> Any:
-        self._access = _Access(self.accessed)
-        self._access.__enter__()
+        self._calls = _Calls(self.accessed)
+        self._calls.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._access.__exit__(*error)
-        del self._access
+        self._calls.__exit__(*error)
+        del self._calls
 
 
 # Ops.
