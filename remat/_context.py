@@ -13,7 +13,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError
-from remat._values import OpMode, flat, is_draw, written
+from remat._values import OpMode, flat, schema_of
 from remat.random._generators import (
     PythonState,
     global_state,
@@ -158,7 +158,7 @@ class KeptDraws(OpMode):
 
     def op(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        if is_draw(func):
+        if schema_of(func).draws:
             self._drawn.append((func, [t.clone() for t in flat(out)]))
         return out
 
@@ -185,12 +185,13 @@ class _Redraw(OpMode):
         self._left = iter(drawn)
 
     def op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if not is_draw(func):
+        schema = schema_of(func)
+        if not schema.draws:
             return func(*args, **kwargs)
         expected, results = next(self._left, (None, []))
         if func is not expected:
             raise CheckpointError(f"remat: a rerun draws from {func}, where the forward run drew from {expected}.")
-        changed = written(func, args, kwargs)
+        changed = schema.written(args, kwargs)
         for tensor, result in zip(changed, results, strict=False):
             tensor.copy_(result)
         results = changed or [t.clone() for t in results]  # the function may write to them

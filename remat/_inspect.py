@@ -29,7 +29,7 @@ from remat._names import current_name
 from remat._remat import plainly, watchers, watching
 from remat._replay import Call
 from remat._run import Run, active_runs
-from remat._values import is_view
+from remat._values import schema_of
 from remat.policies import nothing_saveable
 
 __all__ = ["OpCost", "OpCosts", "Residual", "list_ops", "print_saved_residuals", "saved_residuals"]
@@ -121,7 +121,7 @@ class _Origins(internals.TorchDispatchMode):
                 continue
             if origin is None:
                 self.made[id(storage)] = _Origin(t, func)
-            elif func._schema.is_mutable and not is_view(func):
+            elif func._schema.is_mutable and not schema_of(func).is_view:
                 origin.changed_by(func)
             elif (name := current_name()) is not None:
                 origin.named(name)

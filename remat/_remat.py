@@ -45,9 +45,6 @@ class _Options:
     preserve_rng_state: bool
 
 
-_PLAIN = _Options(None, (), (), True)
-
-
 class Remat(Generic[P, R]):
     """A function that runs again on backward: what `remat` returns."""
 

@@ -24,13 +24,11 @@ from remat._values import (
     Token,
     Values,
     flat,
-    is_draw,
-    is_view,
     plain,
     refs,
     returned,
+    schema_of,
     tensors,
-    written,
 )
 
 
@@ -72,21 +70,23 @@ class Replay(OpMode):
         given = tensors(args, kwargs)
         if not all(map(plain, given)):
             out = self._run(func, args, kwargs)
-            for t in written(func, args, kwargs):
+            for t in schema_of(func).written(args, kwargs):
                 if plain(t):
                     reader.write(t, reader.values.new())
             return out
-        if is_view(func):
+        schema = schema_of(func)
+        if schema.is_view:
             return func(*args, **kwargs)
-        call = reader.call(func, args, kwargs)
+        call = reader.call(schema, args, kwargs)
         if call.token in self._tape.views:
             return func(*args, **kwargs)
         op = self._tape.spared(call.token)
-        changed = written(func, args, kwargs)
+        changed = schema.written(args, kwargs)
         if op is not None:
             return self._spare(op, call, changed)
         out = self._run(func, args, kwargs)
-        if all(map(plain, returned(out))) and not any(aliases_of(out, given, changed)):
+        found = returned(out)
+        if all(map(plain, found)) and not any(aliases_of(found, call, changed)):
             self._note(call, out, changed)
         return out
 
@@ -123,7 +123,7 @@ class Replay(OpMode):
                 storage.copy_(kept)
             self._reader.write(t, token, there=kept is not None)
             self._recipes[token] = call
-        return op.kind(results) if issubclass(op.kind, (list, tuple)) else results[0]
+        return op.returns(results) if issubclass(op.returns, (list, tuple)) else results[0]
 
     def _memory_of(self, output: Output) -> Any:
         """The storage of a result of a spared op."""
@@ -138,7 +138,7 @@ class Replay(OpMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._fill([t.untyped_storage() for t in tensors(args, kwargs) if t.layout == torch.strided])
-        for t in written(func, args, kwargs):
+        for t in schema_of(func).written(args, kwargs):
             if plain(t):
                 self._fill(self._losing(t.untyped_storage()))
         return func(*args, **kwargs)
@@ -176,7 +176,7 @@ class Replay(OpMode):
 
     def _can_be_computed(self, token: Token) -> bool:
         recipe = self._recipes.get(token)
-        return recipe is not None and not is_draw(recipe.func)
+        return recipe is not None and not recipe.schema.draws
 
     def _depends(self, token: Token, on: Token) -> bool:
         todo, seen = [token], set()
@@ -217,12 +217,12 @@ class Replay(OpMode):
     def _call(self, call: OpCall, computed: dict[Token, Any]) -> None:
         """Run an op on values: the storages of the rerun stay as they are."""
         memory = {ref.slot: computed[ref.token] for ref in refs((*call.args, *call.kwargs.values()))}
-        for ref in written(call.func, call.args, call.kwargs):
+        for ref in call.schema.written(call.args, call.kwargs):
             memory[ref.slot] = computed[ref.token].clone()
         args = [_over(x, memory) for x in call.args]
         kwargs = {k: _over(v, memory) for k, v in call.kwargs.items()}
-        out = call.func(*args, **kwargs)
-        values, targets = self._reader.values, written(call.func, args, kwargs)
+        out = call.schema.func(*args, **kwargs)
+        values, targets = self._reader.values, call.schema.written(args, kwargs)
         for t, output in zip(flat(out), outputs_of(values, call, out, targets), strict=True):
             if isinstance(output, Output):
                 computed[output.token] = t.untyped_storage()

@@ -8,10 +8,10 @@ ops are spared.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +28,10 @@ from remat._values import (
     Token,
     Values,
     flat,
-    is_draw,
-    is_view,
     plain,
     returned,
+    schema_of,
     tensors,
-    written,
 )
 from remat.policies._enum import CheckpointPolicy
 
@@ -87,34 +85,38 @@ class Changed(NamedTuple):
     position: int
 
 
-_KNOWN = (Output, Changed, bool, int, float, complex)
+_KNOWN = {Output, Changed, bool, int, float, complex, type(None)}
 
 
-@dataclass
 class Op:
-    func: Any
-    token: Token
-    reads: list[Token]
-    kind: Any
-    """`Tensor`, or the sequence that was returned."""
-    outputs: list[Any] = field(default_factory=list)
-    """What was returned, flat: an `Output` or `Changed` for each tensor, else the value itself."""
-    writes: list[Token] = field(default_factory=list)
-    """The new values of storages that it wrote to."""
+    """An op of a run.
 
-    @property
-    def values(self) -> list[Token]:
-        return [o.token for o in self.outputs if isinstance(o, Output)] + self.writes
+    **Attributes:**
 
-    @property
-    def can_be_spared(self) -> bool:
-        """Whether all that it does is known: it computes values or returns numbers."""
-        does = self.writes or any(o is not None for o in self.outputs)
-        return bool(does) and all(o is None or isinstance(o, _KNOWN) for o in self.outputs)
+    - `call`: what it was called with.
+    - `returns`: `Tensor`, or the sequence that was returned.
+    - `outputs`: what was returned, flat: an `Output` or `Changed` for each tensor, else the value itself.
+    - `writes`: the new values of storages that it wrote to.
+    - `values`: all that it computed.
+    - `can_be_spared`: whether all that it does is known: it computes values or returns numbers.
+    """
+
+    __slots__ = ("can_be_spared", "func", "outputs", "reads", "returns", "token", "values", "writes")
+
+    def __init__(self, call: OpCall, returns: Any, outputs: list[Any], writes: list[Token]) -> None:
+        self.func, self.token, self.reads = call.schema.func, call.token, call.reads
+        self.returns = returns
+        self.outputs = outputs
+        self.writes = writes
+        self.values = [o.token for o in outputs if type(o) is Output] + writes
+        does = self.values or any(o is not None for o in outputs)
+        self.can_be_spared = bool(does) and _KNOWN.issuperset(map(type, outputs))
 
 
 def outputs_of(values: Values, call: OpCall, out: Any, changed: list[Tensor]) -> list[Any]:
     """What an op returned, with the value of each tensor. Tensors that share a storage share its value."""
+    if isinstance(out, Tensor) and not changed:
+        return [_output(values.number(call.token, 0), out, out.untyped_storage())]
     found: list[Any] = []
     first: dict[int, Token] = {}
     positions = {id(t.untyped_storage()): Changed(i) for i, t in enumerate(changed)}
@@ -126,10 +128,16 @@ def outputs_of(values: Values, call: OpCall, out: Any, changed: list[Tensor]) ->
         if id(storage) in positions:
             found.append(positions[id(storage)])
             continue
-        token = first.setdefault(id(storage), values.number(call.token, i))
-        offset = int(t.storage_offset())
-        found.append(Output(token, storage.nbytes(), t.size(), t.stride(), offset, t.dtype, t.device))
+        found.append(_output(first.setdefault(id(storage), values.number(call.token, i)), t, storage))
     return found
+
+
+_make_output: Callable[[Any], Output] = functools.partial(tuple.__new__, Output)
+
+
+def _output(token: Token, t: Tensor, storage: Any) -> Output:
+    offset = int(t.storage_offset())
+    return _make_output((token, storage.nbytes(), t.size(), t.stride(), offset, t.dtype, t.device))
 
 
 def write_token(values: Values, call: OpCall, i: int) -> Token:
@@ -137,10 +145,10 @@ def write_token(values: Values, call: OpCall, i: int) -> Token:
     return values.number(call.token, "write", i)
 
 
-def aliases_of(out: Any, given: list[Tensor], changed: list[Tensor]) -> list[bool]:
+def aliases_of(found: list[Tensor], call: OpCall, changed: list[Tensor]) -> list[bool]:
     """For each tensor that an op returned, whether it lies in a storage that the op was given and did not change."""
-    storages = {id(t.untyped_storage()) for t in given} - {id(t.untyped_storage()) for t in changed}
-    return [id(t.untyped_storage()) in storages for t in returned(out)]
+    storages = call.slots.keys() - {id(t.untyped_storage()) for t in changed} if changed else call.slots
+    return [id(t.untyped_storage()) in storages for t in found]
 
 
 class _Active(threading.local):
@@ -204,20 +212,22 @@ class Recorder(OpMode):
         given = tensors(args, kwargs)
         if not all(map(plain, given)):
             return self._run_again(func, args, kwargs)
-        call = None if is_view(func) else reader.call(func, args, kwargs)
+        schema = schema_of(func)
+        call = None if schema.is_view else reader.call(schema, args, kwargs)
         out = func(*args, **kwargs)
-        if not all(map(plain, returned(out))):
+        found = returned(out)
+        if not all(map(plain, found)):
             return out
         decision = self._decision(out, func, args, kwargs)
         if call is None:
-            self._decide_of_views(out, decision)
+            self._decide_of_views(found, decision)
             return out
-        changed = written(func, args, kwargs)
-        aliases = aliases_of(out, given, changed)
+        changed = schema.written(args, kwargs)
+        aliases = aliases_of(found, call, changed)
         if any(aliases):
             if all(aliases):
                 self._views.add(call.token)
-                self._decide_of_views(out, decision)
+                self._decide_of_views(found, decision)
             return out
         op = self._note(call, out, changed, decision)
         if not (_keeps(decision) and op.can_be_spared):
@@ -258,7 +268,7 @@ class Recorder(OpMode):
         self._again += [self._reader.read(t).token for t in known]
         self._pin(known)
         out = func(*args, **kwargs)
-        for t in written(func, args, kwargs):
+        for t in schema_of(func).written(args, kwargs):
             if plain(t):
                 self._overwritten.add(self._reader.read(t).token)
                 self._reader.write(t, self._reader.values.new())
@@ -266,23 +276,24 @@ class Recorder(OpMode):
 
     def _note(self, call: OpCall, out: Any, changed: list[Tensor], decision: CheckpointPolicy) -> Op:
         reader, values = self._reader, self._reader.values
-        op = Op(call.func, call.token, call.reads, type(out), outputs_of(values, call, out, changed))
+        writes = [write_token(values, call, i) for i in range(len(changed))]
+        op = Op(call, type(out), outputs_of(values, call, out, changed), writes)
         for t, output in zip(flat(out), op.outputs, strict=True):
             if isinstance(output, Output):
                 reader.make(t.untyped_storage(), output.token)
                 self._decide(output.token, t, decision)
-        for i, t in enumerate(changed):
+        for t, token in zip(changed, writes, strict=True):
             before = reader.read(t).token
             self._overwritten.add(before)
-            op.writes.append(write_token(values, call, i))
-            reader.write(t, op.writes[-1])
+            reader.write(t, token)
             # To keep a storage is to keep what is put there later, if nothing is said of that.
             earlier = self._decisions.get(before, decision)
-            self._decide(op.writes[-1], t, decision if _keeps(decision) or decision in _MUST else earlier)
+            self._decide(token, t, decision if _keeps(decision) or decision in _MUST else earlier)
         self._ops.append(op)
         self._read.update(call.reads)
-        self._producer.update((v, op) for v in op.values)
-        if is_draw(call.func):
+        for token in op.values:
+            self._producer[token] = op
+        if call.schema.draws:
             self._draws.append(op)
         if not op.can_be_spared:
             self._again += call.reads
@@ -294,14 +305,14 @@ class Recorder(OpMode):
         self._tensors[token] = weakref.ref(tensor)
         self._places[token] = self._where()
 
-    def _decide_of_views(self, out: Any, decision: CheckpointPolicy) -> None:
+    def _decide_of_views(self, views: list[Tensor], decision: CheckpointPolicy) -> None:
         """A view has no value of its own: to keep it is to keep what it views.
 
         What a policy says of a view counts where it is the stronger word. A name is a word about the value itself: it
         can also take back what the policy has said of the op that made it.
         """
         name = current_name()
-        for t in returned(out):
+        for t in views:
             content = self._reader.read(t)
             if not content.made:
                 continue

@@ -42,14 +42,19 @@ class Ref(NamedTuple):
         return tensor.conj() if self.conjugated else tensor
 
 
+_make_ref: Callable[[Any], Ref] = functools.partial(tuple.__new__, Ref)  # what `Ref` calls, three times as fast
+
+
 class OpCall(NamedTuple):
     """A call of an op, with a `Ref` in the place of each tensor."""
 
-    func: Any
+    schema: Schema
     token: Token
     args: Any
     kwargs: dict[str, Any]
     reads: list[Token]
+    slots: dict[int, int]
+    """The storages that it reads, by identity."""
 
 
 class Values:
@@ -91,6 +96,8 @@ class Values:
 
 class Content:
     """What a storage contains."""
+
+    __slots__ = ("made", "storage", "there", "token")
 
     def __init__(self, storage: Any, token: Token, made: bool, there: Token | None) -> None:
         self.storage = weakref.ref(storage)
@@ -150,30 +157,29 @@ class Reader:
             if storage is not None:
                 yield content, storage
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> OpCall:
+    def call(self, schema: Schema, args: Any, kwargs: Any) -> OpCall:
         """A call of an op by what it reads."""
         slots: dict[int, int] = {}
         reads: list[Token] = []
         kinds: list[Any] = []
-        given = self._spec(args, slots, reads, kinds)
-        named = {k: self._spec(v, slots, reads, kinds) for k, v in kwargs.items()}
-        what: list[Any] = [func, given, *named.items(), *kinds]
-        if is_draw(func):
+        given = tuple([self._spec(x, slots, reads, kinds) for x in args])
+        named = {k: self._spec(v, slots, reads, kinds) for k, v in kwargs.items()} if kwargs else kwargs
+        if schema.draws:
             self._draws += 1
-            what.append(self._draws)
-        return OpCall(func, self.values.number(*what), given, named, reads)
+            kinds.append(self._draws)
+        return OpCall(schema, self.values.number(schema, given, *named.items(), *kinds), given, named, reads, slots)
 
     def _spec(self, x: Any, slots: dict[int, int], reads: list[Token], kinds: list[Any]) -> Any:
-        kind = type(x)
-        if kind is int or kind is bool or x is None:
-            kinds.append(kind)
-            return x
         if isinstance(x, Tensor):
             storage = x.untyped_storage()
             slot = slots.setdefault(id(storage), len(slots))
             token = self.of(storage).token
             reads.append(token)
-            return Ref(token, slot, x.size(), x.stride(), int(x.storage_offset()), x.dtype, x.is_conj())
+            return _make_ref((token, slot, x.size(), x.stride(), int(x.storage_offset()), x.dtype, x.is_conj()))
+        kind = type(x)
+        if kind is int or kind is bool or x is None:
+            kinds.append(kind)
+            return x
         if isinstance(x, (list, tuple)):
             return tuple([self._spec(i, slots, reads, kinds) for i in x])
         kinds.append(repr(x) if isinstance(x, (float, complex)) else kind)  # -0.0 == 0.0 == 0 == False
@@ -241,11 +247,60 @@ class OpMode(internals.BareDispatchMode):
 
 # Ops.
 
+_STRIDED = torch.strided
 
-@functools.cache
-def is_draw(func: Any) -> bool:
-    """Whether an op draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in func.tags
+# They write to running_mean and running_var, which their schemas do not say.
+_WRITE_STATISTICS = {
+    getattr(torch.ops.aten, name).default
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+    if hasattr(torch.ops.aten, name)
+}
+
+
+class Schema:
+    """What is known of an op whatever it is called with.
+
+    **Attributes:**
+
+    - `func`: the op.
+    - `draws`: whether it draws random numbers.
+    - `is_view`: whether it reads nothing: its result is another look at the same memory.
+    - `writes`: the arguments that it writes to, by position and name.
+    """
+
+    def __init__(self, func: Any) -> None:
+        returns = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+        arguments = enumerate(func._schema.arguments)
+        self.func = func
+        self.draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.is_view = (
+            torch.Tag.inplace_view in func.tags  # `squeeze_` and the like write nothing
+            or not all(r.is_write for r in returns)
+        )
+        self.writes = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        self._writes_statistics = func in _WRITE_STATISTICS
+
+    def written(self, args: Any, kwargs: Any) -> list[Any]:
+        """The tensors that a call writes to (or what stands for them)."""
+        if not (self.writes or self._writes_statistics):
+            return []
+        found: list[Any] = []
+        if self._writes_statistics and args[5]:  # in training
+            found += args[3:5]
+        for i, name in self.writes:
+            found += flat(args[i] if i < len(args) else kwargs.get(name))
+        return [x for x in found if isinstance(x, (Tensor, Ref))]
+
+
+_schemas: dict[int, Schema] = {}  # by identity: to hash an op takes longer than all that is asked of its schema
+
+
+def schema_of(func: Any) -> Schema:
+    """What is known of an op."""
+    schema = _schemas.get(id(func))
+    if schema is None:
+        schema = _schemas[id(func)] = Schema(func)
+    return schema
 
 
 def flat(out: Any) -> Sequence[Any]:
@@ -277,39 +332,7 @@ def refs(args: Any) -> Iterator[Ref]:
 
 def plain(tensor: Tensor) -> bool:
     """Whether the memory of a tensor says what it is (not of a DTensor, a sparse, lazily zero or negated one)."""
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    kind = type(tensor)
+    if kind is not Tensor and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
-    return tensor.layout == torch.strided and not tensor._is_zerotensor() and not tensor.is_neg()
-
-
-@functools.cache
-def is_view(func: Any) -> bool:
-    """Whether an op reads nothing: its result is another look at the same memory."""
-    return (
-        torch.Tag.inplace_view in func.tags  # `squeeze_` and the like write nothing
-        or any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-    )
-
-
-def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors that an op writes to (or what stands for them in a call)."""
-    found: list[Any] = []
-    if func in _WRITE_STATISTICS and args[5]:  # in training
-        found += args[3:5]
-    for i, name in _written_arguments(func):
-        found += flat(args[i] if i < len(args) else kwargs.get(name))
-    return [x for x in found if isinstance(x, (Tensor, Ref))]
-
-
-@functools.cache
-def _written_arguments(func: Any) -> list[tuple[int, str]]:
-    arguments = enumerate(func._schema.arguments)
-    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
-
-
-# They write to running_mean and running_var, which their schemas do not say.
-_WRITE_STATISTICS = {
-    getattr(torch.ops.aten, name).default
-    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-    if hasattr(torch.ops.aten, name)
-}
+    return tensor.layout is _STRIDED and not tensor._is_zerotensor() and not tensor.is_neg()

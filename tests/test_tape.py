@@ -2,7 +2,7 @@
 
 import ctypes
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import grad, jacrev, jvp, vjp, vmap
 from torch.nn import functional as F
 
-from remat import CheckpointError, checkpoint_name, policies, remat
+from remat import CheckpointError, _remat, checkpoint_name, policies, remat
 from remat import _offload as offload
 from remat import _torch_internals as internals
 from remat.debug import LiveBytes
@@ -41,6 +41,15 @@ from remat.policies import (
 
 aten = torch.ops.aten
 SMALL = UNIT // 100
+
+
+@pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["", "watched"])
+def watched(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All of it twice: as it is, and as if nothing were known of any function."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param:
+            patch.setattr(_remat, "unwatched", lambda *args, **options: None)
+        yield
 
 
 def counts(run: Callable[[], Any]) -> dict[str, int]:

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from remat import CheckpointError, _pure, checkpoint_name, remat
+from remat import CheckpointError, _pure, _replay, checkpoint_name, policies, remat
 from remat.compat import GraphExecGroup, checkpoint
 from remat.debug import LiveBytes
 
@@ -87,6 +87,24 @@ def test_memory(transform: Any, bound: int, size: int) -> None:
     x = numbers(size)
     assert peak(lambda: transform(chain(remat(steps)), x), x.nbytes) <= bound
     assert peak(lambda: transform(chain(steps), x), x.nbytes) > 190
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=["", "dots"])
+def test_no_run_is_watched(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> None:
+        raise AssertionError("watched")
+
+    def loss(x: Tensor, fun: Fun = tanh) -> Tensor:
+        return remat(fun, policy=policy)(x, x).sum()
+
+    monkeypatch.setattr(_replay, "Run", refused)
+    x = numbers(3, 3)
+    with pytest.raises(AssertionError, match="watched"):
+        loss(leaf(x), lambda x, y: torch.ops.aten.mul(x, y))
+    loss(leaf(x)).backward()
+    grad(loss)(x)
+    vmap(grad(loss))(x.expand(2, 3, 3))
+    grad(lambda x: grad(loss)(x).sum())(x)
 
 
 @WAYS
