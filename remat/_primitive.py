@@ -72,7 +72,7 @@ def _vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: 
                 edges, given = graph_alone(fn.call, values, zip(outs, cotangents, strict=True))
         else:
             with internals.grad_level() as lift:
-                inputs = [lift(t, i in wrt) for i, t in enumerate(operands)]
+                inputs = [lift(t, True) if i in wrt else t for i, t in enumerate(operands)]
                 edges, given = graph_alone(fn.call, fn(*inputs), zip(outs, cotangents, strict=True))
         if not given:
             return [None] * len(wrt)
@@ -133,6 +133,8 @@ def _engine(
 
 def _detached(tensor: Tensor, leaf: bool = False) -> Tensor:
     """`tensor` without its graph, but (unlike with `detach` alone) with its tangent."""
+    if not (leaf or tensor.requires_grad):
+        return tensor
     if not internals.forward_ad_active():
         detached = tensor.detach()
         return detached.requires_grad_() if leaf else detached
@@ -275,7 +277,6 @@ class RematOverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         link, graph = ctx.link, ctx.graph
-        needed = ctx.needs_input_grad[3 + len(cotangents) :]
         if not internals.graph_is_retained():
             ctx.link = ctx.graph = None
         if not (
@@ -284,10 +285,11 @@ class RematOverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
             or internals.forward_ad_active()
             or any(c is not None and internals.is_legacy_batched(c) for c in cotangents)
         ):
-            return None, None, None, *cotangents, *[None] * len(needed)
+            return None, None, None, *cotangents, *[None] * (len(ctx.needs_input_grad) - 3 - len(cotangents))
         if graph is None:
             _ = ctx.saved_tensors  # raises: the graph has been freed
         graph.skip()
+        needed = ctx.needs_input_grad[3 + len(cotangents) :]
         return None, None, None, *[None] * len(cotangents), *_gradients(link, graph.operands(), needed, cotangents)
 
 
@@ -415,18 +417,14 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
     return _replace(values, outs, nodes)
 
 
-def attach_over_graph(fn: Derived, values: Values, operands: Values, graph: OwnGraph) -> Values:
+def attach_over_graph(fn: Derived, values: Values, operands: Values, graph: OwnGraph) -> Sequence[Tensor]:
     """`attach` outside of all transforms, for values with a graph that saves nothing and computes again what it needs.
 
     torch's engine runs over that graph faster than over one that a node has to build. But where the derivative is
     recorded, all that is computed again would be kept, so there the node takes the place of the graph.
     """
-    outs = [i for i, v in enumerate(values) if v.requires_grad]
-    if not outs:
-        return values
-    ends = [values[i] for i in outs]
-    link = _Link(fn, outs, ends, operands)
-    return _replace(values, outs, RematOverGraph.apply(link, graph, [v.detach() for v in ends], *ends, *operands))
+    link = _Link(fn, range(len(values)), values, operands)
+    return RematOverGraph.apply(link, graph, [v.detach() for v in values], *values, *operands)  # type: ignore[no-any-return]
 
 
 def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> Values:

@@ -211,6 +211,7 @@ class UnwatchedCall:
             self.tape = recorder.tape(values, [r for r in results.leaves if isinstance(r, Tensor)])
             self.needs_level = internals.transforms_active()
         derived = Derived(self, self)
+        attached: Sequence[Tensor]
         if graph is None:
             attached = attach(derived, values, operands)
         else:
@@ -342,14 +343,17 @@ class _SparseGraph(Graph):
         self._required = [*map(_requires_grad, operands)]
         self._early_stop = early_stop
         self._under_node = under_node
-        if under_node:
-            self.who = f"remat: {call.name}"
-            self.joins_groups = False  # what one result does not need is unpacked all the same
+        self.joins_groups = not under_node  # what one result does not need is unpacked all the same
         self._holders: list[weakref.ref[Holder]] = []
         self.metas = []
         self.compares = True
         self.may_skip = False
         """Whether no other result has a part in the graph."""
+
+    @property
+    def who(self) -> str:  # type: ignore[override]
+        """As of a graph."""
+        return f"remat: {self._call.name}" if self._under_node else Graph.who
 
     def operands(self) -> list[Tensor]:
         """The operands, unless they were changed in place."""
