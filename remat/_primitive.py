@@ -424,7 +424,7 @@ def attach_over_graph(fn: Derived, values: Values, operands: Values, graph: OwnG
     recorded, all that is computed again would be kept, so there the node takes the place of the graph.
     """
     link = _Link(fn, range(len(values)), values, operands)
-    return RematOverGraph.apply(link, graph, [v.detach() for v in values], *values, *operands)  # type: ignore[no-any-return]
+    return RematOverGraph.apply(link, graph, [v.detach() for v in values], *values, *operands)
 
 
 def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> Values:

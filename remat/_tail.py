@@ -128,15 +128,15 @@ class Spared:
         """Of the function `name`."""
         self._name = name
         self._calls: list[tuple[Any, Any, Any, weakref.ref[Tensor]]] = []
-        self._hollow: dict[
-            int, Tensor
-        ] = {}  # by memory, what has no values there: held, for others might get its memory
+        # By memory, what has no values there: held, for others might get its memory.
+        self._hollow: dict[int, Tensor] = {}
 
     def product(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The call, without the product."""
         with _WithoutProducts():
             out = func(*args, **kwargs)
-        self._note(func, args, kwargs, out)
+        with internals.DisableTorchFunction():
+            self._note(func, args, kwargs, out)
         return out
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -183,18 +183,21 @@ class Search(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._funcs: list[Any] = []
+        self._count = 0
         self._last: int | None = None
+        self._func: Any = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs) if kwargs else func(*args)
-        self._last = last_product(self._last, len(self._funcs), func, args, kwargs or {}, out)
-        self._funcs.append(func)
+        self._last = last_product(self._last, self._count, func, args, kwargs or {}, out)
+        if self._last == self._count:
+            self._func = func
+        self._count += 1
         return out
 
     def found(self) -> LastProduct | None:
         """The last product, if nobody reads its value."""
-        return None if self._last is None else LastProduct(self._last, self._funcs[self._last])
+        return None if self._last is None else LastProduct(self._last, self._func)
 
 
 class Sparing(TorchFunctionMode):

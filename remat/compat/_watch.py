@@ -36,6 +36,8 @@ _PLAIN = (bool, int, float, complex, str, torch.Size, torch.dtype, torch.device,
 _TENSOR_ATTRIBUTES = {"T", "mT", "H", "mH", "data", "real", "imag", "grad", "_base"}
 _CONTAINERS = (list, tuple, dict)
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_TELLING = {"generator", "inplace", "out"}
+"""Arguments that tell that a call writes, or draws from a generator of the user's."""
 _RENORMALIZING = (F.embedding, F.embedding_bag)  # with `max_norm`, their fourth parameter
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OPS = (torch.ops.aten.mm.__class__, torch.ops.aten.mm.default.__class__)
@@ -113,6 +115,9 @@ class Result(NamedTuple):
         return torch.empty_strided(
             self.size, self.stride, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad
         )
+
+
+_make_result: Callable[[Any], Result] = functools.partial(tuple.__new__, Result)  # what `Result` calls, but sooner
 
 
 def _results(noted: Any) -> list[Result]:
@@ -254,7 +259,7 @@ class Forward(TorchFunctionMode):
             if (id(arg) not in made) if isinstance(arg, Tensor) else type(arg) in _CONTAINERS:
                 self._note_reads(args, kwargs, _writes(func, kwargs))
                 break
-        if kwargs or _mutable(func):
+        if _mutable(func) or (kwargs and not _TELLING.isdisjoint(kwargs)):
             self._before_write(func, args, kwargs or {})
         record.calls.append(func)
         out = func(*args, **kwargs) if kwargs else func(*args)
@@ -275,7 +280,7 @@ class Forward(TorchFunctionMode):
                 self.made[id(out)] = len(self.record.calls)
             if type(out) is not Tensor or out.layout is not torch.strided:
                 return None
-            return Result(out.shape, out.stride(), out.dtype, out.device, out.requires_grad, out._is_view())
+            return _make_result((out.shape, out.stride(), out.dtype, out.device, out.requires_grad, out._is_view()))
         if isinstance(out, _PLAIN):
             return (out,)
         if isinstance(out, (list, tuple)):
@@ -560,7 +565,7 @@ class Rerun(Collector, TorchFunctionMode):
                 if kwargs or not self._reads_the_same(args, reads):
                     args, kwargs = self._resolve(args, kwargs, reads)
                 break
-        if kwargs or _mutable(func):
+        if _mutable(func) or (kwargs and not _TELLING.isdisjoint(kwargs)):
             args, kwargs = self._before_write(func, args, kwargs)
         if self._done:
             return self._late(func, args, kwargs)
@@ -780,7 +785,7 @@ class Rerun(Collector, TorchFunctionMode):
 
 def _is_among(tensor: Tensor, args: tuple[Any, ...]) -> bool:
     """Whether a result is one of the arguments."""
-    return any(tensor is t for t in _tensors(args))
+    return any(a is tensor or (type(a) in _CONTAINERS and any(t is tensor for t in _tensors((a,)))) for a in args)
 
 
 def _all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
