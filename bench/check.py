@@ -32,6 +32,12 @@ TARGETS: dict[str, dict[str, float]] = {
         "per-sample gradients: peak / no remat": 0.8,
         "Hessian-vector product: time / no remat": 1.2,
         "Hessian-vector product: peak / no remat": 0.8,
+        "grad, dots_saveable: time / no remat": 1.0,
+        "grad, dots_saveable: peak / no remat": 0.8,
+        "per-sample gradients, dots_saveable: time / no remat": 1.2,
+        "per-sample gradients, dots_saveable: peak / no remat": 0.8,
+        "Hessian-vector product, dots_saveable: time / no remat": 1.2,
+        "Hessian-vector product, dots_saveable: peak / no remat": 0.8,
     },
     "chain": {
         f"{setting}: {ratio}": target

@@ -303,9 +303,8 @@ def _gradients(
     if given and wrt:
         call = link.fn.call
         if call.tape is not None:
-            call.last_rerun = not internals.graph_is_retained() and not any(
-                internals.requires_grad_below(t) for t in (*operands, *cotangents) if t is not None
-            )
+            read = [*filter(call.tape.was_read, operands), *(c for c in cotangents if c is not None)]
+            call.last_rerun = not (internals.graph_is_retained() or any(map(internals.requires_grad_below, read)))
         try:
             with paused_runs():
                 results = _differentiate(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -104,20 +104,24 @@ class Call:
                 self._key = id(run.resolve(keys.key))
         return out, run
 
-    def operands(
-        self, leaves: list[Any], run: Run, results: Iterable[Tensor], returned_too: Iterable[Tensor] = ()
-    ) -> list[Tensor]:
-        """The tensors that the run depended on: arguments, tensors in cells, and what it read from outside."""
-        results = list(results)
+    def operands(self, leaves: list[Any], run: Run, values: list[Tensor], results: list[Tensor]) -> list[Tensor]:
+        """The tensors that the run depended on: arguments, tensors in cells, and what it read from outside.
+
+        **Arguments:**
+
+        - `leaves`: of the arguments.
+        - `values`: the results that are differentiated.
+        - `results`: all of them.
+        """
         if self._recorder is not None:
             with internals.DisableTorchFunction():
-                self.tape = self._recorder.tape(results, returned_too)
+                self.tape = self._recorder.tape(results)
             self._recorder = None
         found = {id(t): t for i in self.positions if (t := leaves[i]) is not None}
         captured = len(found)
         in_cells = self.closure.tensors()
         found.update((id(t), t) for t in (*in_cells, *self.closure.assigned()))
-        inside = {id(t) for t in results}
+        inside = {id(t) for t in values}
         for ref in (*run.outside.values(), *run.constants.values()):
             tensor = ref()
             if tensor is not None and (id(tensor) in run.given or id(tensor) not in inside):

@@ -86,7 +86,7 @@ class Replay(OpMode):
             return self._spare(op, call, changed)
         out = self._run(func, args, kwargs)
         found = returned(out)
-        if all(map(plain, found)) and not any(aliases_of(found, call, changed)):
+        if all(map(plain, found)) and not any(aliases_of(found, given, changed)):
             self._note(call, out, changed)
         return out
 

@@ -145,9 +145,9 @@ def write_token(values: Values, call: OpCall, i: int) -> Token:
     return values.number(call.token, "write", i)
 
 
-def aliases_of(found: list[Tensor], call: OpCall, changed: list[Tensor]) -> list[bool]:
+def aliases_of(found: list[Tensor], given: list[Tensor], changed: list[Tensor]) -> list[bool]:
     """For each tensor that an op returned, whether it lies in a storage that the op was given and did not change."""
-    storages = call.slots.keys() - {id(t.untyped_storage()) for t in changed} if changed else call.slots
+    storages = {id(t.untyped_storage()) for t in given} - {id(t.untyped_storage()) for t in changed}
     return [id(t.untyped_storage()) in storages for t in found]
 
 
@@ -223,7 +223,7 @@ class Recorder(OpMode):
             self._decide_of_views(found, decision)
             return out
         changed = schema.written(args, kwargs)
-        aliases = aliases_of(found, call, changed)
+        aliases = aliases_of(found, given, changed)
         if any(aliases):
             if all(aliases):
                 self._views.add(call.token)
@@ -337,17 +337,16 @@ class Recorder(OpMode):
         """Whether the policy lets anything be kept."""
         return any(map(_keeps, self._decisions.values()))
 
-    def tape(self, results: Iterable[Tensor], returned_too: Iterable[Tensor] = ()) -> Tape:
+    def tape(self, results: list[Tensor]) -> Tape:
         """What to keep, now that the run is over and its graph still there.
 
         **Arguments:**
 
-        - `results`: what the run returned. They are alive whether a backward reads them or not.
-        - `returned_too`: other tensors that it returned. The caller may write to them.
+        - `results`: what the run returned. They are alive whether a backward reads them or not, and the caller may
+            write to them.
         """
-        results = list(results)
         aliases: dict[int, list[Tensor]] = {}
-        for raw in map(internals.innermost, (*results, *returned_too)):
+        for raw in map(internals.innermost, results):
             if plain(raw):
                 aliases.setdefault(raw.untyped_storage()._cdata, []).append(raw)
         returned = self._only_returned(results)
@@ -553,6 +552,11 @@ class Tape:
         """Note an operand that the run has changed in place, for a rerun will be given a copy of it."""
         raw = internals.innermost(operand)
         self.operands[i] = self.values.outside(raw.untyped_storage()), layout(raw)
+
+    def was_read(self, tensor: Tensor) -> bool:
+        """Whether the run has read a tensor from outside, or what shares its memory; or that can't be told."""
+        raw = internals.innermost(tensor)
+        return not plain(raw) or self.values.knows(raw.untyped_storage())
 
     def fetch(self) -> None:
         """Start the way back of what is offloaded, here and for the next rerun."""

@@ -208,7 +208,7 @@ class UnwatchedCall:
             return out
         self.returned = results.positions
         if recorder is not None:
-            self.tape = recorder.tape(values, [r for r in results.leaves if isinstance(r, Tensor)])
+            self.tape = recorder.tape([r for r in results.leaves if isinstance(r, Tensor)])
             self.needs_level = internals.transforms_active()
         derived = Derived(self, self)
         attached: Sequence[Tensor]
@@ -290,7 +290,8 @@ class UnwatchedCall:
     def __call__(self, *operands: Tensor) -> list[Tensor]:
         if self.tape is not None:
             # A rerun that is recorded is followed by another, in the derivative of this derivative.
-            again = any(t.grad_fn is not None or internals.requires_grad_below(t) for t in operands)
+            read = filter(self.tape.was_read, operands)
+            again = any(t.grad_fn is not None or internals.requires_grad_below(t) for t in read)
             with Replay(self.tape, self.name, self.last_rerun and not again) as replay:
                 self._reruns.append(replay)
                 result = self.again(operands)

@@ -28,7 +28,7 @@ class Ref(NamedTuple):
 
     token: Token
     slot: int
-    """Which of the storages that the op reads."""
+    """Which of the values that the op reads, and apart from these, which of the storages that it writes to."""
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -42,6 +42,7 @@ class Ref(NamedTuple):
         return tensor.conj() if self.conjugated else tensor
 
 
+_nans: dict[str, Any] = {}
 _make_ref: Callable[[Any], Ref] = functools.partial(tuple.__new__, Ref)  # what `Ref` calls, but sooner
 
 
@@ -53,8 +54,6 @@ class OpCall(NamedTuple):
     args: Any
     kwargs: dict[str, Any]
     reads: list[Token]
-    slots: dict[int, int]
-    """The storages that it reads, by identity."""
 
 
 class Values:
@@ -88,6 +87,11 @@ class Values:
         token = self.new()
         self.set_outside(storage, token)
         return token
+
+    def knows(self, storage: Any) -> bool:
+        """Whether a storage from outside has got a number."""
+        known = self._outside.get(id(storage))
+        return known is not None and known[0]() is storage
 
     def set_outside(self, storage: Any, token: Token) -> None:
         """Say what a storage from outside contains."""
@@ -162,18 +166,20 @@ class Reader:
         slots: dict[int, int] = {}
         reads: list[Token] = []
         kinds: list[Any] = []
-        given = tuple([self._spec(x, slots, reads, kinds) for x in args])
-        named = {k: self._spec(v, slots, reads, kinds) for k, v in kwargs.items()} if kwargs else kwargs
+        written = {id(t.untyped_storage()) for t in schema.written(args, kwargs)}
+        given = tuple([self._spec(x, slots, reads, kinds, written) for x in args])
+        named = {k: self._spec(v, slots, reads, kinds, written) for k, v in kwargs.items()} if kwargs else kwargs
         if schema.draws:
             self._draws += 1
             kinds.append(self._draws)
-        return OpCall(schema, self.values.number(schema, given, *named.items(), *kinds), given, named, reads, slots)
+        return OpCall(schema, self.values.number(schema, given, *named.items(), *kinds), given, named, reads)
 
-    def _spec(self, x: Any, slots: dict[int, int], reads: list[Token], kinds: list[Any]) -> Any:
+    def _spec(self, x: Any, slots: dict[int, int], reads: list[Token], kinds: list[Any], written: set[int]) -> Any:
         if isinstance(x, Tensor):
             storage = x.untyped_storage()
-            slot = slots.setdefault(id(storage), len(slots))
             token = self.of(storage).token
+            # Of what is not written to, it makes no difference whether a value is there once or twice.
+            slot = slots.setdefault(~id(storage) if id(storage) in written else token, len(slots))
             reads.append(token)
             return _make_ref((token, slot, x.size(), x.stride(), int(x.storage_offset()), x.dtype, x.is_conj()))
         kind = type(x)
@@ -181,9 +187,12 @@ class Reader:
             kinds.append(kind)
             return x
         if isinstance(x, (list, tuple)):
-            return tuple([self._spec(i, slots, reads, kinds) for i in x])
-        kinds.append(repr(x) if isinstance(x, (float, complex)) else kind)  # -0.0 == 0.0 == 0 == False
-        return x
+            return tuple([self._spec(i, slots, reads, kinds, written) for i in x])
+        if not isinstance(x, (float, complex)):
+            kinds.append(kind)
+            return x
+        kinds.append(repr(x))  # -0.0 == 0.0 == 0 == False
+        return x if x == x else _nans.setdefault(repr(x), x)  # each is equal to itself alone
 
     def constant(self, tensor: Tensor) -> None:
         """A tensor that was made of Python numbers: known by what they are."""

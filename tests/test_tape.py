@@ -137,6 +137,75 @@ def matmuls(x: Tensor) -> Tensor:
 MATMULS = ("mm", "bmm", "addmm", "baddbmm", "convolution")
 
 
+def the_same_twice(x: Tensor) -> Tensor:
+    a, b = x.sin(), x.sin()
+    return (a @ b).cos()
+
+
+def draws(x: Tensor) -> Tensor:
+    return F.dropout(the_same_twice(x), 0.5, training=True).cos()
+
+
+def not_a_number(x: Tensor) -> Tensor:
+    return torch.where(x < 100, x @ x, torch.nan).sin().exp().cos()
+
+
+@each_first
+@pytest.mark.parametrize("fun", [the_same_twice, not_a_number])
+def test_what_is_kept_is_found_again(fun: Fun, transform: Any) -> None:
+    assert again(fun, everything_saveable, transform, "sin", "cos", "exp", "where", *MATMULS) == {}
+
+
+@pytest.mark.parametrize("way", [".backward()", "grad"])
+def test_what_is_kept_is_found_again_beside_a_draw(way: str) -> None:
+    def derivative(fun: Fun) -> Any:
+        torch.manual_seed(0)
+        return FIRST[way](fun)
+
+    assert_same(derivative(remat(draws, policy=everything_saveable)), derivative(draws))
+    assert again(draws, everything_saveable, derivative, "sin", "cos", *MATMULS) == {}
+
+
+def other_results(x: Tensor) -> tuple[Tensor, ...]:
+    detached = (x @ x).detach()
+    return x.sin(), detached.exp(), x.argsort(-1)
+
+
+@pytest.mark.parametrize("way", [".backward()", "grad"])
+def test_results_that_no_backward_reads_are_not_computed_again(way: str) -> None:
+    def derivative(fun: Fun) -> Any:
+        return FIRST[way](lambda x: fun(x)[0])
+
+    assert again(other_results, nothing_saveable, derivative, "mm", "exp", "sort") == {}
+
+
+def test_results_that_no_backward_reads_are_not_kept() -> None:
+    x = leaf(numbers(3, 3))
+    with LiveBytes() as meter:
+        first, *others = remat(other_results, policy=everything_saveable)(x)
+        del others
+        assert meter.current == first.nbytes
+
+
+def test_parameters_that_are_not_read_do_not_hold_what_is_kept() -> None:
+    """A function that is known is given all parameters of its modules, also those that it has no use for this time."""
+    linear = nn.Linear(64, 64, bias=False)
+
+    def branches(x: Tensor) -> Tensor:
+        y = x.sin()
+        z = linear(y) if y.sum().item() > 1e9 else y * 1.5
+        return torch.tanh(y @ z) + y
+
+    x = numbers(64, 64)
+    peaks = []
+    for requires_grad in (False, True):
+        linear.requires_grad_(requires_grad)
+        with LiveBytes() as meter:
+            grad(lambda x: remat(branches, policy=everything_saveable)(x).sin().sum())(x)
+        peaks.append(meter.peak)
+    assert peaks[0] == peaks[1]
+
+
 @each_first
 def test_dots_saveable_runs_no_matmul_twice(transform: Any) -> None:
     assert again(matmuls, dots_saveable, transform, *MATMULS) == {}

@@ -34,7 +34,7 @@ _GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
 _PLAIN = (bool, int, float, complex, str, torch.Size, torch.dtype, torch.device, type(None))
 # Only look-ups of these attributes are noted.
 _TENSOR_ATTRIBUTES = {"T", "mT", "H", "mH", "data", "real", "imag", "grad", "_base"}
-_CONTAINERS = (list, tuple, dict)
+_CONTAINERS = {list, tuple, dict}
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _TELLING = {"generator", "inplace", "out"}
 """Arguments that tell that a call writes, or draws from a generator of the user's."""
@@ -267,16 +267,17 @@ class Forward(TorchFunctionMode):
             record.tail.clear()  # what a backward inside reads can't be spared
             self._goes_backward = False
         if self._alone:
-            record.tail.append(self._result(out, args))
+            record.tail.append(self._result(out))
         else:  # other modes must not see what is done here
             with internals.DisableTorchFunction():
-                record.tail.append(self._result(out, args))
+                record.tail.append(self._result(out))
         return out
 
-    def _result(self, out: Any, args: tuple[Any, ...]) -> Any:
+    def _result(self, out: Any) -> Any:
         """What is noted of the result of a call; None: the call can't be spared."""
         if isinstance(out, Tensor):
-            if id(out) in self.made or not _is_among(out, args):  # `x.to(x.dtype)` is `x`
+            known = self._outside.get(id(out))
+            if known is None or known.ref() is not out:  # `x.to(x.dtype)` is `x`
                 self.made[id(out)] = len(self.record.calls)
             if type(out) is not Tensor or out.layout is not torch.strided:
                 return None
@@ -284,7 +285,7 @@ class Forward(TorchFunctionMode):
         if isinstance(out, _PLAIN):
             return (out,)
         if isinstance(out, (list, tuple)):
-            results = [self._result(o, args) for o in out]
+            results = [self._result(o) for o in out]
             return None if None in results or list in map(type, results) else [type(out), *results]
         return None
 
@@ -785,7 +786,9 @@ class Rerun(Collector, TorchFunctionMode):
 
 def _is_among(tensor: Tensor, args: tuple[Any, ...]) -> bool:
     """Whether a result is one of the arguments."""
-    return any(a is tensor or (type(a) in _CONTAINERS and any(t is tensor for t in _tensors((a,)))) for a in args)
+    if id(tensor) in map(id, args):
+        return True
+    return not _CONTAINERS.isdisjoint(map(type, args)) and any(tensor is t for t in _tensors(args))
 
 
 def _all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
