@@ -71,7 +71,7 @@ class Remat(Generic[P, R]):
         watch = watching.get() or (watchers[-1] if watchers else None)
         if watch is None and self._may_be_unwatched:
             policy = self._policy
-            unwatched_call = unwatched(fun, self._name, args, kwargs, needs_node=policy is not None)
+            unwatched_call = unwatched(fun, self._name, args, kwargs, sees_ops=policy is not None)
             if unwatched_call is not None:
                 return unwatched_call.run(fun, args, kwargs, policy)
         leaves, spec = _tree.flatten(self._static.boxed(args, kwargs))

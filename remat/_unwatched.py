@@ -53,7 +53,8 @@ _NAMES = {str, int, float, bool, type(None)}
 _version = operator.attrgetter("_version")
 _requires_grad = operator.attrgetter("requires_grad")
 _MISSING: Any = object()
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+_Context = contextlib.AbstractContextManager[Any]
+_NOTHING: _Context = contextlib.nullcontext()
 _REPLACED = (
     "remat: a module or a function that {} uses was replaced, or given a hook, between its forward run and the "
     "backward, where it runs again. Pass what varies as an argument, and register hooks before the forward."
@@ -77,7 +78,7 @@ class PlainCall:
         """The result."""
         return fun(*args, **kwargs)
 
-    def record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **options: bool) -> Any:
+    def record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
         """The result."""
         return fun(*args, **kwargs)
 
@@ -151,6 +152,7 @@ class UnwatchedCall:
         self._written = _pure.written(reads) if reads.statistics else ()
         self._parts = [*map(_pure.made_of, roots)]
         self._hooks_count = True
+        self._context = _NOTHING
         self._fun = fun
         self._last: LastProduct | None = None
         self._reruns: list[Spared | Replay] = []
@@ -168,6 +170,7 @@ class UnwatchedCall:
         early_stop: bool,
         preserve_rng_state: bool,
         determinism_check: bool,
+        contexts: tuple[_Context, _Context],
     ) -> Any:
         """The user's own call, and its result with a graph that saves nothing. It is torch's checkpoint.
 
@@ -176,12 +179,15 @@ class UnwatchedCall:
         - `early_stop`: whether the rerun may end as soon as all is there that the graph would have saved.
         - `preserve_rng_state`: whether the rerun draws what the forward draws.
         - `determinism_check`: whether to compare the metadata of what both save.
+        - `contexts`: of the forward, and of each rerun.
         """
         self._repeats_draws = self._reads.draws and preserve_rng_state
         self._hooks_count = False
         graph = _SparseGraph(self, early_stop)
         graph.compares = determinism_check
-        return graph.record(fun, args, kwargs)
+        forward_context, self._context = contexts
+        with forward_context:
+            return graph.record(fun, args, kwargs)
 
     def run(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Any) -> Any:
         """The user's own call, and its result with the remat'd derivative.
@@ -264,10 +270,11 @@ class UnwatchedCall:
         try:
             if not (slots or swaps or self.random or self._ambient.autocast) and Ambient.current() == self._ambient:
                 self._check(fun)
-                return fun(*args, **kwargs)
+                with self._context:
+                    return fun(*args, **kwargs)
             with self._ambient.restored(), _filled(slots) if slots else _NOTHING:
                 self._check(fun)
-                with self._drawing_again(), _Swap(swaps) if swaps else _NOTHING:
+                with self._drawing_again(), _Swap(swaps) if swaps else _NOTHING, self._context:
                     return fun(*args, **kwargs)
         finally:
             if thaw is not None:
@@ -483,9 +490,14 @@ def _needs_node() -> bool:
 
 
 def unwatched(
-    fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, needs_node: bool = False
+    fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, sees_ops: bool = False
 ) -> UnwatchedCall | PlainCall | None:
-    """A call of a function that need not be watched, else None. `needs_node`: whether it has to get a node."""
+    """A call of a function that need not be watched, else None.
+
+    **Arguments:**
+
+    - `sees_ops`: whether something looks at the ops of both runs, which have to be the same then.
+    """
     # Under hooks there may be a region around that runs this again. It has to save the same then: watched both times.
     if internals.function_modes_active() or internals.saved_tensors_hooks_active():
         return None
@@ -508,10 +520,10 @@ def unwatched(
     if reads.tensors:
         places = _pure.places(reads)
         tensors += [tensor for _, _, tensor in places if tensor is not None]  # a bias that there is none of
-    derives = _needs_node()
-    if reads.statistics and (derives or needs_node):
+    needs_node = _needs_node()
+    if reads.statistics and (needs_node or sees_ops):
         return None
-    if not (derives or any(map(_requires_grad, tensors))):
+    if not (needs_node or any(map(_requires_grad, tensors))):
         return _PLAIN_CALL
     if (
         not _TENSORS.issuperset(map(type, tensors))

@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch.func import grad
 
 import remat.compat
 from remat import policies
+from remat.compat import _checkpoint
 from remat.debug import LiveBytes
 from tests.helpers import UNIT, CountOps, activation, assert_same, leaf, numbers
 from tests.test_compat_same import MODULES
@@ -22,6 +23,15 @@ TORCH, REMAT = torch.utils.checkpoint, remat.compat
 P = REMAT.CheckpointPolicy
 mm, sin, add_ = torch.ops.aten.mm.default, torch.ops.aten.sin.default, torch.ops.aten.add_.Tensor
 each = pytest.mark.parametrize("api", MODULES.values(), ids=MODULES)
+
+
+@pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["", "watched"])
+def watched(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All of it twice: as it is, and as if nothing were known of any function."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param:
+            patch.setattr(_checkpoint, "unwatched", lambda *args, **options: None)
+        yield
 
 
 def call(api: Any, policy: Any, fun: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -429,3 +439,32 @@ def test_what_is_kept_weighs(api: Any, policy: Any, kept: int) -> None:
         y.backward()
         del y
         assert round(meter.current / UNIT) == 1  # the gradient
+
+
+def test_functions_that_are_known_are_not_watched(request: pytest.FixtureRequest, monkeypatch: Any) -> None:
+    def refused(*args: Any) -> None:
+        raise AssertionError("watched")
+
+    monkeypatch.setattr(_checkpoint, "Region", refused)
+    if "watched" in request.node.name.partition("[")[2]:
+        with pytest.raises(AssertionError, match="watched"):
+            reruns(REMAT, [mm])
+    else:
+        assert reruns(REMAT, [mm])["mm"] == 6
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_statistics_are_updated_once(training: bool) -> None:
+    def gradients(api: Any) -> list[Any]:
+        torch.manual_seed(0)
+        norm = torch.nn.BatchNorm1d(3).double().train(training)
+        x = leaf(numbers(4, 3))
+
+        def fun(x: Tensor) -> Tensor:
+            return torch.nn.functional.dropout(norm(x @ x.mT @ x).sin(), 0.5)
+
+        y = fun(x) if api is None else call(api, [mm], fun, x)
+        y.sum().backward()
+        return [x.grad, norm.weight.grad, norm.running_mean, norm.running_var, norm.num_batches_tracked, torch.rand(2)]
+
+    assert_same(gradients(REMAT), gradients(None))

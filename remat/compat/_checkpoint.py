@@ -122,9 +122,10 @@ def checkpoint(
         return _functional(function, contexts, preserve_rng_state)(*args, **kwargs)
     stop, traced = _settings.early_stop.get(), _settings.debug_enabled.get()
     stop, traced = early_stop if stop is None else stop, debug if traced is None else traced
-    if contexts is NO_CONTEXTS and not traced:
+    selects = isinstance(contexts[0], Selective)
+    if (contexts is NO_CONTEXTS or selects) and not traced:
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        call = unwatched(function, name, args, kwargs)
+        call = unwatched(function, name, args, kwargs, sees_ops=selects)
         if call is not None:
             return call.record(
                 function,
@@ -133,6 +134,7 @@ def checkpoint(
                 early_stop=stop,
                 preserve_rng_state=preserve_rng_state,
                 determinism_check=determinism_check != "none",
+                contexts=contexts,
             )
     options_ = Options(preserve_rng_state, determinism_check != "none", stop)
     region = Region(function, args, kwargs, options_, contexts)

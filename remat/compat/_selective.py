@@ -106,11 +106,11 @@ class _Cache:
     """What was kept of one forward run, by the op and how many of it came before. None: it is to run again."""
 
     def __init__(self) -> None:
-        self.entries: dict[tuple[Any, int], Any] = {}
+        self.entries: dict[tuple[int, int], Any] = {}
         self.kept: list[_Kept] = []
 
 
-class _Counter(internals.TorchDispatchMode):
+class _Counter(internals.BareDispatchMode):
     """Numbers the calls of each op in one run.
 
     The ops of a backward inside of the function do not count: they need not be the same in both runs.
@@ -118,7 +118,7 @@ class _Counter(internals.TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._counts: dict[Any, int] = {}
+        self._counts: dict[int, int] = {}
         self._graph_task = -1
 
     def __enter__(self) -> Any:
@@ -130,10 +130,11 @@ class _Counter(internals.TorchDispatchMode):
         """Whether a call of an op does not count."""
         return func in SAC_IGNORED_OPS or internals.graph_task() != self._graph_task
 
-    def key(self, func: Any) -> tuple[Any, int]:
-        number = self._counts.get(func, 0)
-        self._counts[func] = number + 1
-        return func, number
+    def key(self, func: Any) -> tuple[int, int]:
+        """The op, by its identity, for to hash it is a call of Python's, and its number."""
+        number = self._counts.get(id(func), 0)
+        self._counts[id(func)] = number + 1
+        return id(func), number
 
 
 class Selective(_Counter):
@@ -458,12 +459,26 @@ _NAMESPACES = (types.ModuleType, type(torch.ops.aten))
 def _looked_up(code: types.CodeType, namespace: dict[str, Any]) -> list[Any]:
     """What chains of attributes in the code stand for that begin with a global module, as `torch.ops.aten.mm` does."""
     found: list[Any] = []
-    chain: Any = None
+    for first, *names in _chains(code):
+        value = namespace.get(first)
+        if isinstance(value, _NAMESPACES):
+            for name in names:
+                value = getattr(value, name, None)
+            found.append(value)
+    return found
+
+
+@functools.lru_cache(1000)
+def _chains(code: types.CodeType) -> list[list[str]]:
+    """A name of a global and the names of attributes that are looked up from there, for each such place in the code."""
+    found: list[list[str]] = []
+    chain: list[str] = []
     for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            chain = getattr(chain, instruction.argval, None)
-            continue
-        found.append(chain)
-        value = namespace.get(instruction.argval) if instruction.opname == "LOAD_GLOBAL" else None
-        chain = value if isinstance(value, _NAMESPACES) else None
+        if instruction.opname == "LOAD_GLOBAL":
+            chain = [instruction.argval]
+            found.append(chain)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            chain.append(instruction.argval)
+        else:
+            chain = []
     return found
