@@ -1,12 +1,15 @@
 """What a call of `checkpoint` adds to a tiny function: remat's beside torch's, on one thread.
 
 Forward and backward on a few numbers, so that what is measured is Python. What a call adds is its time less that of
-the plain call. Functions whose code does not show that they only compute are watched, call by call.
+the plain call. Functions whose code does not show that they only compute are watched, call by call. Selective
+checkpointing keeps the results of matrix products.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -14,7 +17,7 @@ from _common import Benchmark, Fun, Run
 from tiny import FUNCTIONS, added, backward, tanh
 from torch import Tensor, nn
 
-import remat
+import remat.compat
 
 CALLS: list[None] = []
 ENCODER = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -43,15 +46,23 @@ def watched(fun: Fun) -> Fun:
 
 LAYERS: dict[str, Fun] = {"a TransformerEncoderLayer": encoder, "a linear layer with BatchNorm": normed}
 WATCHED = {f"{title}, watched": watched(fun) for title, fun in ({"tanh(x @ w)": tanh} | LAYERS).items()}
-CHECKPOINTS: dict[str, Fun] = {"torch": torch.utils.checkpoint.checkpoint, "remat": remat.checkpoint}
+LIBRARIES: dict[str, Any] = {"torch": torch.utils.checkpoint, "remat": remat.compat}
+DOTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
+VARIANTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "non-reentrant": lambda library: {"use_reentrant": False},
+    "reentrant": lambda library: {"use_reentrant": True},
+    "selective": lambda library: {
+        "use_reentrant": False,
+        "context_fn": functools.partial(library.create_selective_checkpoint_contexts, DOTS),
+    },
+}
 
 
 def ways(fun: Fun) -> dict[str, Run | str]:
     found: dict[str, Run | str] = {"no remat": backward(fun)}
-    for library, checkpoint in CHECKPOINTS.items():
-        for use_reentrant, variant in ((False, "non-reentrant"), (True, "reentrant")):
-            wrapped = functools.partial(checkpoint, fun, use_reentrant=use_reentrant)
-            found[f"{library}, {variant}"] = backward(wrapped)
+    for name, library in LIBRARIES.items():
+        for variant, options in VARIANTS.items():
+            found[f"{name}, {variant}"] = backward(functools.partial(library.checkpoint, fun, **options(library)))
     return found
 
 
@@ -64,7 +75,7 @@ def main() -> None:
         for way, row in rows.items():
             if row.seconds and way != "no remat":
                 row.notes["adds"] = f"{1e6 * added(rows, way):.1f} µs"
-        for variant in ("non-reentrant", "reentrant"):
+        for variant in VARIANTS:
             ratio = added(rows, f"remat, {variant}") / added(rows, f"torch, {variant}")
             bench.reported[f"{title}, {variant}: checkpoint adds / torch adds"] = f"{ratio:.2f}"
             if variant == "non-reentrant":
