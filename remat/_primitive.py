@@ -72,7 +72,7 @@ def _vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: 
                 edges, given = graph_alone(fn.call, values, zip(outs, cotangents, strict=True))
         else:
             with internals.grad_level() as lift:
-                inputs = [lift(t, True) if i in wrt else t for i, t in enumerate(operands)]
+                inputs = [lift(t) if i in wrt else t for i, t in enumerate(operands)]
                 edges, given = graph_alone(fn.call, fn(*inputs), zip(outs, cotangents, strict=True))
         if not given:
             return [None] * len(wrt)
@@ -133,11 +133,10 @@ def _engine(
 
 def _detached(tensor: Tensor, leaf: bool = False) -> Tensor:
     """`tensor` without its graph, but (unlike with `detach` alone) with its tangent."""
-    if not (leaf or tensor.requires_grad):
-        return tensor
     if not internals.forward_ad_active():
-        detached = tensor.detach()
-        return detached.requires_grad_() if leaf else detached
+        if leaf:
+            return tensor.detach().requires_grad_()
+        return tensor.detach() if tensor.requires_grad else tensor
     primal, tangent = forward_ad.unpack_dual(tensor)
     primal = primal.detach().requires_grad_(leaf)
     return primal if tangent is None else forward_ad.make_dual(primal, tangent.detach())

@@ -93,7 +93,7 @@ class Op:
 
     **Attributes:**
 
-    - `call`: what it was called with.
+    - `func`, `token`, `reads`: as of the call.
     - `returns`: `Tensor`, or the sequence that was returned.
     - `outputs`: what was returned, flat: an `Output` or `Changed` for each tensor, else the value itself.
     - `writes`: the new values of storages that it wrote to.

@@ -276,11 +276,11 @@ def functionalize_level(reapply_views: bool) -> Iterator[int]:
 
 
 class grad_level:  # noqa: N801
-    """A new `grad` level; yields `lift(tensor, differentiable)`. Written out: generators take longer."""
+    """A new `grad` level; yields `lift(tensor)`, which makes a leaf of it. Written out: generators take longer."""
 
     __slots__ = ("_level", "_mode")
 
-    def __enter__(self) -> Callable[[Tensor, bool], Tensor]:
+    def __enter__(self) -> Callable[[Tensor], Tensor]:
         self._level = _C._grad_increment_nesting()
         self._mode = grad_enabled()
         self._mode.__enter__()
@@ -290,10 +290,9 @@ class grad_level:  # noqa: N801
         self._mode.__exit__(*args)
         _C._grad_decrement_nesting()
 
-    def _lift(self, tensor: Tensor, differentiable: bool) -> Tensor:
+    def _lift(self, tensor: Tensor) -> Tensor:
         wrapped = _C._wrap_for_grad(tensor, self._level)
-        if differentiable:
-            _require_grad(wrapped)
+        _require_grad(wrapped)
         return wrapped
 
 
