@@ -623,9 +623,9 @@ class Run(TorchFunctionMode):
     def _was_there(self, tensor: Tensor) -> bool:
         """Whether autograd knows that this tensor was made before the run began."""
         node = tensor.grad_fn
-        if node is None:
-            return (
-                self._was_there(internals.unwrapped(tensor)) if internals.is_wrapper(tensor) else tensor.requires_grad
+        if node is None:  # a leaf, perhaps of a level
+            return tensor.requires_grad or (
+                internals.is_wrapper(tensor) and self._was_there(internals.unwrapped(tensor))
             )
         return internals.sequence_number(node) < self._since
 

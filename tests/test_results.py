@@ -374,3 +374,28 @@ def test_undefined_gradients_are_none() -> None:
     x, y = leaf(numbers(3)), leaf(numbers(3))
     out = remat(lambda x, y: (x.sin(), y.sin()))(x, y)
     assert torch.autograd.grad(out[0].sum(), (x, y), allow_unused=True)[1] is None
+
+
+def test_what_a_nested_function_hands_back_as_it_is() -> None:
+    """Under a level that differentiates something else, the operands of the rerun are leaves of a level of its own."""
+
+    def program(decorate: Decorator, x: Tensor) -> Tensor:
+        kept = [torch.sin(x), x.argsort(-1)]
+
+        def outer(given: list[Tensor], again: Tensor) -> Tensor:
+            def inner() -> tuple[Tensor, Tensor]:
+                return given[0], kept[1]
+
+            return torch.sin(decorate(inner)()[0])
+
+        return torch.sin(decorate(outer)([kept[0]], again=kept[0]))
+
+    def derivative(decorate: Decorator) -> Any:
+        def first(x: Tensor, y: Tensor) -> Tensor:
+            of = grad(lambda x, y: vmap(lambda row: program(decorate, row))(y).sum(), argnums=(0, 1))
+            return torch.stack(of(x, y)).cos().sum()
+
+        x, y = numbers(2, 3), numbers(2, 3, seed=1)
+        return grad(first, argnums=(0, 1))(x, y), grad(first)(x, y)
+
+    assert_same(derivative(remat), derivative(plain))
