@@ -28,16 +28,14 @@ TARGETS: dict[str, dict[str, float]] = {
         ".backward() of remat: time / torch's .backward()": 1.0,
         ".backward() of remat: time / grad without remat": 1.0,
         ".backward() of remat: FLOPs / torch's .backward()": 1.0,
-        "per-sample gradients: time / no remat": 1.2,
-        "per-sample gradients: peak / no remat": 0.8,
-        "Hessian-vector product: time / no remat": 1.2,
-        "Hessian-vector product: peak / no remat": 0.8,
         "grad, dots_saveable: time / no remat": 1.0,
         "grad, dots_saveable: peak / no remat": 0.8,
-        "per-sample gradients, dots_saveable: time / no remat": 1.2,
-        "per-sample gradients, dots_saveable: peak / no remat": 0.8,
-        "Hessian-vector product, dots_saveable: time / no remat": 1.2,
-        "Hessian-vector product, dots_saveable: peak / no remat": 0.8,
+    }
+    | {
+        f"{work}{policy}: {ratio}": target
+        for work in ("per-sample gradients", "Hessian-vector product")
+        for policy in ("", ", dots_saveable")
+        for ratio, target in {"time / no remat": 1.2, "peak / no remat": 0.8}.items()
     },
     "chain": {
         f"{setting}: {ratio}": target

@@ -85,11 +85,16 @@ def _vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: 
     return Derived(fn.call, pullback, is_vjp=True)
 
 
+def _needs_level(call: RepeatableCall, operands: Sequence[Tensor]) -> bool:
+    """Whether a rerun has to be under a transform: the forward was, or the operands belong to one."""
+    return call.needs_level or any(map(internals.is_wrapper, operands))
+
+
 def _at_base(
     call: RepeatableCall, operands: Sequence[Tensor], cotangents: Sequence[Tensor], wrt: Sequence[int]
 ) -> bool:
     """Whether to rerun without functorch. Under it some ops come apart in other ways, random ones too."""
-    if call.needs_level or any(map(internals.is_wrapper, operands)):
+    if _needs_level(call, operands):
         return False
     if call.random is not None:
         return True
@@ -149,7 +154,7 @@ def _jvp(fn: Derived, moving: Sequence[int], outs: Sequence[int]) -> Derived:
         n = len(args) - len(moving)
         inputs = list(args[:n])
         # What drew outside of functorch draws something else under it.
-        plain = fn.call.random is not None and not (fn.call.needs_level or any(map(internals.is_wrapper, args)))
+        plain = fn.call.random is not None and not _needs_level(fn.call, args)
         with internals.dual_level() if plain else internals.jvp_level() as level:
             for i, tangent in zip(moving, args[n:], strict=True):
                 inputs[i] = _make_dual(inputs[i], tangent)
@@ -276,6 +281,7 @@ class RematOverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         link, graph = ctx.link, ctx.graph
+        needed = ctx.needs_input_grad[3 + len(cotangents) :]
         if not internals.graph_is_retained():
             ctx.link = ctx.graph = None
         if not (
@@ -284,11 +290,10 @@ class RematOverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
             or internals.forward_ad_active()
             or any(c is not None and internals.is_legacy_batched(c) for c in cotangents)
         ):
-            return None, None, None, *cotangents, *[None] * (len(ctx.needs_input_grad) - 3 - len(cotangents))
+            return None, None, None, *cotangents, *[None] * len(needed)
         if graph is None:
             _ = ctx.saved_tensors  # raises: the graph has been freed
         graph.skip()
-        needed = ctx.needs_input_grad[3 + len(cotangents) :]
         return None, None, None, *[None] * len(cotangents), *_gradients(link, graph.operands(), needed, cotangents)
 
 

@@ -20,7 +20,7 @@ from remat._context import Ambient, KeptDraws, RandomState, replayed
 from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._frozen import Thawer
 from remat._run import CHANGES, CHANGES_SHARED, Log, Run, stranger, version
-from remat._spare import Replay
+from remat._spare import Replay, is_recorded
 from remat._tail import Spared
 from remat._tape import Recorder, Tape, note_nested_call
 from remat.random._keyed import Position, resumed, running, suspended
@@ -169,8 +169,7 @@ class Call:
             if inputs[i].requires_grad and inputs[i].is_leaf:
                 inputs[i] = inputs[i].view_as(inputs[i])
         draws = suspended() if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
-        # A rerun that is recorded is followed by another, in the derivative of this derivative.
-        again = any(t.grad_fn is not None or internals.requires_grad_below(t) for t in operands)
+        again = self.tape is not None and is_recorded(operands)
         with self.ambient.restored(), replayed(self.random), draws:
             return self._rerun(inputs, again)
 

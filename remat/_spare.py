@@ -77,11 +77,11 @@ class Replay(OpMode):
         schema = schema_of(func)
         if schema.is_view:
             return func(*args, **kwargs)
-        call = reader.call(schema, args, kwargs)
+        changed = schema.written(args, kwargs)
+        call = reader.call(schema, args, kwargs, changed)
         if call.token in self._tape.views:
             return func(*args, **kwargs)
         op = self._tape.spared(call.token)
-        changed = schema.written(args, kwargs)
         if op is not None:
             return self._spare(op, call, changed)
         out = self._run(func, args, kwargs)
@@ -238,6 +238,11 @@ class Replay(OpMode):
                     if (storage := ref()) is not None:
                         self._fill([storage])
         self._reader.outside = None
+
+
+def is_recorded(operands: Iterable[Tensor]) -> bool:
+    """Whether a rerun that reads these is recorded: another follows then, in the derivative of this derivative."""
+    return any(t.grad_fn is not None or internals.requires_grad_below(t) for t in operands)
 
 
 def _over(x: Any, memory: dict[int, Any]) -> Any:

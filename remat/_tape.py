@@ -213,7 +213,8 @@ class Recorder(OpMode):
         if not all(map(plain, given)):
             return self._run_again(func, args, kwargs)
         schema = schema_of(func)
-        call = None if schema.is_view else reader.call(schema, args, kwargs)
+        changed = schema.written(args, kwargs)
+        call = None if schema.is_view else reader.call(schema, args, kwargs, changed)
         out = func(*args, **kwargs)
         found = returned(out)
         if not all(map(plain, found)):
@@ -222,7 +223,6 @@ class Recorder(OpMode):
         if call is None:
             self._decide_of_views(found, decision)
             return out
-        changed = schema.written(args, kwargs)
         aliases = aliases_of(found, given, changed)
         if any(aliases):
             if all(aliases):

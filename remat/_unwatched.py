@@ -40,7 +40,7 @@ from remat._native import (
 )
 from remat._primitive import Derived, attach, attach_over_graph
 from remat._run import CHANGES, paused_runs
-from remat._spare import Replay
+from remat._spare import Replay, is_recorded
 from remat._tail import LastProduct, Search, Spared, Sparing
 from remat._tape import Recorder, Tape
 from remat.random._keyed import suspended
@@ -127,7 +127,7 @@ class UnwatchedCall:
         self.versions: list[int] = []
         self.random: RandomState | None = None
         self.tape: Tape | None = None
-        self.needs_level = False
+        self._under_transforms = internals.transforms_active()
         self.returned: list[int] = []
         position: dict[int, int] = {}
         for t in tensors:
@@ -215,7 +215,6 @@ class UnwatchedCall:
         self.returned = results.positions
         if recorder is not None:
             self.tape = recorder.tape([r for r in results.leaves if isinstance(r, Tensor)])
-            self.needs_level = internals.transforms_active()
         derived = Derived(self, self)
         attached: Sequence[Tensor]
         if graph is None:
@@ -243,11 +242,15 @@ class UnwatchedCall:
                 out = fun(*args, **kwargs)
         if before is not None:
             self.random = before.drawn_since()
-            self.needs_level = self.random is not None and internals.transforms_active()
         if [*map(_version, operands)] != self.versions:
             t = next(t for t, before in zip(operands, self.versions, strict=True) if t._version != before)
             raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
         return out
+
+    @property
+    def needs_level(self) -> bool:
+        """Whether the ops of a rerun have to be those of the forward one by one, and that ran under a transform."""
+        return self._under_transforms and (self.random is not None or self.tape is not None)
 
     def again(self, operands: Sequence[Tensor]) -> Any:
         """The call again, with operands in the place of the tensors that it was given and found."""
@@ -296,9 +299,7 @@ class UnwatchedCall:
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
         if self.tape is not None:
-            # A rerun that is recorded is followed by another, in the derivative of this derivative.
-            read = filter(self.tape.was_read, operands)
-            again = any(t.grad_fn is not None or internals.requires_grad_below(t) for t in read)
+            again = is_recorded(filter(self.tape.was_read, operands))
             with Replay(self.tape, self.name, self.last_rerun and not again) as replay:
                 self._reruns.append(replay)
                 result = self.again(operands)

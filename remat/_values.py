@@ -81,17 +81,20 @@ class Values:
     def outside(self, storage: Any) -> Token:
         """The number of a storage that no op of the run made."""
         for values in (self._before, self):
-            known = None if values is None else values._outside.get(id(storage))
-            if known is not None and known[0]() is storage:
-                return known[1]
+            known = None if values is None else values._known(storage)
+            if known is not None:
+                return known
         token = self.new()
         self.set_outside(storage, token)
         return token
 
     def knows(self, storage: Any) -> bool:
         """Whether a storage from outside has got a number."""
+        return self._known(storage) is not None
+
+    def _known(self, storage: Any) -> Token | None:
         known = self._outside.get(id(storage))
-        return known is not None and known[0]() is storage
+        return known[1] if known is not None and known[0]() is storage else None
 
     def set_outside(self, storage: Any, token: Token) -> None:
         """Say what a storage from outside contains."""
@@ -161,12 +164,12 @@ class Reader:
             if storage is not None:
                 yield content, storage
 
-    def call(self, schema: Schema, args: Any, kwargs: Any) -> OpCall:
-        """A call of an op by what it reads."""
+    def call(self, schema: Schema, args: Any, kwargs: Any, changed: list[Tensor]) -> OpCall:
+        """A call of an op by what it reads. `changed`: what it writes to."""
         slots: dict[int, int] = {}
         reads: list[Token] = []
         kinds: list[Any] = []
-        written = {id(t.untyped_storage()) for t in schema.written(args, kwargs)}
+        written = {id(t.untyped_storage()) for t in changed}
         given = tuple([self._spec(x, slots, reads, kinds, written) for x in args])
         named = {k: self._spec(v, slots, reads, kinds, written) for k, v in kwargs.items()} if kwargs else kwargs
         if schema.draws:
@@ -256,8 +259,6 @@ class OpMode(internals.BareDispatchMode):
 
 # Ops.
 
-_STRIDED = torch.strided
-
 # They write to running_mean and running_var, which their schemas do not say.
 _WRITE_STATISTICS = {
     getattr(torch.ops.aten, name).default
@@ -344,4 +345,4 @@ def plain(tensor: Tensor) -> bool:
     kind = type(tensor)
     if kind is not Tensor and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
-    return tensor.layout is _STRIDED and not tensor._is_zerotensor() and not tensor.is_neg()
+    return tensor.layout is torch.strided and not tensor._is_zerotensor() and not tensor.is_neg()

@@ -1,10 +1,11 @@
 """What the tests share: counting ops, comparing with the plain function, the transforms to compare under."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optree
+import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -32,6 +33,24 @@ SIZE = UNIT // 4
 def plain(fun: Any) -> Any:
     """The decorator to compare `remat` with: none."""
     return fun
+
+
+def known_and_watched(module: Any) -> Any:
+    """A fixture: all tests of a file twice, as it is, and as if nothing were known of any function.
+
+    **Arguments:**
+
+    - `module`: that which asks whether a function need not be watched.
+    """
+
+    @pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["", "watched"])
+    def watched(request: pytest.FixtureRequest) -> Iterator[bool]:
+        with pytest.MonkeyPatch.context() as patch:
+            if request.param:
+                patch.setattr(module, "unwatched", lambda *args, **options: None)
+            yield request.param
+
+    return watched
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

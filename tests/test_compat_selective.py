@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import remat.compat
 from remat import policies
 from remat.compat import _checkpoint
 from remat.debug import LiveBytes
-from tests.helpers import UNIT, CountOps, activation, assert_same, leaf, numbers
+from tests.helpers import UNIT, CountOps, activation, assert_same, known_and_watched, leaf, numbers
 from tests.test_compat_same import MODULES
 
 TORCH, REMAT = torch.utils.checkpoint, remat.compat
@@ -25,13 +25,7 @@ mm, sin, add_ = torch.ops.aten.mm.default, torch.ops.aten.sin.default, torch.ops
 each = pytest.mark.parametrize("api", MODULES.values(), ids=MODULES)
 
 
-@pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["", "watched"])
-def watched(request: pytest.FixtureRequest) -> Iterator[None]:
-    """All of it twice: as it is, and as if nothing were known of any function."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param:
-            patch.setattr(_checkpoint, "unwatched", lambda *args, **options: None)
-        yield
+watched = known_and_watched(_checkpoint)
 
 
 def call(api: Any, policy: Any, fun: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -441,12 +435,12 @@ def test_what_is_kept_weighs(api: Any, policy: Any, kept: int) -> None:
         assert round(meter.current / UNIT) == 1  # the gradient
 
 
-def test_functions_that_are_known_are_not_watched(request: pytest.FixtureRequest, monkeypatch: Any) -> None:
+def test_functions_that_are_known_are_not_watched(watched: bool, monkeypatch: Any) -> None:
     def refused(*args: Any) -> None:
         raise AssertionError("watched")
 
     monkeypatch.setattr(_checkpoint, "Region", refused)
-    if "watched" in request.node.name.partition("[")[2]:
+    if watched:
         with pytest.raises(AssertionError, match="watched"):
             reruns(REMAT, [mm])
     else:

@@ -2,14 +2,14 @@
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fuzz_programs import FORWARD, Example, examples
-from helpers import TRANSFORMS, UNIT, CountOps, Fun, activation, assert_same, leaf, numbers, plain
+from helpers import TRANSFORMS, UNIT, CountOps, Fun, activation, assert_same, known_and_watched, leaf, numbers, plain
 from helpers import loss as weighted
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
@@ -43,13 +43,7 @@ aten = torch.ops.aten
 SMALL = UNIT // 100
 
 
-@pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["", "watched"])
-def watched(request: pytest.FixtureRequest) -> Iterator[None]:
-    """All of it twice: as it is, and as if nothing were known of any function."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param:
-            patch.setattr(_remat, "unwatched", lambda *args, **options: None)
-        yield
+watched = known_and_watched(_remat)
 
 
 def counts(run: Callable[[], Any]) -> dict[str, int]:

@@ -66,6 +66,11 @@ def _writes(func: Any, kwargs: dict[str, Any] | None) -> bool:
     return _mutable(func) or bool(kwargs and kwargs.get("out") is not None)
 
 
+def _may_change(func: Any, kwargs: dict[str, Any] | None) -> bool:
+    """Whether a call may write to something, or draw from a generator of the user's."""
+    return _mutable(func) or bool(kwargs and not _TELLING.isdisjoint(kwargs))
+
+
 def _name(func: Any) -> str:
     return str(getattr(func, "__name__", func))
 
@@ -259,7 +264,7 @@ class Forward(TorchFunctionMode):
             if (id(arg) not in made) if isinstance(arg, Tensor) else type(arg) in _CONTAINERS:
                 self._note_reads(args, kwargs, _writes(func, kwargs))
                 break
-        if _mutable(func) or (kwargs and not _TELLING.isdisjoint(kwargs)):
+        if _may_change(func, kwargs):
             self._before_write(func, args, kwargs or {})
         record.calls.append(func)
         out = func(*args, **kwargs) if kwargs else func(*args)
@@ -566,7 +571,7 @@ class Rerun(Collector, TorchFunctionMode):
                 if kwargs or not self._reads_the_same(args, reads):
                     args, kwargs = self._resolve(args, kwargs, reads)
                 break
-        if _mutable(func) or (kwargs and not _TELLING.isdisjoint(kwargs)):
+        if _may_change(func, kwargs):
             args, kwargs = self._before_write(func, args, kwargs)
         if self._done:
             return self._late(func, args, kwargs)
