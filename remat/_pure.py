@@ -41,31 +41,56 @@ def _words(text: str) -> frozenset[str]:
 
 
 _OPS = _words("""
-    abs acos acosh add addcdiv addcmul addmm amax amin angle arange argmax argmin argsort asin asinh atan atan2 atanh
-    avg_pool1d avg_pool2d avg_pool3d baddbmm bilinear bmm broadcast_tensors broadcast_to cat cdist ceil celu chunk clamp
-    clamp_max clamp_min clone concat conj contiguous conv1d conv2d conv3d conv_transpose1d conv_transpose2d
-    conv_transpose3d cos cosh cosine_similarity cross cross_entropy cumprod cumsum deg2rad detach diag diag_embed
-    diagonal diff div dot dropout einsum elu eq erf erfc erfinv exp exp2 expand expand_as expm1 eye finfo flatten flip
-    float_power floor fmod full full_like gather ge gelu glu group_norm gt hardsigmoid hardswish hardtanh hstack
-    huber_loss hypot index_add index_select interpolate inner isfinite isinf isnan item kl_div kron l1_loss layer_norm
-    le leaky_relu lerp lgamma linear linspace log log10 log1p log2 log_softmax logaddexp logcumsumexp logical_and
-    logical_not logical_or logsigmoid logsumexp lt masked_fill matmul max max_pool1d max_pool2d maximum mean min minimum
-    mish mm movedim mse_loss mul multinomial mv narrow ne neg nll_loss norm normalize numel one_hot ones ones_like outer
-    pad permute pixel_shuffle polar pow prelu prod rad2deg rand rand_like randn randn_like reciprocal relu relu6
-    remainder repeat repeat_interleave reshape rms_norm roll rot90 round rsqrt scaled_dot_product_attention select selu
-    sigmoid sign silu sin sinc sinh size smooth_l1_loss softmax softmin softplus softsign split sqrt square squeeze
-    stack std sub sum swapaxes take_along_dim tan tanh tanhshrink tensor tensordot threshold tile to topk trace
-    transpose tril triu true_divide trunc type_as unbind unflatten unfold unsqueeze var vdot view view_as vstack where
-    zeros zeros_like
+    abs absolute acos acosh adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
+    adaptive_max_pool2d adaptive_max_pool3d add addbmm addcdiv addcmul addmm addmv addr adjoint affine_grid all
+    allclose alpha_dropout amax amin aminmax angle any arange arccos arccosh arcsin arcsinh arctan arctan2 arctanh
+    argmax argmin argsort argwhere asin asinh atan atan2 atanh atleast_1d atleast_2d atleast_3d avg_pool1d
+    avg_pool2d avg_pool3d baddbmm bernoulli bilinear binary_cross_entropy binary_cross_entropy_with_logits
+    bitwise_and bitwise_not bitwise_or bitwise_xor block_diag bmm broadcast_tensors broadcast_to bucketize
+    cartesian_prod cat cdist ceil celu chain_matmul channel_shuffle cholesky cholesky_ex cholesky_inverse
+    cholesky_solve chunk clamp clamp_max clamp_min clip clone column_stack complex concat concatenate conj
+    conj_physical contiguous conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d copysign
+    corrcoef cos cosh cosine_embedding_loss cosine_similarity count_nonzero cov cross cross_entropy cummax cummin
+    cumprod cumsum cumulative_trapezoid deg2rad det detach diag diag_embed diagflat diagonal diagonal_scatter diff
+    digamma div divide dot dropout dropout1d dropout2d dropout3d dsplit dstack eig eigh eigvals eigvalsh einsum elu
+    entr eq equal erf erfc erfcx erfinv exp exp2 expand expand_as expit expm1 eye fft2 fftfreq fftn fftshift fill
+    finfo fix flatten flip fliplr flipud float_power floor floor_divide fmax fmin fmod fold frac full full_like
+    gammainc gammaincc gammaln gather gaussian_nll_loss ge gelu glu gradient greater greater_equal grid_sample
+    group_norm gt hardshrink hardsigmoid hardswish hardtanh heaviside hfft hinge_embedding_loss householder_product
+    hsplit hstack huber_loss hypot i0 i0e i1 i1e ifft ifft2 ifftn ifftshift igamma igammac ihfft iinfo index_add
+    index_copy index_fill index_put index_select inner interpolate inv inverse irfft irfft2 irfftn is_tensor isclose
+    isfinite isin isinf isnan isneginf isposinf isreal istft item kl_div kron kthvalue l1_loss layer_norm ldexp le
+    leaky_relu lerp less less_equal lgamma linear linspace local_response_norm log log10 log1p log2 log_ndtr
+    log_softmax logaddexp logaddexp2 logcumsumexp logdet logical_and logical_not logical_or logical_xor logit
+    logsigmoid logspace logsumexp lp_pool1d lp_pool2d lstsq lt lu lu_factor lu_solve margin_ranking_loss masked_fill
+    masked_scatter masked_select matmul matrix_exp matrix_norm matrix_power max max_pool1d max_pool2d maximum mean
+    median meshgrid min minimum mish mm moveaxis movedim mse_loss mul multi_dot multi_margin_loss multigammaln
+    multinomial multiply mv mvlgamma nan_to_num nanmean nanmedian nanquantile nansum narrow ndtr ndtri ne neg
+    negative new_full new_ones new_zeros nextafter nll_loss nonzero norm normal normalize not_equal numel one_hot
+    ones ones_like outer pad pairwise_distance pdist permute pinv pinverse pixel_shuffle pixel_unshuffle
+    poisson_nll_loss polar polygamma positive pow prelu prod psi qr quantile rad2deg rand rand_like randint
+    randint_like randn randn_like randperm ravel reciprocal relu relu6 remainder repeat repeat_interleave reshape
+    reshape_as resolve_conj rfft rfft2 rfftfreq rfftn rms_norm roll rot90 round rsqrt rsub
+    scaled_dot_product_attention scatter scatter_add scatter_reduce searchsorted select select_scatter selu sgn
+    sigmoid sign signbit silu sin sinc sinh size slice_scatter slogdet smooth_l1_loss soft_margin_loss softmax
+    softmin softplus softshrink softsign solve solve_triangular split sqrt square squeeze stack std std_mean stft
+    sub subtract sum sum_to_size svd svdvals swapaxes swapdims t take take_along_dim tan tanh tanhshrink tensor
+    tensor_split tensordot tensorinv tensorsolve threshold tile to tolist topk trace transpose trapezoid tril
+    tril_indices triplet_margin_loss triu triu_indices true_divide trunc type_as unbind unflatten unfold unique
+    unique_consecutive unsqueeze vander var var_mean vdot vecdot vector_norm view view_as view_as_complex
+    view_as_real vsplit vstack where xlog1py xlogy zeros zeros_like zeta
     """)
-_DRAWS = frozenset(
-    {"dropout", "multinomial", "rand", "rand_like", "randn", "randn_like", "scaled_dot_product_attention"}
-)
+_DRAWS = _words("""
+    alpha_dropout bernoulli dropout dropout1d dropout2d dropout3d multinomial normal rand rand_like randint randint_like
+    randn randn_like randperm scaled_dot_product_attention
+    """)
 _ATTRIBUTES = _words("""
-    T H mT mH device dtype dim ndim real imag shape values indices nn functional special linalg fft
+    T H mT mH device dtype dim ndim real imag shape type values indices nn functional special linalg fft
     Size Tensor bool float double half long int bfloat16 bfloat float16 float32 float64 int8 int16 int32 int64 uint8
     complex64 complex128 cpu cuda inf pi e nan newaxis eps tiny is_floating_point is_complex is_cuda stride mode
-    append copy count extend format get insert items join keys pop reverse sort update
+    L LU P Q R S U Vh eigenvalues eigenvectors logabsdet solution
+    append copy count endswith extend format get index insert items join keys lower pop reverse sort startswith update
+    upper
     """)
 _MATH = frozenset(n for n in dir(math) if not n.startswith("_"))
 _KNOWN = _OPS | _ATTRIBUTES | _MATH
@@ -89,18 +114,22 @@ _STOCK = {
         nn.ConvTranspose2d,
         nn.ConvTranspose3d,
         nn.Embedding,
+        nn.GRUCell,
+        nn.LSTMCell,
         nn.MultiheadAttention,
+        nn.RNNCell,
         nn.TransformerDecoderLayer,
         nn.TransformerEncoderLayer,
     )
 }
 """Modules of torch that are known, although their code names more than is known here."""
 _MAY_BE_INPLACE = _words("""
-    celu dropout elu hardsigmoid hardswish hardtanh leaky_relu mish relu relu6 selu silu threshold
+    alpha_dropout celu dropout dropout1d dropout2d dropout3d elu hardsigmoid hardswish hardtanh leaky_relu mish relu
+    relu6 selu silu threshold
     """)
 _REFUSED = tuple(
     _words("""
-    BEFORE_WITH CALL_FUNCTION_EX DELETE_ATTR DELETE_DEREF DELETE_GLOBAL DELETE_NAME DELETE_SUBSCR GET_AWAITABLE
+    BEFORE_WITH DELETE_ATTR DELETE_DEREF DELETE_GLOBAL DELETE_NAME DELETE_SUBSCR GET_AWAITABLE
     IMPORT_ INPLACE_ LOAD_BUILD_CLASS LOAD_NAME LOAD_SPECIAL LOAD_SUPER_ATTR PUSH_EXC_INFO SEND SETUP_FINALLY SETUP_WITH
     STORE_ATTR STORE_GLOBAL STORE_NAME STORE_SLICE STORE_SUBSCR YIELD_
     """)
@@ -158,7 +187,13 @@ def _gives_true(instructions: list[dis.Instruction], constants: tuple[Any, ...])
             if instructions[at].opname not in ("LOAD_CONST", "LOAD_FAST") or name == "inplace":
                 break
             named.add(at)
-    return any(i.opname == "LOAD_CONST" and i.argval is True and at not in named for at, i in enumerate(instructions))
+    return any(
+        i.opname == "LOAD_CONST" and _has_true(i.argval) and at not in named for at, i in enumerate(instructions)
+    )
+
+
+def _has_true(constant: Any) -> bool:
+    return any(map(_has_true, constant)) if type(constant) is tuple else constant is True
 
 
 _Meaning = Any
@@ -549,16 +584,27 @@ def _key(fun: Any, roots: list[Any]) -> Any:
             contents = [cell.cell_contents for cell in fun.__closure__]
         except ValueError:  # an empty cell
             return None
-        keys = [
-            Tensor if type(c) in _TENSORS else type(c) if type(c) in _CONSTANTS else _key(c, roots) for c in contents
-        ]
+        keys = [Tensor if type(c) in _TENSORS else _key_of_content(c, roots) for c in contents]
         return None if None in keys else (*key, *keys)
     if isinstance(fun, nn.Module):
         roots.append(fun)
         return id(fun)
     if kind is types.MethodType and isinstance(fun.__self__, nn.Module):
         return _key(fun.__func__, roots), _key(fun.__self__, roots)
+    if id(fun) in _operations():
+        roots.append(fun)
+        return id(fun)
     return None
+
+
+def _key_of_content(content: Any, roots: list[Any]) -> Any:
+    """Of what a cell, or a tuple in a cell, holds: not of a tensor."""
+    if type(content) in _CONSTANTS:
+        return type(content)
+    if type(content) is tuple:
+        keys = tuple([_key_of_content(c, roots) for c in content])
+        return None if None in keys else keys
+    return _key(content, roots)
 
 
 def _defaults(fun: types.FunctionType) -> tuple[Any, ...]:

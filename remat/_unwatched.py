@@ -9,6 +9,7 @@ policy there is always a node, and the tape tells what reruns need not compute.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import threading
 import types
@@ -502,6 +503,8 @@ def unwatched(
     # Under hooks there may be a region around that runs this again. It has to save the same then: watched both times.
     if internals.function_modes_active() or internals.saved_tensors_hooks_active():
         return None
+    while type(fun) is functools.partial and _LEAVES.issuperset(map(type, (*fun.args, *fun.keywords.values()))):
+        args, kwargs, fun = (*fun.args, *args), {**fun.keywords, **kwargs}, fun.func
     flat = not kwargs and _LEAVES.issuperset(map(type, args))
     if not (flat or (_is_plain(args) and _is_plain(kwargs))):
         return None

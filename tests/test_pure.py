@@ -166,6 +166,15 @@ def uses(module: Any) -> Fun:
     return lambda x: module(x)
 
 
+def applies(*steps: Any) -> Fun:
+    def fun(x: Tensor) -> Tensor:
+        for step in steps:
+            x = step(x)
+        return x
+
+    return fun
+
+
 def reads_a_global_tensor(x: Tensor) -> Tensor:
     return x @ WEIGHT
 
@@ -231,6 +240,18 @@ def cleans_up(x: Tensor) -> Tensor:
 
 def unpacks(*args: Any) -> Tensor:
     return F.relu(*args)
+
+
+def unpacks_true(x: Tensor) -> Tensor:
+    return F.dropout(x, *(0.0, True, True))
+
+
+def hands_on(x: Tensor, *shape: int, **options: Any) -> Tensor:
+    return torch.sum(x.reshape(*shape, -1), **options)
+
+
+def waves(x: Tensor) -> Tensor:
+    return torch.view_as_real(torch.fft.rfft(x) * torch.linalg.inv(x + 4 * torch.eye(3))[0, 0])
 
 
 def may_write(x: Tensor) -> Tensor:
@@ -318,6 +339,12 @@ KNOWN: dict[str, Any] = {
     "a captured module": uses(LAYERS),
     "a captured method": uses(Block().attend),
     "a captured function": uses(product),
+    "a captured operation": uses(torch.tanh),
+    "captured ones": applies(torch.sin, LAYERS, product),
+    "unpacks": unpacks,
+    "hands on": hands_on,
+    "of several namespaces": waves,
+    "a builtin": torch.sin,
     "a stock module": nn.ReLU(),
     "one that has a stride": nn.AvgPool1d(1),
     "modules by name": ByName(),
@@ -341,7 +368,7 @@ UNKNOWN: dict[str, Any] = {
         catches,
         cleans_up,
         may_write_by_name,
-        unpacks,
+        unpacks_true,
         without_gradient,
         imports,
         looks_by_name,
@@ -352,9 +379,10 @@ UNKNOWN: dict[str, Any] = {
     "assigns to a cell": assigns_to_a_cell(),
     "captures an impure one": uses(draws_by_hand),
     "captures a list": captures([WEIGHT]),
+    "captures a tensor in a tuple": applies(torch.sin, WEIGHT),
     "a partial": functools.partial(product),
     "an object": types.SimpleNamespace(),
-    "a builtin": torch.sin,
+    "another builtin": torch.rrelu,
     "a module that remembers": Remembers(),
     "a module with an operator": Indexed(),
     "a number of the class": Factor(),
@@ -387,10 +415,42 @@ def test_unknown(fun: Any) -> None:
     assert _pure.reads(fun) is None
 
 
+SPACES = {
+    torch: "",
+    Tensor: "",
+    F: "",
+    torch.linalg: "linalg_",
+    torch.special: "special_",
+    torch.fft: "fft_",
+}
+
+
+def test_operations_only_compute() -> None:
+    """By the schemas of the ops: none writes to an argument, and those that draw are known to."""
+    ops = set()
+    for name in _pure._OPS:
+        assert any(hasattr(space, name) for space in SPACES)
+        for space, prefix in SPACES.items():
+            packet = getattr(torch.ops.aten, prefix + name, None) if hasattr(space, name) else None
+            for overload in () if packet is None else packet.overloads():
+                op = getattr(packet, overload)
+                ops.add(name)
+                assert not any(a.alias_info and a.alias_info.is_write and not a.is_out for a in op._schema.arguments)
+                assert name in _pure._DRAWS or torch.Tag.nondeterministic_seeded not in op.tags
+    assert len(ops) > 0.9 * len(_pure._OPS)
+
+
 def test_who_draws() -> None:
     assert _pure.reads(nn.Dropout()) is not None
     drop = F.dropout
-    drawing = (nn.Dropout(), F.dropout, lambda x: x * torch.rand(3), lambda x: drop(x))
+    drawing = (
+        nn.Dropout(),
+        F.dropout,
+        torch.randn,
+        lambda x: x * torch.rand(3),
+        lambda x: drop(x),
+        applies(torch.randn),
+    )
     for fun, draws in {nn.Tanh(): False, **dict.fromkeys(drawing, True)}.items():
         found = _pure.reads(fun)
         assert found is not None
@@ -793,6 +853,10 @@ STOCK: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "ConvTranspose1d": (lambda: nn.ConvTranspose1d(3, 2, 3, stride=2), (2, 3, 4)),
     "ConvTranspose2d": (lambda: nn.ConvTranspose2d(3, 2, 2), (2, 3, 3, 3)),
     "ConvTranspose3d": (lambda: nn.ConvTranspose3d(2, 2, 2), (1, 2, 2, 2, 2)),
+    "Dropout2d": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout2d(0.3)), (2, 3, 4, 4)),
+    "GRUCell": (lambda: nn.GRUCell(3, 4), (2, 3)),
+    "LSTMCell": (lambda: Twice(nn.LSTMCell(3, 3, bias=False)), (2, 3)),
+    "RNNCell": (lambda: nn.RNNCell(3, 4, nonlinearity="relu"), (3,)),
     "MultiheadAttention": (lambda: SelfAttention(), (2, 3, 4)),
     "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.2, batch_first=True), (2, 3, 4)),
     "TransformerEncoderLayer, a function": (lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.2, product_free), (2, 3, 4)),
@@ -802,6 +866,15 @@ STOCK: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 def product_free(x: Tensor) -> Tensor:
     return torch.sigmoid(x) * x
+
+
+class Twice(nn.Module):
+    def __init__(self, cell: nn.LSTMCell) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(self.cell(x, self.cell(x)))
 
 
 class SelfAttention(nn.Module):

@@ -17,8 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from remat import CheckpointError, _pure, _replay, checkpoint_name, policies, remat
-from remat.compat import GraphExecGroup, checkpoint
+from remat import CheckpointError, RematError, _pure, _replay, checkpoint_name, policies, remat
+from remat.compat import GraphExecGroup, _checkpoint, checkpoint, checkpoint_sequential
 from remat.debug import LiveBytes
 
 Way = Callable[[Fun], Fun]
@@ -89,15 +89,16 @@ def test_memory(transform: Any, bound: int, size: int) -> None:
     assert peak(lambda: transform(chain(steps), x), x.nbytes) > 190
 
 
+def watched(*args: Any) -> None:
+    raise AssertionError("watched")
+
+
 @pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=["", "dots"])
 def test_no_run_is_watched(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*args: Any) -> None:
-        raise AssertionError("watched")
-
     def loss(x: Tensor, fun: Fun = tanh) -> Tensor:
         return remat(fun, policy=policy)(x, x).sum()
 
-    monkeypatch.setattr(_replay, "Run", refused)
+    monkeypatch.setattr(_replay, "Run", watched)
     x = numbers(3, 3)
     with pytest.raises(AssertionError, match="watched"):
         loss(leaf(x), lambda x, y: torch.ops.aten.mul(x, y))
@@ -105,6 +106,63 @@ def test_no_run_is_watched(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None
     grad(loss)(x)
     vmap(grad(loss))(x.expand(2, 3, 3))
     grad(lambda x: grad(loss)(x).sum())(x)
+
+
+def scaled(w: Tensor, x: Tensor, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
+    return torch.addmm(bias, x, w) * factor
+
+
+def in_turn(*steps: Fun) -> Fun:
+    def fun(x: Tensor) -> Tensor:
+        for step in steps:
+            x = step(x)
+        return x
+
+    return fun
+
+
+W = leaf(numbers(3, 3, seed=1))
+PUT_TOGETHER: dict[str, Fun] = {
+    "a partial": functools.partial(scaled, W, factor=2.0, bias=W[0]),
+    "a partial of one": functools.partial(functools.partial(scaled, W), bias=W[0]),
+    "functions in a tuple": in_turn(torch.sin, steps, nn.Tanh()),
+    "one that hands on": functools.partial(lambda *args, **kwargs: scaled(*args, **kwargs), W, bias=W[0]),
+}
+
+
+@WAYS
+@pytest.mark.parametrize("fun", PUT_TOGETHER.values(), ids=PUT_TOGETHER)
+def test_functions_that_are_put_together(way: Way, fun: Fun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_replay, "Run", watched)
+    monkeypatch.setattr(_checkpoint, "Region", watched)
+    x = leaf(numbers(3, 3))
+    wrt = [x] if fun is PUT_TOGETHER["functions in a tuple"] else [x, W]
+    y = way(fun)(x)
+    assert_same(torch.autograd.grad(y.sin().sum(), wrt), torch.autograd.grad(fun(x).sin().sum(), wrt))
+    if way is remat:
+        assert_same(grad(lambda x: way(fun)(x).sum())(x), grad(lambda x: fun(x).sum())(x))
+
+
+def test_sequences_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_checkpoint, "Region", watched)
+    x, net = leaf(numbers(3, 3)), [torch.sin, nn.Linear(3, 3).double(), nn.Tanh(), steps]
+    y = checkpoint_sequential(net, 2, x, use_reentrant=False)
+    assert_same(*(torch.autograd.grad(z.sum(), x) for z in (y, in_turn(*net)(x))))
+
+
+@WAYS
+def test_a_flag_that_is_handed_on(way: Way) -> None:
+    """It tells to work in place: such a call is watched."""
+
+    def fun(*args: Any) -> Tensor:
+        return F.relu(*args).sin()
+
+    x = leaf(numbers(3, 3))
+    if way is remat:
+        with pytest.raises(RematError, match=r"changes an argument .*test_unwatched"):
+            way(fun)(x * 2, True)
+    else:
+        assert_same(*(torch.autograd.grad(f(x * 2, True).sum(), x) for f in (way(fun), fun)))
 
 
 @WAYS

@@ -283,16 +283,15 @@ def checkpoint_sequential(
     size = len(steps) // segments
     last = size * (segments - 1)
     for start in range(0, last, size):
-        input = checkpoint(
-            functools.partial(_run, tuple(steps[start : start + size])),
-            input,
-            use_reentrant=use_reentrant,
-            preserve_rng_state=preserve_rng_state,
-        )
-    return _run(steps[last:], input)
+        segment = _one_after_another(tuple(steps[start : start + size]))
+        input = checkpoint(segment, input, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
+    return _one_after_another(tuple(steps[last:]))(input)
 
 
-def _run(steps: Iterable[Callable[[Any], Any]], input: Any) -> Any:
-    for step in steps:
-        input = step(input)
-    return input
+def _one_after_another(steps: tuple[Callable[[Any], Any], ...]) -> Callable[[Any], Any]:
+    def run(input: Any) -> Any:
+        for step in steps:
+            input = step(input)
+        return input
+
+    return run
