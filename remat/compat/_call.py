@@ -16,7 +16,7 @@ from remat._errors import CheckpointError
 from remat._run import CHANGES_SHARED
 from remat.compat._captured import Captured
 from remat.compat._draws import Draws
-from remat.compat._watch import Forward, Record, Rerun, copy_of
+from remat.compat._watch import STATE_WAS_SET_UP, Forward, Record, Rerun, copy_of
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
@@ -120,6 +120,11 @@ class Call:
             raise CheckpointError(CHANGES_SHARED.format("checkpoint: the function", *self.record.shapes_of_shared))
         captured, draws = self._captured, self._draws
         trusting = rerun is None or rerun.trusting
+        if not trusting:
+            for key in self._identities:
+                if key in self.record.written:
+                    before = self.record.written[key][1]
+                    raise CheckpointError(STATE_WAS_SET_UP.format(list(before.shape), before.dtype, "is given"))
         if rerun is not None:
             rerun.is_state = captured.is_state
             for key, (ref, before) in self.record.written.items() if trusting else ():

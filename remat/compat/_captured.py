@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat._frozen import Freezer, Table, Thawer, cell_contents, parts, written_names
+from remat._frozen import ATOMS, Freezer, Table, Thawer, cell_contents, parts, written_names
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _Slot = tuple[Any, Any, Any]  # a cell and None, or a namespace and a name; and what it held
@@ -30,6 +30,7 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...]]:
 
 
 _MISSING = object()
+_KEPT = ATOMS | {torch.dtype, torch.device, torch.Size, type(_MISSING)}
 _CONSTANT = (types.ModuleType, type, types.BuiltinFunctionType)
 
 
@@ -94,6 +95,7 @@ class Captured:
     """
 
     __slots__ = (
+        "_assigned",
         "_attributes",
         "_buffers",
         "_contents",
@@ -114,6 +116,7 @@ class Captured:
         self._modules: dict[int, torch.nn.Module] = {}
         self._namespaces: list[dict[str, Any]] = []  # of modules that may assign to their attributes
         self._attributes: list[dict[str, Any]] = []  # what these were, until the forward is over
+        self._assigned: list[_Slot] = []  # those that the forward assigned to
         self.tensors: list[Tensor] = []
         self._given: list[Any] = []
         self._contents: Any = None
@@ -184,6 +187,12 @@ class Captured:
 
         - `read`: by identity, the tensors that it has read: others are not to be held.
         """
+        for names, before in zip(self._namespaces, self._attributes, strict=True):
+            if _differ(names, before):
+                for name in names.keys() | before.keys():
+                    old = before.get(name, _MISSING)
+                    if names.get(name, _MISSING) is not old and (type(old) in _KEPT or id(old) in read):
+                        self._assigned.append((names, name, old))
         self._attributes = []
         self._buffers = [
             (names, name, buffer)
@@ -228,19 +237,19 @@ class Captured:
         self._given, self._contents, self.tensors = [], None, []
 
     @contextlib.contextmanager
-    def restored(self, with_buffers: bool) -> Iterator[None]:
+    def restored(self, with_state: bool) -> Iterator[None]:
         """Within it, what was captured is as it was; after it, as it was before.
 
         So a loop variable has not moved on for the rerun, and what the function itself assigns comes about once.
 
         **Arguments:**
 
-        - `with_buffers`: whether modules have the buffers that they had.
+        - `with_state`: whether modules have the buffers that they had, and the function's flags and counters.
         """
         now = [(container, name, _look(container, name)) for container, name, _ in (*self._slots, *self._buffers)]
         attributes = [*map(dict, self._namespaces)]
         try:
-            for slot in (*self._slots, *(self._buffers if with_buffers else ())):
+            for slot in (*self._slots, *((*self._buffers, *self._assigned) if with_state else ())):
                 _put(*slot)
             yield
         finally:
@@ -267,10 +276,14 @@ class Captured:
         return thaw(self._fun), [*map(thaw, leaves)], thaw
 
 
+def _differ(after: dict[str, Any], before: dict[str, Any]) -> bool:
+    return len(after) != len(before) or any(map(operator.is_not, after.values(), before.values()))
+
+
 def _put_back(namespaces: list[dict[str, Any]], attributes: Sequence[dict[str, Any]]) -> None:
     """Make namespaces what they were before."""
     for after, before in zip(namespaces, attributes, strict=True):
-        if len(after) != len(before) or any(map(operator.is_not, after.values(), before.values())):
+        if _differ(after, before):
             for name in after.keys() - before.keys():
                 del after[name]
             after.update(before)

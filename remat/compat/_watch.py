@@ -47,6 +47,11 @@ CHANGES = (
     "checkpoint: with use_reentrant=True, the function changes a tensor of shape {}, {} in place that it was given or "
     "has read from outside. Its rerun would start from the changed value. Change a copy instead: x = x.clone()."
 )
+STATE_WAS_SET_UP = (
+    "checkpoint: the function writes to a tensor of shape {}, {} that it {}, and its rerun makes other calls than its "
+    "forward: it would read what was written. Set up state before the first call, or keep it in tensors and in "
+    "attributes of modules."
+)
 SMALL = 1000
 """The elements of a tensor that is computed sooner than it is spared."""
 
@@ -652,11 +657,7 @@ class Rerun(Collector, TorchFunctionMode):
         if not tensor.is_floating_point():  # a flag: what it is now is what tells the function not to begin again
             return
         if outside.last_read != outside.version:
-            raise CheckpointError(
-                f"checkpoint: the function reads a tensor of shape {list(tensor.shape)}, {tensor.dtype} from outside "
-                "and then writes to it, and its rerun makes other calls than its forward: it would read what was "
-                "written. Set up state before the first call, or keep it in tensors and not in flags."
-            )
+            raise CheckpointError(STATE_WAS_SET_UP.format(list(tensor.shape), tensor.dtype, "reads from outside"))
 
     def stand_in(self, tensor: Tensor) -> Tensor:
         """What is read and written in the place of a tensor."""
