@@ -103,26 +103,48 @@ _BUILTINS = tuple(
 """)
 )
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_STOCK = {
-    kind: kind.forward
-    for kind in (
-        *_NORMS,
-        nn.Conv1d,
-        nn.Conv2d,
-        nn.Conv3d,
-        nn.ConvTranspose1d,
-        nn.ConvTranspose2d,
-        nn.ConvTranspose3d,
-        nn.Embedding,
-        nn.GRUCell,
-        nn.LSTMCell,
-        nn.MultiheadAttention,
-        nn.RNNCell,
-        nn.TransformerDecoderLayer,
-        nn.TransformerEncoderLayer,
-    )
-}
+_KNOWN_KINDS = (
+    *_NORMS,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Embedding,
+    nn.GRUCell,
+    nn.LSTMCell,
+    nn.MultiheadAttention,
+    nn.RNNCell,
+    nn.TransformerDecoderLayer,
+    nn.TransformerEncoderLayer,
+)
 """Modules of torch that are known, although their code names more than is known here."""
+
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_OF_F = {f for f in vars(F).values() if isinstance(f, types.FunctionType)} - {F.multi_head_attention_forward}
+
+
+def _named_in(code: types.CodeType) -> set[str]:
+    return {*code.co_names}.union(*(_named_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+
+
+def _parts_of(kind: type[nn.Module]) -> list[tuple[Mapping[str, Any], str, Any]]:
+    """The methods that a call of a module of torch runs, and the functions of `torch.nn.functional`."""
+    found: list[tuple[Mapping[str, Any], str, Any]] = []
+    names, todo = set[str](), {"forward"}
+    while todo:
+        names |= todo
+        parts = [(vars(space), n) for n in todo for space in (*kind.__mro__[:-2], F) if n in vars(space)]
+        functions = [(space, n, space[n]) for space, n in parts if isinstance(space[n], _FUNCTIONS)]
+        found += functions
+        codes = [f.__code__ for space, _, f in functions if isinstance(f, types.FunctionType) and f not in _OF_F]
+        todo = set[str]().union(*map(_named_in, codes)) - names
+    return found
+
+
+_STOCK = {kind: _parts_of(kind) for kind in _KNOWN_KINDS}
 _MAY_BE_INPLACE = _words("""
     alpha_dropout celu dropout dropout1d dropout2d dropout3d elu hardsigmoid hardswish hardtanh leaky_relu mish relu
     relu6 selu silu threshold
@@ -242,6 +264,7 @@ class Reads:
         self.statistics: list[weakref.ref[nn.Module]] = []
         self.names: list[tuple[Any, str]] = []
         self._shapes: list[tuple[weakref.ref[nn.Module], Any]] = []
+        self._kinds: dict[weakref.ref[type], int] = {}  # classes of modules, and how many names they have
         self._globals: list[tuple[Any, str, _Meaning]] = []  # of a root, by its number, or of another function
         self._attributes: list[tuple[weakref.ref[Any], str, _Meaning]] = []
         self._operations: list[tuple[Mapping[str, Any], str]] = []
@@ -276,6 +299,9 @@ class Reads:
                 return False
         if self._shapes and not internals.have_shapes(self._shapes, hooks_count):
             return False
+        for kind, size in self._kinds.items():
+            if len(vars(kind() or object)) != size:
+                return False
         for function_ref, parts in self._codes:  # a notebook that reloads puts others there
             function = function_ref()
             if function is None or not _is_made_of(function, parts):
@@ -320,6 +346,8 @@ class Reads:
             self._meant += [op for _, op in checked]
             if any(map(operator.is_not, now, _ORIGINALS[name])):  # somebody has put something else there
                 raise _Unknown
+        if any(not self._names.isdisjoint(f.__dict__) for f in self._functions.values()):
+            raise _Unknown  # one of them may be an attribute of a function
         unknown = self._names - _KNOWN
         owned = {n for m in self._modules.values() for n in _names_of(m)}
         if unknown <= owned and not any(map(_is_of_torch, unknown)):
@@ -365,9 +393,10 @@ class Reads:
     def _module(self, module: nn.Module) -> None:
         kind, shape = type(module), internals.shape_of_module(module)
         self._shapes.append((weakref.ref(module), shape))
+        self._kinds |= {weakref.ref(k): len(vars(k)) for k in kind.__mro__ if not _is_stock(k)}
         if (
-            kind.__call__ is not nn.Module.__call__
-            or kind.__getattr__ is not nn.Module.__getattr__
+            _calls(kind) != _CALLS
+            or "_call_impl" in vars(module)
             or kind.__getattribute__ is not object.__getattribute__
             or shape is None
             or any(map(_has_operators, kind.__mro__))
@@ -385,7 +414,12 @@ class Reads:
     def _take_stock(self, module: Any) -> None:
         """A module that is known: it computes on all that it holds."""
         kind = type(module)
-        if kind.forward is not _STOCK[kind] or (kind is nn.Embedding and module.max_norm is not None):
+        if kind not in {type(self._modules[key]) for key in self._stock}:
+            self._operations += [(space, name) for space, name, _ in _STOCK[kind]]
+            self._meant += [space[name] for space, name, _ in _STOCK[kind]]
+        if any(space[name] is not part for space, name, part in _STOCK[kind]):
+            raise _Unknown
+        if kind is nn.Embedding and module.max_norm is not None:
             raise _Unknown
         self._stock.add(id(module))
         self._attribute(module, "forward", is_known=True)
@@ -411,6 +445,8 @@ class Reads:
             if owner is nn.ModuleDict and name in ("items", "keys", "values"):
                 return
             value = vars(owner)[name]
+            if owner is module and any(hasattr(type(vars(k).get(name)), "__set__") for k in type(module).__mro__):
+                raise _Unknown  # Python asks the descriptor
             if name == "inplace" and value is not False:
                 raise _Unknown
             entry = weakref.ref(owner), name, False if name == "inplace" else _meaning(value)
@@ -444,11 +480,23 @@ _HARMLESS = _words("""
     """)
 
 
+def _calls(kind: type[nn.Module]) -> tuple[Any, ...]:
+    """What happens to a module of this class that is called, or asked for an attribute."""
+    return kind.__call__, kind._call_impl, kind.__getattr__
+
+
+_CALLS = _calls(nn.Module)
+
+
+def _is_stock(kind: type) -> bool:
+    return kind.__module__ == "builtins" or kind.__module__.startswith("torch.nn.modules.")
+
+
 def _has_operators(kind: type) -> bool:
     """Whether a class of the user's says what an operator does."""
-    if kind.__module__ == "builtins" or kind.__module__.startswith("torch.nn.modules."):
-        return False
-    return any(n.startswith("__") and n.endswith("__") and n not in _HARMLESS for n in vars(kind))
+    return not _is_stock(kind) and any(
+        n.startswith("__") and n.endswith("__") and n not in _HARMLESS for n in vars(kind)
+    )
 
 
 @functools.cache
@@ -493,7 +541,7 @@ def reads(fun: Any, roots: list[Any] | None = None) -> Reads | None:
     """
     roots = [] if roots is None else roots
     key = _key(fun, roots)
-    if key is None or internals.has_global_module_hooks():
+    if key is None or internals.has_global_module_hooks() or _calls(nn.Module) != _CALLS:
         return None
     found = _found.get(key)
     if found is None or not found.holds(roots):
@@ -514,7 +562,7 @@ def still(fun: Any, before: Reads, parts: list[list[Any]], hooks_count: bool) ->
     roots: list[Any] = []
     if _key(fun, roots) is None or not _are_made_of(roots, parts):
         return False
-    if hooks_count and before.has_modules and internals.has_global_module_hooks():
+    if before.has_modules and ((hooks_count and internals.has_global_module_hooks()) or _calls(nn.Module) != _CALLS):
         return False
     if before.holds(roots, hooks_count):
         return True
@@ -523,8 +571,8 @@ def still(fun: Any, before: Reads, parts: list[list[Any]], hooks_count: bool) ->
 
 
 def made_of(root: Any) -> list[Any]:
-    """The code and the defaults of a function; nothing of a module, whose class has them."""
-    return [root.__code__, *_defaults(root)] if type(root) is types.FunctionType else []
+    """Code, defaults and names of attributes of a function; nothing of a module, whose class has them."""
+    return [root.__code__, *_defaults(root), *root.__dict__] if type(root) is types.FunctionType else []
 
 
 def _are_made_of(roots: list[Any], parts: list[list[Any]]) -> bool:
@@ -578,6 +626,8 @@ def _key(fun: Any, roots: list[Any]) -> Any:
         key: tuple[Any, ...] = id(fun.__globals__), id(fun.__code__)
         if fun.__defaults__ or fun.__kwdefaults__:
             key = *key, *map(type, _defaults(fun))
+        if fun.__dict__:
+            key = *key, *fun.__dict__
         if not fun.__closure__:
             return key
         try:

@@ -856,12 +856,14 @@ _hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_
 def shape_of_module(module: torch.nn.Module) -> Any:
     """What changes with a module's class, names and children; None where calling it does more than that.
 
-    None: it has hooks, it was compiled in place, which gives it an attribute, or it is a ScriptModule, whose children
-    are elsewhere. Class and children count by identity.
+    None: it has hooks, it was compiled in place, which gives it an attribute, its parameters are in a dict of another
+    kind, or it is a ScriptModule, whose children are elsewhere. Class and children count by identity.
     """
     attributes = module.__dict__
     modules = attributes.get("_modules")
     if not isinstance(modules, dict) or any(_hooks(attributes)) or module._compiled_call_impl is not None:
+        return None
+    if type(attributes["_parameters"]) is not dict or type(attributes["_buffers"]) is not dict:
         return None
     children = [*modules, *map(id, modules.values())]
     sizes = len(attributes), len(attributes["_parameters"]), len(attributes["_buffers"])
@@ -894,6 +896,8 @@ def have_shapes(shapes: Iterable[tuple[Any, Any]], hooks_count: bool = True) -> 
                     or attributes["_backward_pre_hooks"]
                 )
             )
+            or type(attributes["_parameters"]) is not dict
+            or type(attributes["_buffers"]) is not dict
             or len(attributes["_parameters"]) != parameters
             or len(attributes["_buffers"]) != buffers
             or (

@@ -958,3 +958,122 @@ def test_statistics_in_eval_that_are_changed_before_the_backward() -> None:
     norm.reset_running_stats()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
+
+
+# What code does not show.
+
+
+def normed(x: Tensor) -> Tensor:
+    return (x - normed.mean) * normed.std  # type: ignore[attr-defined]
+
+
+@WAYS
+def test_attributes_of_functions(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, mean = leaf(numbers(3)), nn.Parameter(numbers(3, seed=1))
+    monkeypatch.setattr(normed, "std", 2.0, raising=False)
+    monkeypatch.setattr(normed, "mean", mean, raising=False)
+    assert _pure.reads(normed) is None
+    assert_same(*(torch.autograd.grad(y.sin().sum(), [x, mean]) for y in (way(normed, x), normed(x))))
+
+    def loss(fun: Fun) -> Fun:
+        def of(mean: Tensor, x: Tensor) -> Tensor:
+            normed.mean = mean  # type: ignore[attr-defined]
+            return fun(x).sin().sum()
+
+        return of
+
+    found, expected = (
+        torch.func.grad(loss(f), argnums=(0, 1))(mean.detach(), x.detach()) for f in (lambda x: way(normed, x), normed)
+    )
+    assert_same(found, expected)
+
+
+def test_a_function_that_gets_an_attribute() -> None:
+    def fun(x: Tensor) -> Tensor:
+        return x * (product.mean if hasattr_mean else 1.0)  # type: ignore[attr-defined]
+
+    hasattr_mean = False
+    assert _pure.reads(fun) is not None
+    try:
+        product.mean = 2.0  # type: ignore[attr-defined]
+        assert _pure.reads(fun) is None
+    finally:
+        del product.mean  # type: ignore[attr-defined]
+    assert _pure.reads(fun) is not None
+
+
+class CalledOtherwise(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3, dtype=torch.float64)
+        self.scale = nn.Parameter(numbers(3))
+
+    def _call_impl(self, x: Tensor) -> Tensor:
+        return self.forward(x) * self.scale
+
+
+class Asked:
+    def __get__(self, module: Any, kind: Any = None) -> Any:
+        return 2.0 if module is None else module.weight
+
+    def __set__(self, module: Any, value: Any) -> None:
+        raise AttributeError
+
+
+class Hidden(nn.Linear):
+    factor = Asked()
+
+    def __init__(self) -> None:
+        super().__init__(3, 3, dtype=torch.float64)
+        self.__dict__["factor"] = 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Parameters(dict):
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name) * 2
+
+
+def with_other_parameters() -> nn.Module:
+    module = nn.Linear(3, 3, dtype=torch.float64)
+    module._parameters = Parameters(module._parameters)
+    return module
+
+
+@WAYS
+@pytest.mark.parametrize("make", [CalledOtherwise, Hidden, with_other_parameters])
+def test_modules_that_do_more_than_their_forward(make: Any, way: Any) -> None:
+    torch.manual_seed(0)
+    module, x = make(), leaf(numbers(3))
+    assert _pure.reads(module) is None
+    wrt = [x, *module.parameters()]
+    found, expected = (torch.autograd.grad(y.sin().sum(), wrt, allow_unused=True) for y in (way(module, x), module(x)))
+    assert_same(found, expected)
+
+
+def doubled(original: Fun) -> Fun:
+    return lambda *args, **kwargs: original(*args, **kwargs) * 2
+
+
+PATCHES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "a function that Conv1d calls": (lambda: nn.Conv1d(3, 3, 1), F, "conv1d"),
+    "a function that attention calls": (lambda: SelfAttention(), F, "scaled_dot_product_attention"),
+    "a method of Conv1d": (lambda: nn.Conv1d(3, 3, 1), nn.Conv1d, "_conv_forward"),
+    "a method of the encoder": (lambda: nn.TransformerEncoderLayer(4, 2, 8), nn.TransformerEncoderLayer, "_sa_block"),
+    "how modules are called": (Block, nn.Module, "__call__"),
+    "what that calls": (Block, nn.Module, "_call_impl"),
+    "how a class is called": (Block, Block, "__call__"),
+    "where a class finds attributes": (Block, Block, "__getattr__"),
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_what_is_patched_after_a_call(patch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, space, name = PATCHES[patch]
+    module = make()
+    assert _pure.reads(module) is not None
+    with monkeypatch.context() as context:
+        context.setattr(space, name, doubled(getattr(space, name)))
+        assert _pure.reads(module) is None
+    assert _pure.reads(module) is not None
