@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import grad as grad_of
 from torch.func import grad
 
 import remat.compat
-from remat import policies
+from remat import CheckpointError, policies
 from remat.compat import _checkpoint
 from remat.debug import LiveBytes
 from tests.helpers import UNIT, CountOps, activation, assert_same, known_and_watched, leaf, numbers
@@ -462,3 +462,25 @@ def test_statistics_are_updated_once(training: bool) -> None:
         return [x.grad, norm.weight.grad, norm.running_mean, norm.running_var, norm.num_batches_tracked, torch.rand(2)]
 
     assert_same(gradients(REMAT), gradients(None))
+
+
+def test_changes_that_show_in_no_version() -> None:
+    """A GRUCell changes chunks of its products in place, by `unsafe_chunk`."""
+    torch.manual_seed(0)
+    cell = nn.GRUCell(3, 4).double()
+    addmm = [torch.ops.aten.addmm.default]
+
+    def gradient(api: Any, allow: bool = False) -> Tensor:
+        x = leaf(numbers(2, 3))
+        context_fn = functools.partial(api.create_selective_checkpoint_contexts, addmm, allow)
+        api.checkpoint(cell, x, use_reentrant=False, context_fn=context_fn).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    x = leaf(numbers(2, 3))
+    cell(x).sum().backward()
+    with pytest.raises(AssertionError):  # silently wrong
+        assert_same(gradient(TORCH), x.grad)
+    with pytest.raises(CheckpointError, match="allow_cache_entry_mutation=True"):
+        gradient(REMAT)
+    assert_same(gradient(REMAT, allow=True), x.grad)

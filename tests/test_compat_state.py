@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -156,6 +157,22 @@ def test_attributes_of_modules_are_assigned_once() -> None:
         assert all(m.probs is p and m.out is o for m, (p, o) in zip(modules, before, strict=True))
         del h, before
     assert round(meter.current / UNIT) == 2 * len(modules) + 1  # and x.grad
+
+
+@pytest.mark.parametrize("keeps", [lambda m: m[0], lambda m: m])
+def test_what_hooks_put_into_modules_of_torch(keeps: Any) -> None:
+    def run(way: Any) -> Any:
+        module = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+        module[0].register_forward_hook(lambda m, args, out: setattr(keeps(module), "kept", out))
+        y = way(module, torch.ones(2, 3, requires_grad=True)).sum()
+        kept = keeps(module).kept
+        y.backward()
+        assert keeps(module).kept is kept
+        return weakref.ref(module)
+
+    ref = run(ours)
+    gc.collect()
+    assert ref() is None
 
 
 def test_a_second_backward_from_an_attribute() -> None:

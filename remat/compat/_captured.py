@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat import _torch_internals as internals
 from remat._frozen import ATOMS, Freezer, Table, Thawer, cell_contents, parts, written_names
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -142,6 +143,13 @@ class Captured:
         for leaf in leaves:
             if isinstance(leaf, torch.nn.Module):
                 self._look_at_module(leaf)
+        modules = self._modules.values()
+        hooked = internals.has_global_module_hooks() or any(map(_has_hooks, modules))
+        # torch's own assign nothing, but hooks may.
+        self._namespaces = [
+            vars(m) for m in modules if hooked or not type(m).__module__.startswith("torch.nn.modules.")
+        ]
+        self._attributes = [*map(dict, self._namespaces)]
 
     def _look_at(self, objects: Sequence[Any]) -> None:
         seen = set()
@@ -172,9 +180,6 @@ class Captured:
         for m in todo:
             if m is not None and id(m) not in self._modules:
                 self._modules[id(m)] = m
-                if not type(m).__module__.startswith("torch.nn.modules."):  # those assign nothing
-                    self._namespaces.append(vars(m))
-                    self._attributes.append(dict(vars(m)))
                 if m._buffers and isinstance(m._buffers, dict):  # not of a ScriptModule
                     self._buffers += ((m._buffers, name, buffer) for name, buffer in m._buffers.items())
                 if m._modules:
@@ -274,6 +279,11 @@ class Captured:
             return fun(tensors) if type(fun) is _Closure else fun, list(leaves), None
         thaw = Thawer(self._table, tensors)
         return thaw(self._fun), [*map(thaw, leaves)], thaw
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    attributes = vars(module)
+    return bool(attributes.get("_forward_hooks") or attributes.get("_forward_pre_hooks"))
 
 
 def _differ(after: dict[str, Any], before: dict[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from remat import _torch_internals as internals
 from remat._context import RandomState
 from remat._errors import CheckpointError, warn
 from remat._remat import remat
+from remat._values import schema_of
 from remat.compat._call import Contexts
 from remat.compat._devices import noop_context_fn
 from remat.policies import CheckpointPolicy, Policy, as_policy
@@ -73,10 +74,10 @@ class _Kept:
     """A tensor that an op returned."""
 
     def __init__(self, tensor: Tensor, offload: bool) -> None:
-        self.storage = tensor.untyped_storage()._cdata
         self._device = tensor.device
         self._tensor = tensor.cpu() if offload else internals.alias(tensor)
-        self._changes = False
+        self.storage = self._tensor.untyped_storage()._cdata
+        self._changes = self._has_changed = False
         self._version = self._tensor._version
 
     def settle(self) -> None:
@@ -89,9 +90,13 @@ class _Kept:
             self._tensor, self._changes = self._tensor.clone(), True
             self._version = self._tensor._version
 
+    def after_change(self) -> None:
+        """The function has changed it in place: by `unsafe_chunk`, say, that does not show in its version."""
+        self._has_changed = True
+
     def get(self, func: Any) -> Tensor:
         """The tensor, for the rerun to have as its own."""
-        if self._tensor._version != self._version:
+        if self._has_changed or self._tensor._version != self._version:
             raise CheckpointError(
                 "checkpoint: Tensor cached during selective activation checkpoint has been mutated: a result of "
                 f"{func}, outside of the function or without allow_cache_entry_mutation=True, which takes care of "
@@ -176,9 +181,12 @@ class Selective(_Counter):
         if self._unsettled:
             self._settle()
         mutable = _is_mutable(func)
-        if mutable and self.allow_cache_entry_mutation and self.cache.kept:
-            self._before_change(args, kwargs)
+        changed = self._written(func, args, kwargs) if mutable and self.cache.kept else []
+        for kept in changed if self.allow_cache_entry_mutation else ():
+            kept.before_change()
         out = func(*args, **kwargs)
+        for kept in () if self.allow_cache_entry_mutation else changed:
+            kept.after_change()
         key = self.key(func)
         context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
         try:
@@ -202,12 +210,10 @@ class Selective(_Counter):
             self._unsettled += kept
         return entry, spec
 
-    def _before_change(self, args: Any, kwargs: Any) -> None:
-        leaves, _ = _tree.flatten((args, kwargs))
-        storages = {x.untyped_storage()._cdata for x in leaves if isinstance(x, Tensor)}
-        for kept in self.cache.kept:
-            if kept.storage in storages:
-                kept.before_change()
+    def _written(self, func: Any, args: Any, kwargs: Any) -> list[_Kept]:
+        """What of that which was kept an op writes to."""
+        storages = {x.untyped_storage()._cdata for x in schema_of(func).written(args, kwargs)}
+        return [kept for kept in self.cache.kept if kept.storage in storages]
 
 
 class _GivenBack(_Counter):
