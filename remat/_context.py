@@ -45,15 +45,21 @@ class Ambient(NamedTuple):
             )
         return Ambient(torch.get_default_dtype(), internals.default_device(), autocast)
 
-    def restored(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, the settings are these again."""
+    def restored(self, *, keeps_casts: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Within it, the settings are these again.
+
+        **Arguments:**
+
+        - `keeps_casts`: whether autocast may keep what it casts, so that the ops are those of the forward.
+        """
         now = Ambient.current()
-        return _NOTHING if now == self and not self.autocast else self._restored(now)
+        return _NOTHING if now == self and not self.autocast else self._restored(now, keeps_casts)
 
     @contextlib.contextmanager
-    def _restored(self, now: Ambient) -> Iterator[None]:
+    def _restored(self, now: Ambient, keeps_casts: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if self.autocast:  # it would keep casts of the rerun's leaves for as long as it lasts
+            cuts_casts = bool(self.autocast) and not keeps_casts
+            if cuts_casts:  # it would keep casts of the rerun's leaves for as long as it lasts
                 stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             if now.dtype != self.dtype:
                 stack.callback(torch.set_default_dtype, now.dtype)
@@ -62,7 +68,7 @@ class Ambient(NamedTuple):
                 stack.enter_context(self.device or torch.device("cpu"))
             if now.autocast != self.autocast:
                 stack.enter_context(internals.autocast(self.autocast or _off(now.autocast)))
-            if self.autocast:
+            if cuts_casts:
                 torch.set_autocast_cache_enabled(False)
             yield
 

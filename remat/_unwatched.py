@@ -153,6 +153,7 @@ class UnwatchedCall:
         self._written = _pure.written(reads) if reads.statistics else ()
         self._parts = [*map(_pure.made_of, roots)]
         self._hooks_count = True
+        self._keeps_casts = False
         self._context = _NOTHING
         self._fun = fun
         self._last: LastProduct | None = None
@@ -184,6 +185,7 @@ class UnwatchedCall:
         """
         self._repeats_draws = self._reads.draws and preserve_rng_state
         self._hooks_count = False
+        self._keeps_casts = True
         graph = _SparseGraph(self, early_stop)
         graph.compares = determinism_check
         forward_context, self._context = contexts
@@ -276,7 +278,8 @@ class UnwatchedCall:
                 self._check(fun)
                 with self._context:
                     return fun(*args, **kwargs)
-            with self._ambient.restored(), _filled(slots) if slots else _NOTHING:
+            ambient = self._ambient.restored(keeps_casts=self._keeps_casts)
+            with ambient, _filled(slots) if slots else _NOTHING:
                 self._check(fun)
                 with self._drawing_again(), _Swap(swaps) if swaps else _NOTHING, self._context:
                     return fun(*args, **kwargs)

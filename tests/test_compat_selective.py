@@ -484,3 +484,25 @@ def test_changes_that_show_in_no_version() -> None:
     with pytest.raises(CheckpointError, match="allow_cache_entry_mutation=True"):
         gradient(REMAT)
     assert_same(gradient(REMAT, allow=True), x.grad)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_weight_that_autocast_casts_once(within: bool) -> None:
+    """`within`: the backward, too, is under autocast."""
+    torch.manual_seed(0)
+    linear, addmm = nn.Linear(4, 4), [torch.ops.aten.addmm.default]
+
+    def run(way: Any) -> Any:
+        x = torch.ones(2, 4, requires_grad=True)
+        linear.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = way(lambda x: torch.tanh(linear(torch.tanh(linear(x)))), x).float().sum()
+            if within:
+                y.backward()
+        if not within:
+            y.backward()
+        return x.grad, linear.weight.grad
+
+    expected = run(lambda fun, x: fun(x))
+    assert_same(run(functools.partial(call, REMAT, addmm)), expected)
+    assert_same(run(functools.partial(call, TORCH, addmm)), expected)

@@ -137,7 +137,7 @@ class Call:
             leaves[i] = tensor
         args, kwargs = (leaves, {}) if self._spec is None else _tree.unflatten(self._spec, leaves)
         del leaves
-        ambient = NOTHING if Ambient.current() == self._ambient else self._ambient.restored()
+        ambient = NOTHING if Ambient.current() == self._ambient else self._ambient.restored(keeps_casts=True)
         restored = captured.restored(trusting) if captured.has_slots else NOTHING
         random_before = None if draws is None else draws.begin()
         try:
