@@ -125,12 +125,20 @@ def _with_derivative(out: Any, call: Call, leaves: list[Any], run: Run) -> Any:
         values = [other.resolve(t, read=False) for t in values]
     with internals.DisableTorchFunction():
         attached = attach(Derived(call, call), values, [internals.unwrap_dead(t) for t in operands])
-    if attached is values:
-        return out
+        if attached is values:
+            return out
+        attached = [_of_kind(type(v), a) for v, a in zip(values, attached, strict=True)]
     for value, raw in zip(attached, values, strict=True):
         for other in outer:
             other.adopt(value, same_as=raw)
     return results.replaced(attached)
+
+
+def _of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
+    """A tensor of the user's own class, which the nodes of autograd know nothing of."""
+    if type(tensor) is kind or kind is torch.nn.Parameter or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return tensor
+    return tensor.as_subclass(kind)
 
 
 @overload

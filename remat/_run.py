@@ -269,7 +269,9 @@ class Run(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.paused or internals.dispatch_modes() < self._dispatch_modes:  # a mode at work has been popped
+        if (
+            torch.compiler.is_compiling() or self.paused or internals.dispatch_modes() < self._dispatch_modes
+        ):  # a mode at work has been popped
             return func(*args, **(kwargs or {}))
         kind = _kind(func)
         if kind.sets_hooks:
@@ -664,7 +666,8 @@ def stranger(name: str, tensor: Tensor, where: str = "") -> CheckpointError:
     with internals.DisableTorchFunction():
         return CheckpointError(
             f"remat: the rerun of {name} read a tensor of shape {list(tensor.shape)}, {tensor.dtype} from outside"
-            f"{where} that its forward run was not seen to read. {PURITY}"
+            f"{where} that its forward run was not seen to read. {PURITY} What a ScriptModule or an extension holds is "
+            "not seen to be read: pass its tensors as arguments, or use remat.checkpoint."
         )
 
 

@@ -5,6 +5,7 @@
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -124,6 +125,22 @@ def test_an_outside_tensor_that_the_forward_did_not_read(transform: str, require
     with pytest.raises(CheckpointError, match=r"fun.*outside"):
         TRANSFORMS[transform](remat(fun), numbers(3, 3))
     assert b.grad is None
+
+
+def test_an_iterator_is_used_up_by_the_forward() -> None:
+    x = leaf(numbers(3))
+    y = remat(lambda ts: sum(t.sin() for t in ts))(t for t in (x, x))
+    with pytest.raises(CheckpointError, match="a list for an iterator, which the forward has used up"):
+        y.sum().backward()
+
+
+def test_a_script_module_is_not_seen_to_read() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(torch.nn.Linear(3, 3))
+    y = remat(lambda x: scripted(x).sin())(torch.ones(3, requires_grad=True))
+    with pytest.raises(CheckpointError, match=r"What a ScriptModule .* use remat.checkpoint"):
+        y.sum().backward()
 
 
 def test_the_error_is_torchs_too() -> None:

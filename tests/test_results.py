@@ -12,7 +12,7 @@ from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, assert_same, lea
 from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 
-from remat import remat
+from remat import policies, remat
 
 Decorator = Callable[[Any], Any]
 
@@ -399,3 +399,31 @@ def test_what_a_nested_function_hands_back_as_it_is() -> None:
         return grad(first, argnums=(0, 1))(x, y), grad(first)(x, y)
 
     assert_same(derivative(remat), derivative(plain))
+
+
+class Units(Tensor):
+    """The user's own class."""
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=["", "dots"])
+def test_results_of_the_users_own_class(policy: Any) -> None:
+    def program(decorate: Decorator) -> Any:
+        x = leaf(numbers(3))
+        y, (z,) = decorate(lambda x: ((x * 2).sin(), [x.cos()]))(x.as_subclass(Units))
+        assert type(y) is type(z) is Units
+        (g,) = torch.autograd.grad((y * z).sum(), x, create_graph=True)
+        return y, z, g, torch.autograd.grad(g.sum(), x)
+
+    assert_same(program(remat(policy=policy)), program(plain))
+
+
+def test_cond() -> None:
+    """Torch compiles it, under the modes that are active."""
+
+    def fun(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+    for sign in (1, -1):
+        x = leaf(sign * torch.ones(3))
+        assert_same(*(torch.autograd.grad(f(x).sum(), x) for f in (remat(fun), fun)))
+    assert_same(*(vmap(f)(torch.ones(2, 3)) for f in (remat(fun), fun)))
