@@ -34,6 +34,34 @@ def normed(x: Tensor, w: Tensor) -> Tensor:
     return NORMED(x)
 
 
+class Rotary(nn.Module):
+    """Attention with rotary embeddings, as in Llama."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.register_buffer(
+            "angles", torch.polar(torch.ones(2, width // heads // 2), torch.rand(2, width // heads // 2))
+        )
+
+    def turned(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * self.angles).flatten(-2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.view(*x.shape[:-1], self.heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        scores = self.turned(q) @ self.turned(k).mT / v.shape[-1] ** 0.5
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+
+
+ROTARY = Rotary(8, 2)
+
+
+def rotary(x: Tensor, w: Tensor) -> Tensor:
+    del w
+    return ROTARY(x.reshape(1, 2, 8))
+
+
 def watched(fun: Fun) -> Fun:
     """It appends to a list besides."""
 
@@ -44,7 +72,11 @@ def watched(fun: Fun) -> Fun:
     return counted
 
 
-LAYERS: dict[str, Fun] = {"a TransformerEncoderLayer": encoder, "a linear layer with BatchNorm": normed}
+LAYERS: dict[str, Fun] = {
+    "a TransformerEncoderLayer": encoder,
+    "a linear layer with BatchNorm": normed,
+    "attention with rotary embeddings": rotary,
+}
 WATCHED = {f"{title}, watched": watched(fun) for title, fun in ({"tanh(x @ w)": tanh} | LAYERS).items()}
 LIBRARIES: dict[str, Any] = {"torch": torch.utils.checkpoint, "remat": remat.compat}
 DOTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
