@@ -99,7 +99,7 @@ _BUILTINS = tuple(
     getattr(builtins, name)
     for name in _words("""
     AssertionError RuntimeError TypeError ValueError abs all any bool dict divmod enumerate float int isinstance len
-    list map max min pow range reversed round set slice sorted str sum tuple zip
+    list map max min pow range reversed round set slice sorted str sum super tuple zip
 """)
 )
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -274,6 +274,8 @@ class Reads:
         self._functions: dict[int, types.FunctionType] = {}
         self._modules: dict[int, nn.Module] = {}
         self._stock: set[int] = set()
+        self._looked_up: set[tuple[int, str]] = set()
+        self._uses_super = False
         self._roots = {id(root): i for i, root in enumerate(roots)}
         self._keeps_identities = [root.__code__ for root in roots if type(root) is types.FunctionType]
         with contextlib.suppress(_Unknown):
@@ -284,7 +286,7 @@ class Reads:
                 self.tensors += [(weakref.ref(module), is_parameter, name) for name in read]
         self.draws = bool(self._names & _DRAWS)
         self.may_write = bool(self._names & _MAY_BE_INPLACE)
-        del self._functions, self._modules, self._stock, self._roots, self._names
+        del self._functions, self._modules, self._stock, self._roots, self._names, self._looked_up
 
     @property
     def has_modules(self) -> bool:
@@ -333,11 +335,10 @@ class Reads:
     def _search(self, roots: list[Any]) -> None:
         for root in roots:
             self._take(root)
-        looked_up: set[tuple[int, str]] = set()
-        while new := set(itertools.product(self._modules, self._names)) - looked_up:
-            looked_up |= new
+        while new := set(itertools.product(self._modules, self._names)) - self._looked_up:
+            self._looked_up |= new
             for key, name in new:
-                self._attribute(self._modules[key], name)
+                self._attribute(self._modules[key], name, is_known=name == "forward" and key in self._stock)
         for name in self._names & _OPS:
             now = [space.get(name) for space in _SPACES]
             found = zip(_SPACES, now, strict=True)
@@ -372,8 +373,11 @@ class Reads:
         names = _names(function.__code__)
         if names is None or any(type(d) not in _CONSTANTS for d in _defaults(function)):
             raise _Unknown
-        if function.__closure__ and id(function) not in self._roots:
+        if function.__closure__ and id(function) not in self._roots and function.__code__.co_freevars != ("__class__",):
             raise _Unknown
+        if "super" in names.globals and not self._uses_super:
+            self._uses_super = True
+            self._looked_up.clear()
         is_of_torch = str(function.__module__).startswith("torch.")
         if id(function) not in self._roots and not is_of_torch:
             self._codes.append((weakref.ref(function), made_of(function)))
@@ -434,16 +438,21 @@ class Reads:
             self._take(child)
 
     def _attribute(self, module: nn.Module, name: str, is_known: bool = False) -> None:
-        """What the function finds if it looks for a name in a module. `is_known`: and what that does."""
+        """What the function finds if it looks for a name in a module, or in its `super()`.
+
+        **Arguments:**
+
+        - `is_known`: whether it is known what that does.
+        """
         missing: list[Any] = []
         for owner in (module, *type(module).__mro__):
             if name not in vars(owner):
                 missing.append(owner)
                 continue
-            if owner is nn.Module and name in _KNOWN:
-                return  # it is a tensor's: `x.float()`
+            if owner is nn.Module and (name in _KNOWN or name == "forward"):
+                break  # it is a tensor's: `x.float()`; there is no other `forward`
             if owner is nn.ModuleDict and name in ("items", "keys", "values"):
-                return
+                break
             value = vars(owner)[name]
             if owner is module and any(hasattr(type(vars(k).get(name)), "__set__") for k in type(module).__mro__):
                 raise _Unknown  # Python asks the descriptor
@@ -461,10 +470,12 @@ class Reads:
                 if owner is not module:
                     raise _Unknown
                 self.names.append((weakref.ref(module), name))
-            return
-        child = module._modules.get(name)
-        if child is not None:
-            self._take(child)
+            if not self._uses_super:
+                break
+        else:
+            child = module._modules.get(name)
+            if child is not None:
+                self._take(child)
 
 
 class _Unknown(Exception):  # noqa: N818

@@ -120,6 +120,26 @@ class Remembers(Block):
         return super().forward(x)
 
 
+class InDoubles(nn.LayerNorm):
+    """As in CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__(3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.double()).type(x.dtype)
+
+
+class AttendsTwice(Block):
+    def attend(self, x: Tensor) -> Tensor:
+        return super().attend(super().attend(x))
+
+
+class RemembersBelow(Remembers):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.sin())
+
+
 class Indexed(Block):
     def __getitem__(self, index: int) -> Tensor:
         return WEIGHT[index]
@@ -336,6 +356,7 @@ KNOWN: dict[str, Any] = {
     "a module": Block(),
     "its forward": Block().forward,
     "another method": Block().attend,
+    "super": nn.Sequential(InDoubles(), AttendsTwice(), nn.Conv1d(3, 3, 1).double()),
     "a captured module": uses(LAYERS),
     "a captured method": uses(Block().attend),
     "a captured function": uses(product),
@@ -384,6 +405,7 @@ UNKNOWN: dict[str, Any] = {
     "an object": types.SimpleNamespace(),
     "another builtin": torch.rrelu,
     "a module that remembers": Remembers(),
+    "one below that remembers": RemembersBelow(),
     "a module with an operator": Indexed(),
     "a number of the class": Factor(),
     "a module by the name of an operation": Randomized(),
