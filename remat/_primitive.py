@@ -270,7 +270,10 @@ class RematNode(internals.SingleLevelFunction):  # type: ignore[misc]
 
 
 class RematOverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
-    """Values that come with a graph which saves nothing. It is used where nothing differentiates the derivative."""
+    """Values that come with a graph which saves nothing.
+
+    It is used where nothing differentiates the derivative, and the hooks are allowed that run the function again.
+    """
 
     @staticmethod
     def forward(ctx: Any, link: _Link, graph: OwnGraph, values: Values, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -288,6 +291,7 @@ class RematOverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
             torch.is_grad_enabled()
             or internals.transforms_active()
             or internals.forward_ad_active()
+            or internals.saved_tensors_hooks_refused()
             or any(c is not None and internals.is_legacy_batched(c) for c in cotangents)
         ):
             return None, None, None, *cotangents, *[None] * len(needed)
