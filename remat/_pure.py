@@ -88,8 +88,8 @@ _ATTRIBUTES = _words("""
     T H mT mH device dtype dim ndim real imag shape type values indices nn functional special linalg fft
     Size Tensor bool float double half long int bfloat16 bfloat float16 float32 float64 int8 int16 int32 int64 uint8
     complex64 complex128 cpu cuda inf pi e nan newaxis eps tiny is_floating_point is_complex is_cuda stride mode
-    L LU P Q R S U Vh eigenvalues eigenvectors logabsdet solution
-    append copy count endswith extend format get index insert items join keys lower pop reverse sort startswith update
+    eigenvalues eigenvectors logabsdet solution
+    append copy count endswith extend format get insert items join keys lower pop reverse sort startswith update
     upper
     """)
 _MATH = frozenset(n for n in dir(math) if not n.startswith("_"))
@@ -152,7 +152,8 @@ _MAY_BE_INPLACE = _words("""
 _REFUSED = tuple(
     _words("""
     BEFORE_WITH DELETE_ATTR DELETE_DEREF DELETE_GLOBAL DELETE_NAME DELETE_SUBSCR GET_AWAITABLE
-    IMPORT_ INPLACE_ LOAD_BUILD_CLASS LOAD_NAME LOAD_SPECIAL LOAD_SUPER_ATTR PUSH_EXC_INFO SEND SETUP_FINALLY SETUP_WITH
+    IMPORT_ INPLACE_ LOAD_BUILD_CLASS LOAD_NAME LOAD_SPECIAL LOAD_SUPER_ATTR MATCH_CLASS PUSH_EXC_INFO SEND
+    SETUP_FINALLY SETUP_WITH
     STORE_ATTR STORE_GLOBAL STORE_NAME STORE_SLICE STORE_SUBSCR YIELD_
     """)
 )
@@ -347,8 +348,10 @@ class Reads:
             self._meant += [op for _, op in checked]
             if any(map(operator.is_not, now, _ORIGINALS[name])):  # somebody has put something else there
                 raise _Unknown
-        if any(not self._names.isdisjoint(f.__dict__) for f in self._functions.values()):
-            raise _Unknown  # one of them may be an attribute of a function
+        tensors = (t for m in self._modules.values() for names in (m._parameters, m._buffers) for t in names.values())
+        others = *self._functions.values(), *(t for t in tensors if t is not None)
+        if any(not self._names.isdisjoint(vars(other)) for other in others):
+            raise _Unknown  # what is asked for may be an attribute of a function, or of a parameter
         unknown = self._names - _KNOWN
         owned = {n for m in self._modules.values() for n in _names_of(m)}
         if unknown <= owned and not any(map(_is_of_torch, unknown)):
@@ -378,7 +381,7 @@ class Reads:
         if "super" in names.globals and not self._uses_super:
             self._uses_super = True
             self._looked_up.clear()
-        is_of_torch = str(function.__module__).startswith("torch.")
+        is_of_torch = str(function.__globals__.get("__name__")).startswith("torch.")
         if id(function) not in self._roots and not is_of_torch:
             self._codes.append((weakref.ref(function), made_of(function)))
         self._names |= names.attributes

@@ -959,3 +959,96 @@ def test_attributes_that_are_not_read_are_not_held() -> None:
     assert module.calls == len(made)
     alive = [t for t in gc.get_objects() if type(t) is Tensor and t.shape == (4096,)]
     assert len(alive) <= len(made) + 2  # the results, x and what is shown
+
+
+# What a module builds when it is first called.
+
+
+class Builds(nn.Module):
+    """By a flag, the first time; then it computes with what it has built."""
+
+    def __init__(self, build: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.build, self.built, self.numbers, self.calls = build, False, [1.0], 0
+        self.first, self.layers, self.bias = nn.Linear(3, 3), nn.ModuleList(), None
+        self.register_parameter("scale", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.built:
+            self.build(self)
+            self.built = True
+        x = self.first(x) * sum(self.numbers)
+        for layer in self.layers:
+            x = layer(x)
+        return torch.tanh(x if self.scale is None else x * self.scale)
+
+
+BUILT: dict[str, Callable[[Any], Any]] = {
+    "a child": lambda m: setattr(m, "head", nn.Linear(3, 3)),
+    "a layer in a list": lambda m: m.layers.append(nn.Linear(3, 3)),
+    "a parameter": lambda m: setattr(m, "scale", nn.Parameter(torch.rand(3))),
+    "a number in a list": lambda m: m.numbers.append(2.0),
+    "a hook": lambda m: m.first.register_forward_hook(lambda m, args, out: out * 2),
+    "a parametrization": lambda m: nn.utils.parametrizations.weight_norm(m.first),
+}
+
+
+@both_variants
+@pytest.mark.parametrize("what", BUILT)
+def test_what_is_built_at_first_is_not_built_again(what: str, variant: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        torch.manual_seed(0)
+        module, x = Builds(BUILT[what]), torch.ones(2, 3, requires_grad=True)
+        y = checkpoint(module, x).sum() + checkpoint(module, x * 2).sum()
+        parameters = [*module.parameters()]
+        y.backward()
+        assert [*map(id, module.parameters())] == [*map(id, parameters)]
+        return x.grad, [p.grad for p in parameters], module(x)
+
+    right(run, VARIANTS[variant][1])
+
+
+class Alternates(nn.Module):
+    """Things that begin again in the rerun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start: Any = None
+        self.pair = (1.0, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 3.0
+        if hasattr(self, "start"):
+            del self.start
+            factor = 2.0
+        now, then = self.pair
+        self.pair = then, now
+        return (x * factor * now).sin()
+
+
+@both_variants
+def test_attributes_that_are_deleted_and_tuples(variant: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        module, x = Alternates(), leaf(numbers(3))
+        (checkpoint(module, x) + checkpoint(module, x)).sum().backward()
+        return x.grad, module.pair, hasattr(module, "start")
+
+    right(run, VARIANTS[variant][1])
+
+
+@both_variants
+def test_a_given_tensor_that_is_written_to_beside_a_cache(variant: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        cache: dict[str, Tensor] = {}
+        x, w, steps = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1)), numbers(3)
+
+        def fun(x: Tensor, steps: Tensor) -> Tensor:
+            if not cache:
+                cache["table"] = torch.arange(3.0).double().cos()
+            steps.add_(1)
+            return torch.tanh(x @ w * cache["table"])
+
+        checkpoint(fun, x, steps).sum().backward()
+        return x.grad, w.grad, steps
+
+    right(run, VARIANTS[variant][1])

@@ -18,7 +18,7 @@ from torch.nn.functional import relu
 from torch.nn.modules import module as module_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from remat import CheckpointError, RematError, _pure, remat
+from remat import CheckpointError, RematError, _pure, policies, remat
 from remat.compat import checkpoint
 
 LAYERS = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
@@ -325,6 +325,22 @@ def assigns_to_a_cell() -> Fun:
     return fun
 
 
+def matches(x: Tensor) -> Tensor:
+    match x:
+        case Tensor(grad=None):
+            return x.sin()
+    return x
+
+
+@functools.wraps(F.gelu)
+def looks_like_torchs(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def calls_what_looks_like_torchs(x: Tensor) -> Tensor:
+    return looks_like_torchs(x).sin()
+
+
 def with_default(x: Tensor, w: Tensor = WEIGHT) -> Tensor:
     return x @ w
 
@@ -394,6 +410,7 @@ UNKNOWN: dict[str, Any] = {
         imports,
         looks_by_name,
         generates,
+        matches,
         with_default,
     )
 } | {
@@ -1099,3 +1116,31 @@ def test_what_is_patched_after_a_call(patch: str, monkeypatch: pytest.MonkeyPatc
         context.setattr(space, name, doubled(getattr(space, name)))
         assert _pure.reads(module) is None
     assert _pure.reads(module) is not None
+
+
+def test_code_that_is_replaced_in_what_looks_like_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = leaf(numbers(3))
+    y = remat(calls_what_looks_like_torchs)(x).sum()
+    monkeypatch.setattr(looks_like_torchs, "__code__", product.__code__)
+    with pytest.raises(CheckpointError):
+        y.backward()
+
+
+class Quantized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.weight = 1.0, nn.Parameter(numbers(3))
+        self.weight.scale = nn.Parameter(numbers(3, seed=1))  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.weight.scale * self.scale  # type: ignore[attr-defined]
+
+
+def test_attributes_of_parameters() -> None:
+    module, x = Quantized(), leaf(numbers(3))
+    assert _pure.reads(module) is None
+    wrt = [x, module.weight, module.weight.scale]
+    found, expected = (
+        torch.autograd.grad(f(x).sum(), wrt) for f in (remat(module, policy=policies.dots_saveable), module)
+    )
+    assert_same(found, expected)

@@ -13,6 +13,7 @@ from remat import _torch_internals as internals
 from remat import _tree
 from remat._context import Ambient
 from remat._errors import CheckpointError
+from remat._native import version
 from remat._run import CHANGES_SHARED
 from remat.compat._captured import Captured
 from remat.compat._draws import Draws
@@ -60,6 +61,8 @@ class Call:
             leaves[i] = None
         self._captured.freeze(leaves, self.tensors)
         self._identities = [*map(id, self.tensors)]
+        self._versions = _versions(self.tensors)
+        self._writes: list[int] = []  # to each of them, when the forward is over
         self._ambient = Ambient.current()
         self._draws = Draws(self.tensors) if preserve_rng_state else None
 
@@ -72,6 +75,7 @@ class Call:
         forward.finish()
         self._captured.finish({*self._identities, *(id(o.tensor) for o in self.record.outside)})
         self.record.is_simple = self.record.is_simple and not self._captured.has_other_buffers
+        self._writes = [now - before for now, before in zip(_versions(self.tensors), self._versions, strict=True)]
         self.tensors = []
         if self._draws is not None:
             self._draws.finish(device for _, _, device in self.record.metas)
@@ -104,6 +108,13 @@ class Call:
             return operands
         return [None if key in written else o for key, o in zip(self._identities, operands, strict=True)]
 
+    def _check_writes(self, tensors: Sequence[Tensor], before: list[int]) -> None:
+        """Raise where the rerun, which made other calls, has not written as often to what was given."""
+        writes = [now - then for now, then in zip(_versions(tensors), before, strict=True)]
+        for key, t, now, then in zip(self._identities, tensors, writes, self._writes, strict=True):
+            if key in self.record.written and now != then:
+                raise CheckpointError(STATE_WAS_SET_UP.format(list(t.shape), t.dtype, "is given"))
+
     def rerun(
         self,
         rerun: Rerun | None,
@@ -120,11 +131,6 @@ class Call:
             raise CheckpointError(CHANGES_SHARED.format("checkpoint: the function", *self.record.shapes_of_shared))
         captured, draws = self._captured, self._draws
         trusting = rerun is None or rerun.trusting
-        if not trusting:
-            for key in self._identities:
-                if key in self.record.written:
-                    before = self.record.written[key][1]
-                    raise CheckpointError(STATE_WAS_SET_UP.format(list(before.shape), before.dtype, "is given"))
         if rerun is not None:
             rerun.is_state = captured.is_state
             for key, (ref, before) in self.record.written.items() if trusting else ():
@@ -142,8 +148,11 @@ class Call:
         random_before = None if draws is None else draws.begin()
         try:
             with internals.grad_enabled(), ambient, context:
+                versions = [] if trusting else _versions(tensors)
                 with rerun or NOTHING, restored:
                     out = fun(*args, **kwargs)
+                if versions and self._writes:
+                    self._check_writes(tensors, versions)
                 if rerun is not None:
                     if rerun.drops_result:
                         out = None
@@ -158,3 +167,8 @@ class Call:
         if draws is not None and random_before is not None:
             draws.check(random_before)
         return out
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    with internals.DisableTorchFunction():
+        return [*map(version, tensors)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dis
 import functools
@@ -32,6 +33,12 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...]]:
 
 _MISSING = object()
 _KEPT = ATOMS | {torch.dtype, torch.device, torch.Size, type(_MISSING)}
+
+
+def _is_atom(value: Any) -> bool:
+    return type(value) in _KEPT or (type(value) is tuple and all(map(_is_atom, value)))
+
+
 _CONSTANT = (types.ModuleType, type, types.BuiltinFunctionType)
 
 
@@ -104,6 +111,7 @@ class Captured:
         "_given",
         "_modules",
         "_namespaces",
+        "_sizes",
         "_slots",
         "_table",
         "tensors",
@@ -118,6 +126,7 @@ class Captured:
         self._namespaces: list[dict[str, Any]] = []  # of modules that may assign to their attributes
         self._attributes: list[dict[str, Any]] = []  # what these were, until the forward is over
         self._assigned: list[_Slot] = []  # those that the forward assigned to
+        self._sizes: list[list[int]] = []  # of what modules hold, until the forward is over
         self.tensors: list[Tensor] = []
         self._given: list[Any] = []
         self._contents: Any = None
@@ -146,10 +155,9 @@ class Captured:
         modules = self._modules.values()
         hooked = internals.has_global_module_hooks() or any(map(_has_hooks, modules))
         # torch's own assign nothing, but hooks may.
-        self._namespaces = [
-            vars(m) for m in modules if hooked or not type(m).__module__.startswith("torch.nn.modules.")
-        ]
+        self._namespaces = [vars(m) for m in modules if hooked or not _is_of_torch(m)]
         self._attributes = [*map(dict, self._namespaces)]
+        self._sizes = [*map(_sizes, modules)]
 
     def _look_at(self, objects: Sequence[Any]) -> None:
         seen = set()
@@ -196,9 +204,12 @@ class Captured:
             if _differ(names, before):
                 for name in names.keys() | before.keys():
                     old = before.get(name, _MISSING)
-                    if names.get(name, _MISSING) is not old and (type(old) in _KEPT or id(old) in read):
+                    if names.get(name, _MISSING) is not old and (_is_atom(old) or id(old) in read):
                         self._assigned.append((names, name, old))
-        self._attributes = []
+        # What the function builds when it is first called, behind a flag, is not to be built again.
+        if self._assigned and [*map(_sizes, self._modules.values())] != self._sizes:
+            self._assigned = []
+        self._attributes, self._sizes = [], []
         self._buffers = [
             (names, name, buffer)
             for names, name, buffer in self._buffers
@@ -286,6 +297,23 @@ def _has_hooks(module: torch.nn.Module) -> bool:
     return bool(attributes.get("_forward_hooks") or attributes.get("_forward_pre_hooks"))
 
 
+def _is_of_torch(module: torch.nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _sizes(module: torch.nn.Module) -> list[int]:
+    """What changes where a module is given parameters, children or hooks, or its lists and dicts grow."""
+    attributes = vars(module)
+    if _is_of_torch(module):
+        return [len(attributes[name]) for name in _BUILT if name in attributes]
+    children = (t for name in ("_parameters", "_modules") for t in attributes.get(name, {}).values())
+    return [*(len(v) for v in attributes.values() if type(v) in _SIZED), *map(id, children)]
+
+
+_SIZED = {list, dict, set, collections.deque, collections.OrderedDict}
+_BUILT = ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks")
+
+
 def _differ(after: dict[str, Any], before: dict[str, Any]) -> bool:
     return len(after) != len(before) or any(map(operator.is_not, after.values(), before.values()))
 
@@ -314,5 +342,5 @@ def _put(container: Any, name: Any, value: Any) -> None:
             container.cell_contents = value
     elif value is _MISSING:
         container.pop(name, None)
-    elif container.get(name) is not value:
+    elif container.get(name, _MISSING) is not value:
         container[name] = value
