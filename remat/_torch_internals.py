@@ -58,6 +58,7 @@ from torch.utils._device import DeviceContext
 # A mode that sees every aten op below all transforms: documented, but its import path is private.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import _CachingTorchDispatchMode, create_selective_checkpoint_contexts
+from torch.utils.hooks import RemovableHandle
 
 
 class BareDispatchMode(TorchDispatchMode):
@@ -848,6 +849,11 @@ def dtensor_at_work() -> bool:
 # For remat._pure.
 
 has_global_module_hooks: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
+
+
+def hooks_so_far() -> int:
+    """How many hooks of modules and tensors were ever registered."""
+    return RemovableHandle.next_id
 
 
 _hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

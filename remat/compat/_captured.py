@@ -109,6 +109,7 @@ class Captured:
         "_contents",
         "_fun",
         "_given",
+        "_has_hooks",
         "_modules",
         "_namespaces",
         "_sizes",
@@ -126,7 +127,8 @@ class Captured:
         self._namespaces: list[dict[str, Any]] = []  # of modules that may assign to their attributes
         self._attributes: list[dict[str, Any]] = []  # what these were, until the forward is over
         self._assigned: list[_Slot] = []  # those that the forward assigned to
-        self._sizes: list[list[int]] = []  # of what modules hold, until the forward is over
+        self._sizes: list[Any] = []  # of what these hold, until the forward is over
+        self._has_hooks = False
         self.tensors: list[Tensor] = []
         self._given: list[Any] = []
         self._contents: Any = None
@@ -152,12 +154,13 @@ class Captured:
         for leaf in leaves:
             if isinstance(leaf, torch.nn.Module):
                 self._look_at_module(leaf)
-        modules = self._modules.values()
-        hooked = internals.has_global_module_hooks() or any(map(_has_hooks, modules))
+        hooked = self._has_hooks or internals.has_global_module_hooks()
         # torch's own assign nothing, but hooks may.
-        self._namespaces = [vars(m) for m in modules if hooked or not _is_of_torch(m)]
+        self._namespaces = [
+            vars(m) for m in self._modules.values() if hooked or not type(m).__module__.startswith("torch.nn.modules.")
+        ]
         self._attributes = [*map(dict, self._namespaces)]
-        self._sizes = [*map(_sizes, modules)]
+        self._sizes = [internals.hooks_so_far(), *map(_sizes, self._namespaces)]
 
     def _look_at(self, objects: Sequence[Any]) -> None:
         seen = set()
@@ -188,6 +191,9 @@ class Captured:
         for m in todo:
             if m is not None and id(m) not in self._modules:
                 self._modules[id(m)] = m
+                attributes = vars(m)
+                if attributes.get("_forward_hooks") or attributes.get("_forward_pre_hooks"):
+                    self._has_hooks = True
                 if m._buffers and isinstance(m._buffers, dict):  # not of a ScriptModule
                     self._buffers += ((m._buffers, name, buffer) for name, buffer in m._buffers.items())
                 if m._modules:
@@ -206,14 +212,21 @@ class Captured:
                     old = before.get(name, _MISSING)
                     if names.get(name, _MISSING) is not old and (_is_atom(old) or id(old) in read):
                         self._assigned.append((names, name, old))
-        # What the function builds when it is first called, behind a flag, is not to be built again.
-        if self._assigned and [*map(_sizes, self._modules.values())] != self._sizes:
+        if self._assigned and self._has_built():
             self._assigned = []
         self._attributes, self._sizes = [], []
         self._buffers = [
             (names, name, buffer)
             for names, name, buffer in self._buffers
             if buffer is None or id(buffer) in read or names.get(name, _MISSING) is not buffer
+        ]
+
+    def _has_built(self) -> bool:
+        """Whether modules have got parameters, children or hooks: behind a flag, which has to be as it is now."""
+        children = (m for parent in self._modules.values() for m in parent._modules.values())
+        return any(m is not None and id(m) not in self._modules for m in children) or self._sizes != [
+            internals.hooks_so_far(),
+            *map(_sizes, self._namespaces),
         ]
 
     def undo(self) -> None:
@@ -292,26 +305,13 @@ class Captured:
         return thaw(self._fun), [*map(thaw, leaves)], thaw
 
 
-def _has_hooks(module: torch.nn.Module) -> bool:
-    attributes = vars(module)
-    return bool(attributes.get("_forward_hooks") or attributes.get("_forward_pre_hooks"))
-
-
-def _is_of_torch(module: torch.nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.modules.")
-
-
-def _sizes(module: torch.nn.Module) -> list[int]:
-    """What changes where a module is given parameters, children or hooks, or its lists and dicts grow."""
-    attributes = vars(module)
-    if _is_of_torch(module):
-        return [len(attributes[name]) for name in _BUILT if name in attributes]
-    children = (t for name in ("_parameters", "_modules") for t in attributes.get(name, {}).values())
-    return [*(len(v) for v in attributes.values() if type(v) in _SIZED), *map(id, children)]
+def _sizes(attributes: dict[str, Any]) -> list[int]:
+    """What changes where a module is given parameters, or where its lists and dicts grow."""
+    sizes = [len(v) for v in attributes.values() if type(v) in _SIZED]
+    return [*sizes, *map(id, attributes.get("_parameters", {}).values())]
 
 
 _SIZED = {list, dict, set, collections.deque, collections.OrderedDict}
-_BUILT = ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks")
 
 
 def _differ(after: dict[str, Any], before: dict[str, Any]) -> bool:
