@@ -1052,3 +1052,21 @@ def test_a_given_tensor_that_is_written_to_beside_a_cache(variant: str) -> None:
         return x.grad, w.grad, steps
 
     right(run, VARIANTS[variant][1])
+
+
+@both_variants
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_a_lazy_layer_before_a_draw(p: float, variant: str) -> None:
+    """Its rerun does not initialise the layer again, so it would draw another mask."""
+
+    def run(checkpoint: Any) -> Any:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.LazyLinear(4, dtype=torch.float64), nn.Tanh(), nn.Dropout(p)).train(p > 0)
+        x = leaf(numbers(2, 3))
+        checkpoint(module, x).sum().backward()
+        return x.grad, module[0].weight.grad
+
+    if p:
+        fails(run, "its rerun makes other calls than its forward and draws others", VARIANTS[variant][1])
+    else:
+        right(run, VARIANTS[variant][1])

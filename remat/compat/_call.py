@@ -154,6 +154,8 @@ class Call:
                 if versions and self._writes:
                     self._check_writes(tensors, versions)
                 if rerun is not None:
+                    if draws is not None and rerun.makes_other_calls and not rerun.was_misled:
+                        draws.check_other_calls()
                     if rerun.drops_result:
                         out = None
                     rerun.finish()

@@ -35,11 +35,11 @@ def _numpy_state() -> Any:
 class Draws:
     """The states of all generators before a run, to have it draw the same again."""
 
-    __slots__ = ("_late", "_others", "_python", "_torch")
+    __slots__ = ("_end", "_late", "_others", "_python", "_torch")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """`tensors`: what the run is given; the generators of their devices count."""
-        self._torch = torch.default_generator.get_state()
+        self._torch = self._end = torch.default_generator.get_state()
         self._others = RandomState(tensors, of_python=False) if has_accelerator() else None
         self._python: PythonState | None = python_state()
         self._late: set[torch.device] = set()
@@ -52,6 +52,7 @@ class Draws:
 
     def finish(self, devices: Iterable[torch.device]) -> None:
         """The run is over. `devices`: those that came into play."""
+        self._end = torch.default_generator.get_state()
         if self._python == python_state():
             self._python = None
         if self._others is not None:
@@ -89,6 +90,16 @@ class Draws:
         torch.default_generator.set_state(before.torch)
         if before.python is not None:
             random.setstate(before.python)
+
+    def check_other_calls(self) -> None:
+        """Raise if a rerun that made other calls than the forward has drawn something else."""
+        now = torch.default_generator.get_state()
+        if not same_state(now, self._torch) and not same_state(now, self._end):
+            raise CheckpointError(
+                "checkpoint: the function draws random numbers, and its rerun makes other calls than its forward and "
+                "draws others: a layer sets itself up in its first call, say. Call the function once before, without "
+                "checkpoint."
+            )
 
     def check(self, before: _Before) -> None:
         """Raise if there were draws that could not be repeated."""

@@ -598,7 +598,12 @@ class Rerun(Collector, TorchFunctionMode):
     @property
     def was_misled(self) -> bool:
         """Whether the calls were not those of the forward, and tensors were replaced as if they were."""
-        return self.may_be_misled and self._matching < self._record.needed
+        return self.may_be_misled and self.makes_other_calls
+
+    @property
+    def makes_other_calls(self) -> bool:
+        """Whether the calls were not those of the forward."""
+        return self._matching < self._record.needed
 
     # Reading and writing.
 
