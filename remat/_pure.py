@@ -166,6 +166,7 @@ class _Code(NamedTuple):
 
     globals: frozenset[str]
     attributes: frozenset[str]
+    unpacks: bool
 
 
 @functools.lru_cache(1000)  # of the codes of a notebook, say
@@ -173,7 +174,7 @@ def _names(code: types.CodeType) -> _Code | None:
     """What code, and the functions defined in it, name. None: it does what is not known."""
     if code.co_flags & (0x20 | 0x80 | 0x200) and code.co_name != "<genexpr>":  # generators and coroutines
         return None
-    globals_, attributes = set(), set()
+    globals_, attributes, unpacks = set(), set(), False
     instructions = list(dis.get_instructions(code))
     for i in instructions:
         if i.opname == "STORE_DEREF" and i.argval in code.co_freevars:
@@ -186,6 +187,7 @@ def _names(code: types.CodeType) -> _Code | None:
             globals_.add(i.argval)
         elif i.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             attributes.add(i.argval)
+        unpacks |= i.opname == "CALL_FUNCTION_EX" and bool(i.arg)
     keywords = {n for c in code.co_consts for n in (c if isinstance(c, tuple) else (c,)) if isinstance(n, str)}
     if keywords & {"out", "generator", "requires_grad"} or ("inplace" in keywords and "inplace" not in attributes):
         return None
@@ -198,7 +200,8 @@ def _names(code: types.CodeType) -> _Code | None:
                 return None
             globals_ |= inner.globals
             attributes |= inner.attributes
-    return _Code(frozenset(globals_), frozenset(attributes))
+            unpacks |= inner.unpacks
+    return _Code(frozenset(globals_), frozenset(attributes), unpacks)
 
 
 def _gives_true(instructions: list[dis.Instruction], constants: tuple[Any, ...]) -> bool:
@@ -252,6 +255,7 @@ class Reads:
         buffer), and the name.
     - `draws`: whether it may draw from the global generators.
     - `may_write`: whether an argument that is True may tell it to work in place.
+    - `unpacks`: whether the keys of an argument may (`**options`).
     - `statistics`: modules that write to their buffers in training, and read nothing of them then: weak references.
     - `names`: names that may come to mean something else: globals of the function itself (owner: a number, of a root),
         numbers in globals of others, and numbers in modules (owner: a weak reference).
@@ -261,6 +265,7 @@ class Reads:
         self.is_known = False
         self.draws = False
         self.may_write = False
+        self.unpacks = False
         self.tensors: list[tuple[weakref.ref[nn.Module], bool, str]] = []
         self.statistics: list[weakref.ref[nn.Module]] = []
         self.names: list[tuple[Any, str]] = []
@@ -385,6 +390,7 @@ class Reads:
         if id(function) not in self._roots and not is_of_torch:
             self._codes.append((weakref.ref(function), made_of(function)))
         self._names |= names.attributes
+        self.unpacks |= names.unpacks
         for name in names.globals:
             value = function.__globals__.get(name, _MISSING)
             at = self._roots[id(function)] if id(function) in self._roots else weakref.ref(function)

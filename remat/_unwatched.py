@@ -72,6 +72,13 @@ def _is_plain(tree: Any) -> bool:
     return (kind is tuple or kind is list) and all(map(_is_plain, tree))
 
 
+def _tells(tree: Any) -> bool:
+    """Whether there is a key in it that tells an operation to write to something."""
+    if type(tree) is dict:
+        return "out" in tree or "inplace" in tree or _tells(tuple(tree.values()))
+    return (type(tree) is tuple or type(tree) is list) and any(map(_tells, tree))
+
+
 class PlainCall:
     """A call of which nothing is differentiated."""
 
@@ -517,6 +524,8 @@ def unwatched(
         return None
     leaves, spec = (list(args), None) if flat else _tree.flatten((args, kwargs))
     if reads.may_write and any(leaf is True for leaf in leaves):  # F.relu(x, inplace)
+        return None
+    if reads.unpacks and not flat and _tells((args, kwargs)):
         return None
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     contents: dict[int, tuple[types.CellType, Any]] = {}

@@ -166,6 +166,18 @@ def test_a_flag_that_is_handed_on(way: Way) -> None:
 
 
 @WAYS
+@pytest.mark.parametrize("options", [{"out": torch.zeros(3).double()}, {"dim": 0}])
+def test_keywords_that_are_handed_on(options: dict[str, Any], way: Way) -> None:
+    """Those that tell to write to something: such a call is watched."""
+
+    def fun(x: Tensor, options: dict[str, Any]) -> Tensor:
+        return F.normalize(x.detach(), **{"dim": 0} | options) * x
+
+    x = leaf(numbers(3))
+    assert_same(*(torch.autograd.grad(f(x, options).sum(), x) for f in (way(fun), fun)))
+
+
+@WAYS
 def test_nothing_is_computed_that_nobody_needs(way: Way) -> None:
     x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
     y = way(tanh)(x, w)
