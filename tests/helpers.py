@@ -53,6 +53,17 @@ def known_and_watched(module: Any) -> Any:
     return watched
 
 
+def in_turn(*steps: Fun) -> Fun:
+    """One function after the other."""
+
+    def fun(x: Any) -> Any:
+        for step in steps:
+            x = step(x)
+        return x
+
+    return fun
+
+
 def numbers(*shape: int, seed: int = 0) -> Tensor:
     """The same doubles every time."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Fun, assert_same, leaf, numbers
+from helpers import Fun, assert_same, in_turn, leaf, numbers
 from torch import Tensor, nn
 from torch.nn.functional import relu
 from torch.nn.modules import module as module_hooks
@@ -184,15 +184,6 @@ def scales(factor: float) -> Fun:
 
 def uses(module: Any) -> Fun:
     return lambda x: module(x)
-
-
-def applies(*steps: Any) -> Fun:
-    def fun(x: Tensor) -> Tensor:
-        for step in steps:
-            x = step(x)
-        return x
-
-    return fun
 
 
 def reads_a_global_tensor(x: Tensor) -> Tensor:
@@ -377,7 +368,7 @@ KNOWN: dict[str, Any] = {
     "a captured method": uses(Block().attend),
     "a captured function": uses(product),
     "a captured operation": uses(torch.tanh),
-    "captured ones": applies(torch.sin, LAYERS, product),
+    "captured ones": in_turn(torch.sin, LAYERS, product),
     "unpacks": unpacks,
     "hands on": hands_on,
     "of several namespaces": waves,
@@ -417,7 +408,7 @@ UNKNOWN: dict[str, Any] = {
     "assigns to a cell": assigns_to_a_cell(),
     "captures an impure one": uses(draws_by_hand),
     "captures a list": captures([WEIGHT]),
-    "captures a tensor in a tuple": applies(torch.sin, WEIGHT),
+    "captures a tensor in a tuple": in_turn(torch.sin, WEIGHT),
     "a partial": functools.partial(product),
     "an object": types.SimpleNamespace(),
     "another builtin": torch.rrelu,
@@ -488,7 +479,7 @@ def test_who_draws() -> None:
         torch.randn,
         lambda x: x * torch.rand(3),
         lambda x: drop(x),
-        applies(torch.randn),
+        in_turn(torch.randn),
     )
     for fun, draws in {nn.Tanh(): False, **dict.fromkeys(drawing, True)}.items():
         found = _pure.reads(fun)

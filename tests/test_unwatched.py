@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CountOps, Fun, assert_same, leaf, numbers
+from helpers import CountOps, Fun, assert_same, in_turn, leaf, numbers
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
@@ -110,15 +110,6 @@ def test_no_run_is_watched(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 def scaled(w: Tensor, x: Tensor, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
     return torch.addmm(bias, x, w) * factor
-
-
-def in_turn(*steps: Fun) -> Fun:
-    def fun(x: Tensor) -> Tensor:
-        for step in steps:
-            x = step(x)
-        return x
-
-    return fun
 
 
 W = leaf(numbers(3, 3, seed=1))
