@@ -120,40 +120,14 @@ _KNOWN_KINDS = (
     nn.TransformerEncoderLayer,
 )
 """Modules of torch that are known, although their code names more than is known here."""
-
-
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
-_OF_F = {f for f in vars(F).values() if isinstance(f, types.FunctionType)} - {F.multi_head_attention_forward}
-
-
-def _named_in(code: types.CodeType) -> set[str]:
-    return {*code.co_names}.union(*(_named_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
-
-
-def _parts_of(kind: type[nn.Module]) -> list[tuple[Mapping[str, Any], str, Any]]:
-    """The methods that a call of a module of torch runs, and the functions of `torch.nn.functional`."""
-    found: list[tuple[Mapping[str, Any], str, Any]] = []
-    names, todo = set[str](), {"forward"}
-    while todo:
-        names |= todo
-        parts = [(vars(space), n) for n in todo for space in (*kind.__mro__[:-2], F) if n in vars(space)]
-        functions = [(space, n, space[n]) for space, n in parts if isinstance(space[n], _FUNCTIONS)]
-        found += functions
-        codes = [f.__code__ for space, _, f in functions if isinstance(f, types.FunctionType) and f not in _OF_F]
-        todo = set[str]().union(*map(_named_in, codes)) - names
-    return found
-
-
-_STOCK = {kind: _parts_of(kind) for kind in _KNOWN_KINDS}
 _MAY_BE_INPLACE = _words("""
     alpha_dropout celu dropout dropout1d dropout2d dropout3d elu hardsigmoid hardswish hardtanh leaky_relu mish relu
     relu6 selu silu threshold
     """)
 _REFUSED = tuple(
     _words("""
-    BEFORE_WITH DELETE_ATTR DELETE_DEREF DELETE_GLOBAL DELETE_NAME DELETE_SUBSCR GET_AWAITABLE
-    IMPORT_ INPLACE_ LOAD_BUILD_CLASS LOAD_NAME LOAD_SPECIAL LOAD_SUPER_ATTR MATCH_CLASS PUSH_EXC_INFO SEND
-    SETUP_FINALLY SETUP_WITH
+    BEFORE_WITH DELETE_ATTR DELETE_DEREF DELETE_GLOBAL DELETE_NAME DELETE_SUBSCR GET_AWAITABLE IMPORT_ INPLACE_
+    LOAD_BUILD_CLASS LOAD_NAME LOAD_SPECIAL LOAD_SUPER_ATTR MATCH_CLASS PUSH_EXC_INFO SEND SETUP_FINALLY SETUP_WITH
     STORE_ATTR STORE_GLOBAL STORE_NAME STORE_SLICE STORE_SUBSCR YIELD_
     """)
 )
@@ -508,6 +482,11 @@ def _calls(kind: type[nn.Module]) -> tuple[Any, ...]:
 _CALLS = _calls(nn.Module)
 
 
+def _are_called_otherwise(hooks_count: bool = True) -> bool:
+    """Whether a call of any module does more than torch's own: it was patched, or there are hooks for all modules."""
+    return _calls(nn.Module) != _CALLS or (hooks_count and internals.has_global_module_hooks())
+
+
 def _is_stock(kind: type) -> bool:
     return kind.__module__ == "builtins" or kind.__module__.startswith("torch.nn.modules.")
 
@@ -549,6 +528,30 @@ _OF_TENSORS = vars(Tensor)  # without what it inherits
 _SPACES = [*(vars(m) for m in _MODULES if m is not math), _OF_TENSORS]
 _ORIGINALS = {name: [space.get(name) for space in _SPACES] for name in _OPS}
 
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_OF_F = {f for f in vars(F).values() if isinstance(f, types.FunctionType)} - {F.multi_head_attention_forward}
+
+
+def _named_in(code: types.CodeType) -> set[str]:
+    return {*code.co_names}.union(*(_named_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+
+
+def _parts_of(kind: type[nn.Module]) -> list[tuple[Mapping[str, Any], str, Any]]:
+    """The methods that a call of a module of torch runs, and the functions of `torch.nn.functional`."""
+    found: list[tuple[Mapping[str, Any], str, Any]] = []
+    names, todo = set[str](), {"forward"}
+    while todo:
+        names |= todo
+        parts = [(vars(space), n) for n in todo for space in (*kind.__mro__[:-2], F) if n in vars(space)]
+        functions = [(space, n, space[n]) for space, n in parts if isinstance(space[n], _FUNCTIONS)]
+        found += functions
+        codes = [f.__code__ for space, _, f in functions if isinstance(f, types.FunctionType) and f not in _OF_F]
+        todo = set[str]().union(*map(_named_in, codes)) - names
+    return found
+
+
+_STOCK = {kind: _parts_of(kind) for kind in _KNOWN_KINDS}
+
 _found: dict[Any, Reads] = {}
 
 
@@ -561,7 +564,7 @@ def reads(fun: Any, roots: list[Any] | None = None) -> Reads | None:
     """
     roots = [] if roots is None else roots
     key = _key(fun, roots)
-    if key is None or internals.has_global_module_hooks() or _calls(nn.Module) != _CALLS:
+    if key is None or _are_called_otherwise():
         return None
     found = _found.get(key)
     if found is None or not found.holds(roots):
@@ -582,7 +585,7 @@ def still(fun: Any, before: Reads, parts: list[list[Any]], hooks_count: bool) ->
     roots: list[Any] = []
     if _key(fun, roots) is None or not _are_made_of(roots, parts):
         return False
-    if before.has_modules and ((hooks_count and internals.has_global_module_hooks()) or _calls(nn.Module) != _CALLS):
+    if before.has_modules and _are_called_otherwise(hooks_count):
         return False
     if before.holds(roots, hooks_count):
         return True

@@ -269,9 +269,8 @@ class Run(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if (
-            torch.compiler.is_compiling() or self.paused or internals.dispatch_modes() < self._dispatch_modes
-        ):  # a mode at work has been popped
+        # `torch.cond` is compiled under the modes that are active. With fewer, one at work has been popped.
+        if torch.compiler.is_compiling() or self.paused or internals.dispatch_modes() < self._dispatch_modes:
             return func(*args, **(kwargs or {}))
         kind = _kind(func)
         if kind.sets_hooks:

@@ -159,8 +159,7 @@ class UnwatchedCall:
         self._repeats_draws = reads.draws
         self._written = _pure.written(reads) if reads.statistics else ()
         self._parts = [*map(_pure.made_of, roots)]
-        self._hooks_count = True
-        self._keeps_casts = False
+        self._as_checkpoint = False
         self._context = _NOTHING
         self._fun = fun
         self._last: LastProduct | None = None
@@ -191,8 +190,7 @@ class UnwatchedCall:
         - `contexts`: of the forward, and of each rerun.
         """
         self._repeats_draws = self._reads.draws and preserve_rng_state
-        self._hooks_count = False
-        self._keeps_casts = True
+        self._as_checkpoint = True
         graph = _SparseGraph(self, early_stop)
         graph.compares = determinism_check
         forward_context, self._context = contexts
@@ -285,7 +283,7 @@ class UnwatchedCall:
                 self._check(fun)
                 with self._context:
                     return fun(*args, **kwargs)
-            ambient = self._ambient.restored(keeps_casts=self._keeps_casts)
+            ambient = self._ambient.restored(keeps_casts=self._as_checkpoint)
             with ambient, _filled(slots) if slots else _NOTHING:
                 self._check(fun)
                 with self._drawing_again(), _Swap(swaps) if swaps else _NOTHING, self._context:
@@ -305,7 +303,7 @@ class UnwatchedCall:
 
     def _check(self, fun: Any) -> None:
         """Raise where a function does not do any more what it did."""
-        if not _pure.still(fun, self._reads, self._parts, self._hooks_count):
+        if not _pure.still(fun, self._reads, self._parts, hooks_count=not self._as_checkpoint):
             raise CheckpointError(_REPLACED.format(self.name))
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:

@@ -77,7 +77,7 @@ class _Kept:
         self._device = tensor.device
         self._tensor = tensor.cpu() if offload else internals.alias(tensor)
         self.storage = self._tensor.untyped_storage()._cdata
-        self._changes = self._has_changed = False
+        self._changes = False
         self._version = self._tensor._version
 
     def settle(self) -> None:
@@ -92,11 +92,11 @@ class _Kept:
 
     def after_change(self) -> None:
         """The function has changed it in place: by `unsafe_chunk`, say, that does not show in its version."""
-        self._has_changed = True
+        self._version = -1
 
     def get(self, func: Any) -> Tensor:
         """The tensor, for the rerun to have as its own."""
-        if self._has_changed or self._tensor._version != self._version:
+        if self._tensor._version != self._version:
             raise CheckpointError(
                 "checkpoint: Tensor cached during selective activation checkpoint has been mutated: a result of "
                 f"{func}, outside of the function or without allow_cache_entry_mutation=True, which takes care of "
