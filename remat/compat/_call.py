@@ -155,7 +155,8 @@ class Call:
                     self._check_writes(tensors, versions)
                 if rerun is not None:
                     if draws is not None and rerun.makes_other_calls and not rerun.was_misled:
-                        draws.check_other_calls()
+                        with internals.DisableTorchFunction():
+                            draws.check_other_calls()
                     if rerun.drops_result:
                         out = None
                     rerun.finish()
