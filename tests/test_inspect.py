@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.func import grad, vmap
 from torch.nn import functional as F
 
-import remat._inspect as _inspect
+import remat._inspect._mistakes as _mistakes
 import remat._remat as _remat
 from remat import (
     RematError,
@@ -31,6 +31,7 @@ from remat import (
     remat,
     saved_residuals,
 )
+from remat._inspect._tables import bytes_text
 from remat.debug import LiveBytes
 
 aten = torch.ops.aten
@@ -325,7 +326,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (3 << 40, "3 TiB")]
 )
 def test_sizes(nbytes: int, text: str) -> None:
-    assert _inspect._size(nbytes) == text
+    assert bytes_text(nbytes) == text
 
 
 def test_list_ops() -> None:
@@ -371,8 +372,8 @@ def test_what_is_listed_is_what_a_policy_sees() -> None:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(_remat, "watchers", [_inspect.logging_watch])
-    monkeypatch.setattr(_inspect, "_warned", set())
+    monkeypatch.setattr(_remat, "watchers", [_mistakes.logging_watch])
+    monkeypatch.setattr(_mistakes, "_warned", set())
     caplog.set_level(logging.INFO, logger="remat")
     return caplog
 

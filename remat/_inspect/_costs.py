@@ -1,0 +1,170 @@
+"""What the ops of a function cost: those that a policy can name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from remat import _torch_internals as internals
+from remat._inspect._forward import forward, is_leaf, root_nodes, setting, tensors, trial
+from remat._inspect._tables import bytes_text, flops_text, seconds_text, table
+from remat._names import current_name
+from remat._remat import plainly
+
+
+class _Flops(internals.TorchDispatchMode):
+    """Adds up the floating point operations of the ops that run, as torch's flop counter knows them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.total += _flops_of(func, args, kwargs or {}, out)
+        return out
+
+
+def _flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    count = flop_registry.get(func.overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+
+
+def flops_of_gradient(fun: Callable[..., Any], args: Any, kwargs: Any) -> int:
+    """The floating point operations of a function and its backward."""
+    _, args, kwargs = forward(fun, args, kwargs)
+    with trial(), _Flops() as flops:
+        out = fun(*args, **kwargs)
+        results = [t for t in tensors(out) if t.requires_grad]
+        leaves = [n.variable for n in internals.nodes_behind(root_nodes(out)) if is_leaf(n)]
+        out = None
+        if results:
+            torch.autograd.grad(results, leaves, [torch.ones_like(t) for t in results], allow_unused=True)
+    return flops.total
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """What an op costs in one run of a function.
+
+    **Attributes:**
+
+    - `op`: the name by which policies know it: "aten.mm.default".
+    - `count`: how often it runs.
+    - `nbytes`: bytes of all that it returned; none for a view.
+    - `flops`: floating point operations, as far as `torch.utils.flop_counter` knows the op.
+    - `seconds`: the time that it took.
+
+    Examples:
+        >>> import torch
+        >>> from remat import list_ops
+        >>> list_ops(torch.mm, torch.eye(3), torch.ones(3, 2))[0].flops
+        36
+    """
+
+    op: str
+    count: int
+    nbytes: int
+    flops: int
+    seconds: float
+
+
+@dataclass(frozen=True, repr=False)
+class OpCosts(Sequence[OpCost]):
+    """The ops of a function, the most expensive first: a sequence of `OpCost`.
+
+    **Attributes:**
+
+    - `ops`: the same as a tuple.
+
+    Examples:
+        >>> import torch
+        >>> from remat import list_ops
+        >>> ops = list_ops(lambda x: torch.sin(x).exp(), torch.ones(3))
+        >>> sorted(o.op for o in ops)
+        ['aten.exp.default', 'aten.sin.default']
+    """
+
+    ops: tuple[OpCost, ...]
+
+    @overload
+    def __getitem__(self, i: int) -> OpCost: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[OpCost]: ...
+    def __getitem__(self, i: int | slice) -> OpCost | Sequence[OpCost]:
+        return self.ops[i]
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    def __repr__(self) -> str:
+        rows = [
+            (o.op, str(o.count), bytes_text(o.nbytes), flops_text(o.flops), seconds_text(o.seconds)) for o in self.ops
+        ]
+        return table(("op", "count", "size", "FLOPs", "time"), rows, left=(0,))
+
+
+class _Costs(internals.TorchDispatchMode):
+    """Weighs the ops that policies are asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.costs: dict[str, OpCost] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        start = time.perf_counter()
+        out = func(*args, **kwargs)
+        for device in {t.device for t in tensors(out) if t.device.type not in ("cpu", "meta")}:
+            torch.accelerator.synchronize(device)
+        seconds = time.perf_counter() - start
+        if func is torch.ops.aten.detach.default or current_name() is not None:
+            return out
+        given = {id(t.untyped_storage()) for t in tensors((args, kwargs))}
+        made = {id(s): s.nbytes() for t in tensors(out) if id(s := t.untyped_storage()) not in given}
+        old = self.costs.get(str(func), OpCost(str(func), 0, 0, 0, 0.0))
+        self.costs[str(func)] = OpCost(
+            old.op,
+            old.count + 1,
+            old.nbytes + sum(made.values()),
+            old.flops + _flops_of(func, args, kwargs, out),
+            old.seconds + seconds,
+        )
+        return out
+
+
+def list_ops(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> OpCosts:
+    """List the ops that a policy can name in a function, with what they cost.
+
+    They are the ops of the forward, below autograd and below every transform in the function. Under a `vmap` or `grad`
+    around it they may be others: `mm` becomes `bmm`. List those with `list_ops(vmap(fun), ...)`.
+
+    **Arguments:**
+
+    - `fun`: any function, under remat or not.
+    - `args`, `kwargs`: what it is called with. It runs twice or more, and the last run is measured.
+
+    **Returns:** the ops, those that took the longest first. Printed, they are a table.
+
+    **Raises:** `RematError` inside of a transform of `torch.func`.
+
+    Examples:
+        >>> import torch
+        >>> from remat import list_ops
+        >>> print(list_ops(lambda w, x: torch.sin(x @ w), torch.eye(64), torch.ones(32, 64)))
+        op                count   size        FLOPs     time
+        aten...
+        >>> from remat.policies import save_ops
+        >>> save_ops(*[o.op for o in list_ops(torch.mm, torch.eye(3), torch.eye(3)) if o.flops])
+        save_ops('aten.mm.default')
+    """
+    with setting(plainly, True):
+        _, args, kwargs = forward(fun, args, kwargs)
+        with trial(), _Costs() as costs:
+            fun(*args, **kwargs)
+    return OpCosts(tuple(sorted(costs.costs.values(), key=lambda o: -o.seconds)))

@@ -1,0 +1,71 @@
+"""Run a function to look at it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from remat import _torch_internals as internals
+from remat import _tree
+from remat._errors import RematError
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The tensors of a tree that have storages."""
+    leaves: list[Any] = optree.tree_leaves(tree)
+    return [x for x in leaves if isinstance(x, Tensor) and x.layout == torch.strided]
+
+
+@contextlib.contextmanager
+def trial() -> Iterator[None]:
+    """Within it, grad mode is on; after it, the generators are as they were."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.enable_grad(), torch.random.fork_rng(devices):
+        yield
+
+
+def root_nodes(out: Any) -> list[Any]:
+    """The nodes that made the results."""
+    return [get_gradient_edge(t).node for t in tensors(out) if t.requires_grad]
+
+
+def forward(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """A result that has a graph if any can be had, and the arguments that it was computed from.
+
+    Where no argument and no captured tensor requires grad, all arguments do, as under `torch.func.grad`.
+    """
+    if internals.transforms_active():
+        raise RematError("remat: look at residuals and ops from outside of all transforms, not inside of one.")
+    with trial():
+        out = fun(*args, **kwargs)
+        if any(t.requires_grad for t in tensors(out)):
+            return out, args, kwargs
+        leaves, spec = _tree.flatten((args, kwargs))
+        for i, t in enumerate(leaves):
+            if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()):
+                leaves[i] = t.detach().requires_grad_()
+        args, kwargs = _tree.unflatten(spec, leaves)
+    with trial():
+        return fun(*args, **kwargs), args, kwargs
+
+
+@contextlib.contextmanager
+def setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Within it, the variable has the value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def is_leaf(node: Any) -> bool:
+    """Whether a node is that of a leaf of the graph, which adds to its `.grad`."""
+    return hasattr(node, "variable")

@@ -1,0 +1,143 @@
+"""What `REMAT_LOG=residuals` logs: what each call keeps and drops, and the classic mistakes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from remat import _torch_internals as internals
+from remat._errors import call_site
+from remat._inspect._forward import is_leaf, tensors
+from remat._inspect._origins import Names
+from remat._inspect._residuals import Held, format_residuals, total_bytes
+from remat._inspect._tables import bytes_text
+from remat._remat import watchers
+from remat._replay import Call
+from remat._run import Run, active_runs
+from remat.policies import nothing_saveable
+
+_log = logging.getLogger("remat")
+_warned: set[str] = set()
+_with_others_inside: weakref.WeakSet[Run] = weakref.WeakSet()
+
+
+def _make_visible() -> None:
+    """Who asks for the log wants to see it."""
+    if _log.level == logging.NOTSET:
+        _log.setLevel(logging.INFO)
+    if not _log.hasHandlers():
+        _log.addHandler(logging.StreamHandler())
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        _make_visible()
+        _log.warning(message)
+
+
+def _inform(message: str) -> None:
+    _make_visible()
+    _log.info(message)
+
+
+_SMALL = 4  # what comes after a call is small beside what the call drops: a quarter of it
+
+_WHOLE = (
+    "remat: {name} ({where}) is nearly all of what is differentiated, and runs again right after its forward: at that "
+    "moment all of its values ({size}) are there after all. Put parts of it under remat, one by one."
+)
+_LAST = (
+    "remat: {name} ({where}) runs again right after its forward: what comes after it is small ({after}), so dropping "
+    "its values ({size}) lowers no peak. Leave the last block without remat."
+)
+_NOTHING = (
+    "remat: the policy {policy} matches nothing in {name} ({where}): nothing is kept. `list_ops` lists the ops, and "
+    "names are given with `checkpoint_name`."
+)
+
+
+class Watched:
+    """A call that is watched: `call -> what sees its result`."""
+
+    def __init__(self, warn: Callable[[str], None], info: Callable[[str], None] | None = None) -> None:
+        self.warn = warn
+        self.info = info
+
+    def __call__(self, fun: Any, call: Call, run: Run, out: Any, args: Any, kwargs: Any) -> Callable[[Any], None]:
+        _with_others_inside.update(active_runs())
+        where = call_site()
+        with internals.DisableTorchFunction():
+            nodes = internals.nodes_behind((n for t in tensors(out) for n in internals.nodes_of(t)), call.since)
+            found = [t for t in internals.saved_tensors(nodes) if t.layout == torch.strided]
+            saved = {id(s): s for s in (t.untyped_storage() for t in found)}
+        del nodes, found
+        others_inside = run in _with_others_inside
+        in_rerun = run.in_rerun
+
+        def see(out: Any) -> None:
+            if in_rerun or not call.originals:
+                return
+            with internals.DisableTorchFunction():
+                operands = [t for ref in call.originals if (t := ref()) is not None]
+                raw = [t for t in map(internals.innermost, operands) if t.layout == torch.strided]
+                for t in raw:
+                    saved.pop(id(t.untyped_storage()), None)
+                for kept in call.tape.kept.values() if call.tape is not None else ():
+                    saved.pop(id(kept.memory.untyped_storage()), None)
+                drops = sum(s.nbytes() for s in saved.values())
+                saved.clear()
+                if self.info is not None:
+                    held = Held(Names(fun, args, kwargs), None)
+                    for t in raw:
+                        held.add_saved(t, where)
+                    held.add_kept(call)
+                    keeps, dropped = bytes_text(total_bytes(held.residuals)), bytes_text(drops)
+                    self.info(
+                        f"remat: {call.name} ({where}) keeps {keeps} and drops {dropped}, besides arguments and "
+                        f"captured tensors\n{format_residuals(held.residuals)}"
+                    )
+                if drops:
+                    self._check_policy(call, where)
+                    if not others_inside:
+                        self._check_place(call.name, where, drops, out)
+
+        return see
+
+    def _check_policy(self, call: Call, where: str) -> None:
+        if call.tape is not None and not call.tape.matched and call.policy != nothing_saveable:
+            self.warn(_NOTHING.format(policy=call.policy, name=call.name, where=where))
+
+    def _check_place(self, name: str, where: str, drops: int, out: Any) -> None:
+        """See, when the backward comes to the call, what came after it."""
+        pairs = [(t, n) for t in tensors(out) for n in internals.nodes_of(t)]
+        if not pairs:
+            return
+        result, node = pairs[0]
+        batch = internals.innermost(result).numel() // max(result.numel(), 1)  # nodes know nothing of a vmap around
+        number, thread, warn = internals.sequence_number(node), threading.get_ident(), self.warn
+
+        def check(cotangents: Any) -> None:
+            nodes = [n for n in internals.nodes_behind(internals.running_backward(thread)) if not is_leaf(n)]
+            if number not in map(internals.sequence_number, nodes):
+                return
+            after = batch * sum(internals.bytes_made_by(n) for n in nodes if internals.sequence_number(n) > number)
+            if after * _SMALL < drops:
+                before = any(internals.sequence_number(n) < number for n in nodes)
+                message = _LAST if before else _WHOLE
+                warn(message.format(name=name, where=where, size=bytes_text(drops), after=bytes_text(after)))
+
+        node.register_prehook(check)
+
+
+logging_watch = Watched(_warn_once, _inform)
+"""What logs residuals and mistakes."""
+
+if "residuals" in os.environ.get("REMAT_LOG", "").split(","):  # once: at each call it would cost as much as a small op
+    watchers.append(logging_watch)

@@ -1,0 +1,101 @@
+"""What is held between forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat._inspect._origins import Names, Origins
+from remat._inspect._tables import bytes_text, table
+from remat._replay import Call
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A storage that is held between forward and backward. `saved_residuals` lists them.
+
+    **Attributes:**
+
+    - `shape`, `dtype`: of the tensor that was computed, given or captured.
+    - `device`: where the value is held: the CPU, if it is offloaded.
+    - `nbytes`: bytes of the whole storage.
+    - `why`: "from the argument x['w']", "captured w (closure of block)", "named 'attn'" or "output of
+        aten.mm.default".
+    - `where`: file:line of the code that computed it; for an argument or a captured tensor, of the code that first
+        read it.
+
+    Examples:
+        >>> import torch
+        >>> from remat import remat, saved_residuals
+        >>> [residual] = saved_residuals(remat(lambda x: x.sin()), torch.zeros(3))
+        >>> residual.shape, residual.nbytes, residual.why
+        ((3,), 12, 'from the argument x')
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    why: str
+    where: str
+
+    @property
+    def computed(self) -> bool:
+        """Whether the function computed it. Arguments and captured tensors are there anyway."""
+        return not self.why.startswith(("from the argument ", "captured "))
+
+
+class Held:
+    """What an open graph holds."""
+
+    def __init__(self, names: Names, origins: Origins | None) -> None:
+        self.names = names
+        self.origins = origins
+        self.residuals: list[Residual] = []
+        """Each storage once."""
+        self._seen: set[int] = set()
+
+    def _add(self, shape: Any, dtype: Any, storage: Any, why: str, where: str) -> None:
+        if id(storage) not in self._seen and storage.nbytes():
+            self._seen.add(id(storage))
+            self.residuals.append(Residual(tuple(shape), dtype, storage.device, storage.nbytes(), why, where))
+
+    def add_saved(self, tensor: Tensor, where: str) -> None:
+        """A tensor that a node has saved."""
+        storage = tensor.untyped_storage()
+        origin = None if self.origins is None else self.origins.of(storage)
+        if origin is None:
+            read = self.origins.read.get(id(storage), (None, where))[1] if self.origins is not None else where
+            self._add(tensor.shape, tensor.dtype, storage, self.names.of(storage), read)
+
+    def add_kept(self, call: Call) -> None:
+        """What a policy has kept of a call."""
+        for kept in call.tape.kept.values() if call.tape is not None else ():
+            if self.origins is not None and not kept.offloaded:
+                continue  # it is what an op returned, and listed with that
+            why = f"output of {kept.func}" if kept.name is None else f"named {kept.name!r}"
+            self._add(kept.size, kept.dtype, kept.memory.untyped_storage(), why, kept.where)
+
+    def add_made(self) -> None:
+        """What the function has made and is still there."""
+        for origin in self.origins.made.values() if self.origins is not None else ():
+            if (storage := origin.storage()) is not None:
+                self._add(origin.shape, origin.dtype, storage, origin.why, origin.where)
+
+
+def format_residuals(residuals: Sequence[Residual]) -> str:
+    """A table of them."""
+    rows = [
+        (bytes_text(r.nbytes), f"{str(r.dtype).removeprefix('torch.')}{list(r.shape)}", str(r.device), r.why, r.where)
+        for r in residuals
+    ]
+    return table(("size", "tensor", "device", "why", "where"), rows, left=(1, 2, 3, 4))
+
+
+def total_bytes(residuals: Iterable[Residual]) -> int:
+    """Of those that were computed."""
+    return sum(r.nbytes for r in residuals if r.computed)

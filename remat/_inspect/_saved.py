@@ -1,0 +1,119 @@
+"""List what is held between the forward and the backward of a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from remat import _torch_internals as internals
+from remat._errors import call_site
+from remat._inspect._costs import flops_of_gradient
+from remat._inspect._forward import forward, root_nodes, setting
+from remat._inspect._mistakes import Watched
+from remat._inspect._origins import Names, Origins
+from remat._inspect._residuals import Held, Residual, format_residuals, total_bytes
+from remat._inspect._tables import bytes_text, flops_text
+from remat._remat import plainly, watching
+from remat._replay import Call
+
+
+def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Residual]:
+    """List what is held in memory between the forward and the backward of a function.
+
+    The function runs, and each storage is listed that its open graph holds: what it computed and saved, and the
+    arguments and captured tensors that the backward reads, which are there anyway. Functions under remat in it are
+    seen with what their policies keep.
+
+    Gradients are those that a `.backward()` would take. Where neither an argument nor a captured tensor requires grad,
+    they are taken of all arguments.
+
+    **Arguments:**
+
+    - `fun`: any function: under remat, with calls of such functions in it, or plain.
+    - `args`, `kwargs`: what it is called with.
+
+    **Returns:** the residuals, each storage once: arguments, captured tensors, and what was computed.
+
+    **Raises:** `RematError` inside of a transform of `torch.func`.
+
+    **Source:** `jax.ad_checkpoint.saved_residuals`.
+
+    Examples:
+        >>> import torch
+        >>> from remat import checkpoint_name, policies, remat, saved_residuals
+        >>> def block(w, x):
+        ...     return torch.sin(checkpoint_name(x @ w, "hidden"))
+        >>> w, x = torch.eye(2), torch.ones(3, 2)
+        >>> [r.why for r in saved_residuals(block, w, x)]
+        ['from the argument w', 'from the argument x', "named 'hidden'"]
+        >>> [r.why for r in saved_residuals(remat(block), w, x)]
+        ['from the argument w', 'from the argument x']
+    """
+    here = call_site()
+    with setting(watching, watching.get() or Watched(_ignore)):
+        origins = Origins()
+        with origins:
+            out, args, kwargs = forward(fun, args, kwargs)
+    held = Held(Names(fun, args, kwargs), origins)
+    roots = root_nodes(out)
+    out = None
+    nodes = internals.nodes_behind(roots)
+    for t in internals.saved_tensors(nodes):
+        if t.layout == torch.strided:
+            held.add_saved(t, here)
+    for node in nodes:
+        link = getattr(node, "link", None)
+        if link is not None and isinstance(getattr(getattr(link, "fn", None), "call", None), Call):
+            held.add_kept(link.fn.call)
+    held.add_made()
+    return sorted(held.residuals, key=lambda r: held.names.rank(r.why))
+
+
+def _ignore(message: str) -> None:
+    """Not said."""
+
+
+def print_saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+    """Print what `saved_residuals` lists, with the total, and what remat wins and costs.
+
+    Below the table are the bytes that the function computes and holds, the same without remat, and the floating point
+    operations that the backward repeats, as far as `torch.utils.flop_counter` knows the ops. Then the classic
+    mistakes, where there are any: see `REMAT_LOG` in the documentation.
+
+    **Arguments:**
+
+    - `fun`: the function, as of `saved_residuals`. It and its backward run twice; no `.grad` changes.
+    - `args`, `kwargs`: what it is called with.
+
+    **Raises:** as `saved_residuals`.
+
+    **Source:** `jax.ad_checkpoint.print_saved_residuals`.
+
+    Examples:
+        >>> import torch
+        >>> from remat import print_saved_residuals, remat
+        >>> print_saved_residuals(remat(lambda w, x: torch.sin(x @ w)), torch.eye(2), torch.ones(3, 2))
+        size  tensor ...
+        16 B  float32[2, 2]  cpu     from the argument w  ...
+        24 B  float32[3, 2]  cpu     from the argument x  ...
+        held besides arguments and captured tensors: 0 B; without remat: 24 B
+        recomputed on backward: 24 FLOP of 72 FLOP
+        ...
+    """
+    mistakes: list[str] = []
+    with setting(watching, Watched(mistakes.append)):
+        residuals = saved_residuals(fun, *args, **kwargs)
+        flops = flops_of_gradient(fun, args, kwargs)
+    with setting(plainly, True):
+        plain = saved_residuals(fun, *args, **kwargs)
+        plain_flops = flops_of_gradient(fun, args, kwargs)
+    held, held_plainly = bytes_text(total_bytes(residuals)), bytes_text(total_bytes(plain))
+    lines = [
+        format_residuals(residuals),
+        f"held besides arguments and captured tensors: {held}; without remat: {held_plainly}",
+        f"recomputed on backward: {flops_text(flops - plain_flops)} of {flops_text(plain_flops)}",
+        *dict.fromkeys(mistakes),
+    ]
+    print("\n".join(lines))

@@ -1,0 +1,38 @@
+"""Tables and quantities as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int]) -> str:
+    """Rows in aligned columns; those in `left` begin, the others end, at the same place."""
+    columns = []
+    for i, column in enumerate(zip(head, *rows, strict=True)):
+        width = max(map(len, column))
+        columns.append([c.ljust(width) if i in left else c.rjust(width) for c in column])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def _in_units(n: float, step: int, units: str) -> str:
+    """A number in the least of the units, each `step` times the one before, that leaves it below `step`."""
+    for unit in units.split():
+        if n < step or unit == units.split()[-1]:
+            return f"{n:.0f} {unit}" if float(n).is_integer() and n < step else f"{n:.1f} {unit}"
+        n /= step
+    raise AssertionError
+
+
+def bytes_text(nbytes: int) -> str:
+    """Bytes in words."""
+    return _in_units(nbytes, 1024, "B KiB MiB GiB TiB")
+
+
+def flops_text(flops: int) -> str:
+    """Floating point operations in words."""
+    return _in_units(flops, 1000, "FLOP kFLOP MFLOP GFLOP TFLOP PFLOP")
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds in words."""
+    return _in_units(seconds * 1e9, 1000, "ns us ms s")
