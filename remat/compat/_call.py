@@ -17,7 +17,9 @@ from remat._native import version
 from remat._run import CHANGES_SHARED
 from remat.compat._captured import Captured
 from remat.compat._draws import Draws
-from remat.compat._watch import STATE_WAS_SET_UP, Forward, Record, Rerun, copy_of
+from remat.compat._forward import Forward
+from remat.compat._record import Record
+from remat.compat._rerun import STATE_WAS_SET_UP, Rerun, copy_of
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 

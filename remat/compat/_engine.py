@@ -14,8 +14,8 @@ from remat import _torch_internals as internals
 from remat._errors import CheckpointError
 from remat._native import WRONG_COUNT, Graph, Saved, at_the_base, same, unpack, wrong_metadata
 from remat.compat._call import NO_CONTEXTS, Call, Contexts, UsesTransforms
+from remat.compat._rerun import Collector, Rerun
 from remat.compat._selective import Selective
-from remat.compat._watch import Collector, Rerun
 
 TIP = (
     "To find the cause, pass debug=True to checkpoint, or call it under set_checkpoint_debug_enabled(True): the error "

@@ -15,7 +15,7 @@ from remat._leaks import foreign_edges
 from remat._native import at_the_base, version
 from remat.compat._call import Call, UsesTransforms
 from remat.compat._devices import warn_without_grad
-from remat.compat._watch import CHANGES, Rerun, rebuilt
+from remat.compat._rerun import CHANGES, Rerun, rebuilt
 
 
 class CheckpointFunction(torch.autograd.Function):

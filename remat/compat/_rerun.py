@@ -1,7 +1,6 @@
-"""Two runs of a function seen call by call: what the forward noted, and the rerun that goes by it.
+"""The rerun of a watched checkpoint.
 
-The forward notes, for each torch call, which tensors from outside it read, and keeps a copy of those that it changes.
-The rerun reads the same ones, changes copies, and ends early without anybody noticing: once the last tensor that the
+It reads what the forward read, changes copies, and ends early without anybody noticing: once the last tensor that the
 backward needs is there, calls return memory that nobody has written, of the shape that they returned in the forward.
 If that memory is read for its values after all, or outlives the rerun, it is computed then.
 
@@ -12,36 +11,32 @@ and caught in the frame around that call.
 from __future__ import annotations
 
 import contextlib
-import functools
-import types
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
 from remat._compile import tracing
 from remat._errors import CheckpointError, RematError
-from remat._native import Difference, Holder, Meta, check_version, meta_of, version
-from remat._run import Run, may_write, written_by
-from remat.compat._draws import Draws
-
-_GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
-_PLAIN = (bool, int, float, complex, str, torch.Size, torch.dtype, torch.device, type(None))
-# Only look-ups of these attributes are noted.
-_TENSOR_ATTRIBUTES = {"T", "mT", "H", "mH", "data", "real", "imag", "grad", "_base"}
-_CONTAINERS = {list, tuple, dict}
-_BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-_TELLING = {"generator", "inplace", "out"}
-"""Arguments that tell that a call writes, or draws from a generator of the user's."""
-_RENORMALIZING = (F.embedding, F.embedding_bag)  # with `max_norm`, their fourth parameter
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_OPS = (torch.ops.aten.mm.__class__, torch.ops.aten.mm.default.__class__)
-_BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, *_OPS)
+from remat._native import Difference, meta_of, version
+from remat.compat._record import Outside, Record, Result, results_of
+from remat.compat._torch_calls import (
+    BACKWARDS,
+    CONTAINERS,
+    RENORMALIZING,
+    cuttable,
+    looks_up,
+    may_change,
+    mutable,
+    name_of,
+    targets_of,
+    tensors_in,
+    writes,
+)
 
 CHANGES = (
     "checkpoint: with use_reentrant=True, the function changes a tensor of shape {}, {} in place that it was given or "
@@ -52,354 +47,6 @@ STATE_WAS_SET_UP = (
     "forward: it would read what was written. Set up state before the first call, or keep it in tensors and in "
     "attributes of modules."
 )
-SMALL = 1000
-"""The elements of a tensor that is computed sooner than it is spared."""
-
-
-@functools.cache
-def _mutable(func: Any) -> bool:
-    """Whether a torch function may write to its arguments, or to `.grad`."""
-    if isinstance(func, _OPS[0]):
-        return any(getattr(func, name)._schema.is_mutable for name in func.overloads())
-    if isinstance(func, _OPS[1]):
-        return bool(func._schema.is_mutable)
-    return may_write(func) or func in _BACKWARDS or func in _RENORMALIZING or func == _SET_DATA
-
-
-def _writes(func: Any, kwargs: dict[str, Any] | None) -> bool:
-    """Whether a call may write to its arguments."""
-    return _mutable(func) or bool(kwargs and kwargs.get("out") is not None)
-
-
-def _may_change(func: Any, kwargs: dict[str, Any] | None) -> bool:
-    """Whether a call may write to something, or draw from a generator of the user's."""
-    return _mutable(func) or bool(kwargs and not _TELLING.isdisjoint(kwargs))
-
-
-def _name(func: Any) -> str:
-    return str(getattr(func, "__name__", func))
-
-
-@functools.cache
-def _cuttable(func: Any) -> bool:
-    """Whether all that a call saves before its last kernel is there by then: so that the kernel need not run.
-
-    `rrelu` saves the noise that its kernel is about to draw (pytorch/pytorch#193671).
-    """
-    return isinstance(func, _BUILT_IN) and not _mutable(func) and "rrelu" not in _name(func)
-
-
-def _targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call writes to, with those that they are views of."""
-    found = written_by(func, args, kwargs)
-    if args and isinstance(args[0], (list, tuple)) and may_write(func):  # `_foreach_add_`
-        found += _tensors(args[:1])
-    if func == _SET_DATA:
-        found = [args[0]]
-    if func in _RENORMALIZING and (kwargs.get("max_norm") or any(args[3:4])):
-        found = [args[1] if len(args) > 1 else kwargs["weight"]]
-    if isinstance(func, _OPS) and _mutable(func):
-        found = [*_tensors((*args, *kwargs.values()))]
-    if found and internals.fully_shard_at_work():  # what it writes is not the function's
-        return []
-    return [x for t in found for x in ((t, t._base) if t._is_view() else (t,)) if x is not None]
-
-
-class Result(NamedTuple):
-    """What a call returned, without its values."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    is_view: bool
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it takes longer to compute than to spare."""
-        return self.size.numel() > SMALL
-
-    def allocate(self) -> Tensor:
-        """Memory for it."""
-        return torch.empty_strided(
-            self.size, self.stride, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad
-        )
-
-
-_make_result: Callable[[Any], Result] = functools.partial(tuple.__new__, Result)  # what `Result` calls, but sooner
-
-
-def _results(noted: Any) -> list[Result]:
-    """The tensors in what was noted of a call."""
-    return [r for r in (noted if type(noted) is list else [noted]) if type(r) is Result]
-
-
-class Outside:
-    """A tensor that the forward read and did not make."""
-
-    __slots__ = ("last_read", "ref", "saved", "tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.ref = weakref.ref(tensor)
-        self.version = self.last_read = version(tensor)
-        self.tensor: Tensor | None = None
-        self.saved: Any = None
-
-    def keep(self, around: Any) -> None:
-        """The forward is over: hold the tensor. What the run around it made is for that to hold."""
-        tensor = self.ref()
-        if tensor is not None and around is not None and id(tensor) in around.made and id(tensor) not in around.given:
-            self.saved = internals.save(tensor)
-        else:
-            self.tensor = tensor
-
-    def check(self) -> None:
-        """Raise if the values are not the ones any more that the forward read."""
-        if self.tensor is not None:
-            check_version(self.tensor, self.version)
-
-
-class Record:
-    """What the rerun has to know of the forward."""
-
-    __slots__ = (
-        "calls",
-        "holders",
-        "is_simple",
-        "metas",
-        "needed",
-        "outside",
-        "reads",
-        "shapes_of_shared",
-        "tail",
-        "written",
-    )
-
-    def __init__(self) -> None:
-        self.is_simple = False
-        """Whether the function reads and writes nothing but what it is given, and nothing is worth sparing."""
-        self.calls: list[Any] = []
-        """The function of each torch call."""
-        self.needed = 0
-        """How many of them lead to what the backward needs: a rerun that makes these is right."""
-        self.outside: list[Outside] = []
-        self.reads: dict[int, dict[int, Outside]] = {}
-        """By the number of the call, and that of the tensor among its arguments."""
-        self.tail: list[Any] = []
-        """What the last calls returned: from the one on that saved the last tensor."""
-        self.metas: list[Meta] = []
-        """What was saved, where the run was watched."""
-        self.holders: list[weakref.ref[Any]] = []
-        self.written: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-        """By identity, the tensors from outside that were changed in place, and what they were before."""
-        self.shapes_of_shared: tuple[list[int], list[int]] | None = None
-        """Of two of those that share memory."""
-
-
-def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
-    for arg in args:
-        if isinstance(arg, Tensor):
-            yield arg
-        elif type(arg) in (list, tuple):
-            yield from _tensors(arg)
-        elif type(arg) is dict:
-            yield from _tensors(arg.values())
-
-
-class Forward(TorchFunctionMode):
-    """Notes what a forward run reads and writes."""
-
-    def __init__(
-        self,
-        record: Record,
-        given: Sequence[Tensor],
-        draws: Draws | None,
-        owner: Any,
-        under_context: bool,
-    ) -> None:
-        """A run that is given tensors.
-
-        **Arguments:**
-
-        - `owner`: whose `unpack` is asked for what the graph would save.
-        - `under_context`: whether a context of the user's is around it, which must see the function's own ops alone.
-        """
-        self.record = record
-        self._given = given
-        self.given = set(map(id, given))
-        self.made = dict.fromkeys(self.given, 0)
-        """By identity, and by how many calls."""
-        self.last_change = 0
-        """By how many calls the last change in place of a tensor was made that was made inside."""
-        self.saw_wrappers = False
-        """Whether the function uses transforms: a tensor was read that one of them wraps."""
-        self.saw_compiled = False
-        """Whether the function calls code that torch.compile has made. What that does is not noted."""
-        self._draws = draws
-        self._owner = owner
-        self._unseen: Any = internals.DisableTorchDispatch if under_context else contextlib.nullcontext
-        self._outside: dict[int, Outside] = {}
-        self._held: list[Tensor] = []  # a state that the function replaces has to live on
-        self._since = internals.next_sequence_number()
-        self._alone = not internals.function_modes_active()
-        self._goes_backward = self._went_backward = False
-
-    def pack(self, tensor: Tensor) -> Any:
-        """The hook: what the graph keeps in the place of `tensor`."""
-        record = self.record
-        record.metas.append(meta_of(tensor))
-        record.needed = len(record.calls)
-        record.tail.clear()
-        holder = Holder(self._owner, len(record.holders))
-        record.holders.append(weakref.ref(holder))
-        return holder
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if tracing():  # what is compiled has to be the same in the rerun
-            self.saw_compiled = True
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if type(func) is _GETTER and func.__self__.__name__ not in _TENSOR_ATTRIBUTES:
-            return func(*args)
-        made = self.made
-        record = self.record
-        for arg in args if not kwargs else (*args, *kwargs.values()):
-            if (id(arg) not in made) if isinstance(arg, Tensor) else type(arg) in _CONTAINERS:
-                self._note_reads(args, kwargs, _writes(func, kwargs))
-                break
-        if _may_change(func, kwargs):
-            self._before_write(func, args, kwargs or {})
-        record.calls.append(func)
-        out = func(*args, **kwargs) if kwargs else func(*args)
-        if self._goes_backward:
-            record.tail.clear()  # what a backward inside reads can't be spared
-            self._goes_backward = False
-        if self._alone:
-            record.tail.append(self._result(out))
-        else:  # other modes must not see what is done here
-            with internals.DisableTorchFunction():
-                record.tail.append(self._result(out))
-        return out
-
-    def _result(self, out: Any) -> Any:
-        """What is noted of the result of a call; None: the call can't be spared."""
-        if isinstance(out, Tensor):
-            known = self._outside.get(id(out))
-            if known is None or known.ref() is not out:  # `x.to(x.dtype)` is `x`
-                self.made[id(out)] = len(self.record.calls)
-            if type(out) is not Tensor or out.layout is not torch.strided:
-                return None
-            return _make_result((out.shape, out.stride(), out.dtype, out.device, out.requires_grad, out._is_view()))
-        if isinstance(out, _PLAIN):
-            return (out,)
-        if isinstance(out, (list, tuple)):
-            results = [self._result(o) for o in out]
-            return None if None in results or list in map(type, results) else [type(out), *results]
-        return None
-
-    def _note_reads(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, writes: bool) -> None:
-        """A call is about to read tensors from outside, perhaps."""
-        reads = {}
-        for number, tensor in enumerate(_tensors(args if not kwargs else (*args, *kwargs.values()))):
-            if id(tensor) not in self.made:
-                known = self._outside.get(id(tensor))
-                if known is None or known.ref() is not tensor:
-                    if internals.is_wrapper(tensor):
-                        self.saw_wrappers = True
-                        continue
-                    with internals.DisableTorchFunction():
-                        node = tensor.grad_fn
-                        if node is not None and internals.sequence_number(node) >= self._since:
-                            self.made[id(tensor)] = len(self.record.calls)  # out of sight: by an autograd.Function, say
-                            continue
-                        self._outside[id(tensor)] = known = Outside(tensor)
-                        self.record.outside.append(known)
-                        if torch.is_grad_enabled() and not writes:  # else it may be an extension's own
-                            self._held.append(tensor)
-                elif not writes:
-                    with internals.DisableTorchFunction():
-                        known.last_read = version(tensor)
-                reads[number] = known
-        if reads:
-            self.record.reads[len(self.record.calls)] = reads
-
-    def _before_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._draws is not None:
-            for arg in (*args, *kwargs.values()):
-                if isinstance(arg, torch.Generator):
-                    self._draws.notice(arg)
-        if func in _BACKWARDS:
-            self._goes_backward = self._went_backward = True
-            return
-        if func in _RENORMALIZING and self._owner is None:
-            return  # the reentrant variant may renormalize again: it comes to the same, and is differentiated
-        written = self.record.written
-        with internals.DisableTorchFunction(), self._unseen(), torch.no_grad():
-            for target in _targets(func, args, kwargs):
-                t = self._source(target)
-                if id(t) in self.made:
-                    self.last_change = len(self.record.calls) + 1
-                if (id(t) in self.given or id(t) not in self.made) and id(t) not in written:
-                    written[id(t)] = weakref.ref(t), self._seen(t).clone().requires_grad_(t.requires_grad)
-
-    def _seen(self, tensor: Tensor) -> Tensor:
-        """What the runs around this one read in the place of a tensor."""
-        for mode in () if self._alone else reversed(internals.function_modes()):
-            if isinstance(mode, Rerun):
-                tensor = mode.stand_in(tensor)
-            elif isinstance(mode, Run):
-                tensor = mode.swapped(tensor)
-        return tensor
-
-    def _source(self, target: Tensor) -> Tensor:
-        """The tensor from outside that a target is `.data` of, or detached from; else the target itself."""
-        if id(target) in self.made and id(target) not in self.given and target.grad_fn is None:
-            for t in (*self._given, *(o.ref() for o in self.record.outside)):
-                if t is not None and target.is_set_to(t):
-                    return t
-        return target
-
-    def finish(self) -> None:
-        """The run is over: hold what it read."""
-        record = self.record
-        if self.saw_compiled:  # of that the calls are others when a graph is recorded, and some are out of sight
-            for noted in (record.calls, record.reads, record.tail):
-                noted.clear()
-            record.needed = 0
-        if record.written:
-            record.written = {key: pair for key, pair in record.written.items() if pair[0]() is not None}
-            read = {id(t): t for t in (*self._given, *(o.ref() for o in record.outside)) if t is not None}
-            with internals.DisableTorchFunction():
-                shared = internals.two_that_share_memory(read[key] for key in record.written if key in read)
-            record.shapes_of_shared = None if shared is None else (list(shared[0].shape), list(shared[1].shape))
-        self._given = ()
-        if record.outside:
-            around = [] if self._alone else watched_runs()[-1:]
-            with internals.DisableTorchFunction():
-                for outside in record.outside:
-                    t = outside.ref()
-                    if t is not None and id(t) in record.written:
-                        outside.version = version(t)  # the run's own writes do not count
-                    if t is None or not (t.requires_grad and id(t) in record.written):  # it may lead to this record
-                        outside.keep(around[0] if around else None)
-        self._held = []
-        record.is_simple = not (
-            self.saw_compiled
-            or self._went_backward
-            or record.outside
-            or record.written
-            or any(r.is_large for result in record.tail for r in _results(result))
-        )
-
-    def undo(self) -> None:
-        """Take back what the run changed in place."""
-        with internals.DisableTorchFunction(), torch.no_grad():
-            for ref, before in self.record.written.values():
-                tensor = ref()
-                if tensor is not None:
-                    tensor.copy_(before)
 
 
 class _Cut(BaseException):
@@ -518,7 +165,7 @@ class Rerun(Collector, TorchFunctionMode):
         self._swapped: list[Tensor] = []  # keeps the identities
         self._unseen: Any = internals.DisableTorchDispatch if under_context else contextlib.nullcontext
         # A context may count the function's ops: those that are computed later have to come in the same order.
-        self._may_spare = not under_context or not any(r.is_view for result in record.tail for r in _results(result))
+        self._may_spare = not under_context or not any(r.is_view for result in record.tail for r in results_of(result))
         self._spared: list[_Spared] = []
         self._later: dict[int, tuple[weakref.ref[Tensor], _Later]] = {}  # by identity
         self._tail_begin = len(record.calls) - len(record.tail)
@@ -534,7 +181,7 @@ class Rerun(Collector, TorchFunctionMode):
     """Whether the forward made the same calls up to there."""
     _matching = 0
     """How many calls were the same."""
-    _writes = False
+    writes = False
     """Whether the call may write to its arguments, where the rerun is not trusting."""
     _running: Any = None
     """Its function, while it is running."""
@@ -552,7 +199,7 @@ class Rerun(Collector, TorchFunctionMode):
         elif self._aligned and self._position == self._tail_begin:
             self._lazy = True
             result = self._record.tail[0]
-            if type(result) is Result and not result.is_view and result.is_large and _cuttable(func):
+            if type(result) is Result and not result.is_view and result.is_large and cuttable(func):
                 raise _Cut
 
     def __torch_function__(
@@ -560,7 +207,7 @@ class Rerun(Collector, TorchFunctionMode):
     ) -> Any:
         if tracing():  # what is compiled, once for each run, has to be the same
             return func(*args, **kwargs) if kwargs else func(*args)
-        if type(func) is _GETTER and func.__self__.__name__ not in _TENSOR_ATTRIBUTES:
+        if looks_up(func):
             return func(self.stand_in(args[0]))
         kwargs = kwargs or {}
         record = self._record
@@ -568,15 +215,15 @@ class Rerun(Collector, TorchFunctionMode):
         self._aligned = aligned = self._aligned and position < len(record.calls) and record.calls[position] == func
         if aligned:
             self._matching = position + 1
-        self._writes = not self.trusting and _writes(func, kwargs)
+        self._writes = not self.trusting and writes(func, kwargs)
         made = self.made
         for arg in args if not kwargs else (*args, *kwargs.values()):
-            if (id(arg) not in made) if isinstance(arg, Tensor) else type(arg) in _CONTAINERS:
+            if (id(arg) not in made) if isinstance(arg, Tensor) else type(arg) in CONTAINERS:
                 reads = record.reads.get(position) if aligned else None
                 if kwargs or not self._reads_the_same(args, reads):
                     args, kwargs = self._resolve(args, kwargs, reads)
                 break
-        if _may_change(func, kwargs):
+        if may_change(func, kwargs):
             args, kwargs = self._before_write(func, args, kwargs)
         if self._done:
             return self._late(func, args, kwargs)
@@ -619,7 +266,7 @@ class Rerun(Collector, TorchFunctionMode):
                     if outside is None or outside.tensor is not arg or outside.version != version(arg):
                         return False
                 number += 1
-            elif type(arg) in _CONTAINERS:
+            elif type(arg) in CONTAINERS:
                 return False
         return True
 
@@ -627,7 +274,7 @@ class Rerun(Collector, TorchFunctionMode):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: dict[int, Outside] | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with what the forward read in the place of other tensors from outside."""
-        tensors = [self._read(t, reads.get(i) if reads else None) for i, t in enumerate(_tensors(_all(args, kwargs)))]
+        tensors = [self._read(t, reads.get(i) if reads else None) for i, t in enumerate(tensors_in(_all(args, kwargs)))]
         if all(t is None for t in tensors):
             return args, kwargs
         replaced = iter(tensors)
@@ -670,13 +317,13 @@ class Rerun(Collector, TorchFunctionMode):
 
     def _before_write(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Nothing from outside is changed a second time: a copy is."""
-        if func in _BACKWARDS:
+        if func in BACKWARDS:
             if func is not torch.autograd.grad:
                 self._before_backward()
             return args, kwargs
         with internals.DisableTorchFunction(), self._unseen():
-            targets = _targets(func, args, kwargs)
-            for t in targets if self.unwritable and func not in _RENORMALIZING else ():
+            targets = targets_of(func, args, kwargs)
+            for t in targets if self.unwritable and func not in RENORMALIZING else ():
                 if internals.memory_of(t) in self.unwritable:
                     raise RematError(CHANGES.format(list(t.shape), t.dtype))
             strange = [t for t in targets if id(t) not in self.made and self._was_there(t)]
@@ -718,18 +365,18 @@ class Rerun(Collector, TorchFunctionMode):
         """A call that nothing but the function itself needs."""
         at = self._position - self._tail_begin
         noted = self._record.tail[at] if self._lazy and self._aligned and 0 <= at < len(self._record.tail) else None
-        if noted is None or _mutable(func) or kwargs.get("out") is not None or _name(func) == "data_ptr":
+        if noted is None or mutable(func) or kwargs.get("out") is not None or name_of(func) == "data_ptr":
             self.compute()
         elif type(noted) is tuple:
             return noted[0]
         else:
-            results = _results(noted)
+            results = results_of(noted)
             # A view of spared memory will be right once that is. What is small is spared where it reads such memory.
             if not any(r.is_view for r in results) and (self._spared or any(r.is_large for r in results)):
                 return self._spare(func, args, kwargs, noted)
         out = func(*args, **kwargs)
         self._adopt(out)
-        if self._later and not _mutable(func):
+        if self._later and not mutable(func):
             self._remember(func, args, kwargs, out if isinstance(out, (list, tuple)) else (out,), is_view=True)
         return out
 
@@ -743,7 +390,7 @@ class Rerun(Collector, TorchFunctionMode):
 
     def _remember(self, func: Any, args: Any, kwargs: Any, out: Sequence[Any], is_view: bool) -> None:
         """A call was spared, or is a view of spared memory: it may have to be made later."""
-        known = [(t, *self._later.get(id(t), (None, None))) for t in _tensors(_all(args, kwargs))]
+        known = [(t, *self._later.get(id(t), (None, None))) for t in tensors_in(_all(args, kwargs))]
         places = [place if ref is not None and ref() is t else None for t, ref, place in known]
         if is_view and not any(places):
             return
@@ -799,7 +446,7 @@ def _is_among(tensor: Tensor, args: tuple[Any, ...]) -> bool:
     """Whether a result is one of the arguments."""
     if id(tensor) in map(id, args):
         return True
-    return not _CONTAINERS.isdisjoint(map(type, args)) and any(tensor is t for t in _tensors(args))
+    return not CONTAINERS.isdisjoint(map(type, args)) and any(tensor is t for t in tensors_in(args))
 
 
 def _all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -839,8 +486,3 @@ def copy_of(tensor: Tensor) -> Tensor:
     with internals.DisableTorchFunction(), torch.enable_grad():
         copy = tensor.detach().clone()
         return copy.requires_grad_().clone() if tensor.requires_grad else copy
-
-
-def watched_runs() -> list[Any]:
-    """The forwards and reruns that the current code is part of, innermost last."""
-    return [mode for mode in internals.function_modes() if isinstance(mode, (Forward, Rerun))]
