@@ -26,187 +26,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from remat import _torch_internals as internals
+from remat._derived import Batch, Derived, at_front, functionalize, jvp, make_dual, pick, vjp, vmap
 from remat._errors import CheckpointError, RematError
-from remat._leaks import graph_alone, rerun_without_leaks
 from remat._run import paused_runs
-from remat._typing import OwnGraph, RepeatableCall
+from remat._typing import OwnGraph
 
 Values = list[Tensor]
-Fn = Callable[..., list[Any]]
-
-
-# Derived functions. Each takes and returns flat lists of tensors, and runs on whatever stack it is called on.
-
-
-class Derived:
-    """A function derived from a call by transforms."""
-
-    def __init__(self, call: RepeatableCall, run: Fn, is_vjp: bool = False) -> None:
-        self.call = call
-        self.run = run
-        self.is_vjp = is_vjp
-
-    def __call__(self, *operands: Tensor) -> list[Any]:
-        return self.run(*operands)
-
-
-_Batch = tuple[int, Sequence[int | None]]  # the size, and the batch dimension of each cotangent
-
-
-def _vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[_Batch]) -> Derived:
-    """(operands, cotangents of `outs`) -> gradients of the operands at `wrt`, None where there is no path.
-
-    The cotangents may be batched (several times, outermost first); the gradients then are, at dimension 0.
-    """
-
-    def pullback(*args: Tensor) -> list[Any]:
-        operands, cotangents = args[:n], args[n:]
-        record = torch.is_grad_enabled()
-        at_base = _at_base(fn.call, operands, cotangents, wrt)
-        if at_base:
-            # Faster than a level of functorch, and open to autograd Functions that don't know functorch.
-            record = record and any(t.requires_grad for t in args)
-            with internals.no_transforms(), internals.grad_enabled():
-                inputs = _leaves(operands, wrt, record)
-                values = rerun_without_leaks(fn.call, fn, inputs)
-                edges, given = graph_alone(fn.call, values, zip(outs, cotangents, strict=True))
-        else:
-            with internals.grad_level() as lift:
-                inputs = [lift(t) if i in wrt else t for i, t in enumerate(operands)]
-                edges, given = graph_alone(fn.call, fn(*inputs), zip(outs, cotangents, strict=True))
-        if not given:
-            return [None] * len(wrt)
-        sized = [(size, [d for d, e in zip(dims, edges, strict=True) if e is not None]) for size, dims in batches]
-        leaves = [inputs[i] for i in wrt]
-        # At the base the graph of a recorded backward goes through the one that it ran over.
-        keep = record and at_base
-        return _engine([e for e in edges if e is not None], leaves, given, sized, record, keep)
-
-    return Derived(fn.call, pullback, is_vjp=True)
-
-
-def _needs_level(call: RepeatableCall, operands: Sequence[Tensor]) -> bool:
-    """Whether a rerun has to be under a transform: the forward was, or the operands belong to one."""
-    return call.needs_level or any(map(internals.is_wrapper, operands))
-
-
-def _at_base(
-    call: RepeatableCall, operands: Sequence[Tensor], cotangents: Sequence[Tensor], wrt: Sequence[int]
-) -> bool:
-    """Whether to rerun without functorch. Under it some ops come apart in other ways, random ones too."""
-    if _needs_level(call, operands):
-        return False
-    if call.random is not None:
-        return True
-    if any(map(internals.is_wrapper, cotangents)):
-        return False
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*operands, *cotangents))
-    # A leaf of the rerun's own would make results require grad that do not.
-    return not recorded or all(operands[i].requires_grad for i in wrt)
-
-
-def _leaves(operands: Sequence[Tensor], wrt: Sequence[int], record: bool) -> list[Tensor]:
-    """The operands as inputs of a rerun: leaves of its graph, or connected to their own when that is recorded."""
-    if not record:
-        return [_detached(t, i in wrt) for i, t in enumerate(operands)]
-    inputs = list(operands)
-    for i in wrt:
-        inputs[i] = inputs[i].view_as(inputs[i]) if inputs[i].requires_grad else _detached(inputs[i], leaf=True)
-    return inputs
-
-
-def _engine(
-    edges: Sequence[Any],
-    inputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor],
-    batches: Sequence[_Batch],
-    record: bool,
-    keep: bool,
-) -> list[Any]:
-    """Run the backward pass, under a `vmap` for each batch of cotangents."""
-    if not batches:
-        return list(internals.run_backward(edges, inputs, cotangents, keep, record))
-    (size, dims), *inner = batches
-    with internals.vmap_level(size, "same") as level:
-        wrapped = [
-            c if d is None else internals.wrap_batched(c, d, level) for c, d in zip(cotangents, dims, strict=True)
-        ]
-        grads = _engine(edges, inputs, wrapped, inner, record, keep)
-        pairs = [None if g is None else internals.unwrap_batched(g, level) for g in grads]
-    return [None if p is None else _at_front(*p, size) for p in pairs]
-
-
-def _detached(tensor: Tensor, leaf: bool = False) -> Tensor:
-    """`tensor` without its graph, but (unlike with `detach` alone) with its tangent."""
-    if not internals.forward_ad_active():
-        if leaf:
-            return tensor.detach().requires_grad_()
-        return tensor.detach() if tensor.requires_grad else tensor
-    primal, tangent = forward_ad.unpack_dual(tensor)
-    primal = primal.detach().requires_grad_(leaf)
-    return primal if tangent is None else forward_ad.make_dual(primal, tangent.detach())
-
-
-def _jvp(fn: Derived, moving: Sequence[int], outs: Sequence[int]) -> Derived:
-    """(operands, tangents of those at `moving`) -> (results, tangents of those at `outs`)."""
-
-    def pushforward(*args: Tensor) -> list[Any]:
-        n = len(args) - len(moving)
-        inputs = list(args[:n])
-        # What drew outside of functorch draws something else under it.
-        plain = fn.call.random is not None and not _needs_level(fn.call, args)
-        with internals.dual_level() if plain else internals.jvp_level() as level:
-            for i, tangent in zip(moving, args[n:], strict=True):
-                inputs[i] = _make_dual(inputs[i], tangent)
-            pairs = [forward_ad.unpack_dual(v) for v in fn(*inputs)]
-            primals = [_below(p, level) for p, _ in pairs]
-            tangents = [pairs[o].tangent for o in outs]
-            return primals + [
-                torch.zeros_like(primals[o]) if t is None else _below(t, level)
-                for o, t in zip(outs, tangents, strict=True)
-            ]
-
-    return Derived(fn.call, pushforward, fn.is_vjp)
-
-
-def _below(tensor: Tensor, level: int | None) -> Tensor:
-    return tensor if level is None else internals.unwrap_grad(tensor, level)
-
-
-def _vmap(fn: Derived, in_dims: Sequence[int | None], batched: Sequence[bool], size: int, randomness: str) -> Derived:
-    """`fn` over a batch; results at dimension 0 where `batched`."""
-
-    def mapped(*operands: Tensor) -> list[Any]:
-        with internals.vmap_level(size, randomness) as level:
-            inputs = [
-                t if d is None else internals.wrap_batched(t, d, level) for t, d in zip(operands, in_dims, strict=True)
-            ]
-            pairs = [internals.unwrap_batched(v, level) for v in fn(*inputs)]
-        return [_at_front(v, d, size) if b else v for (v, d), b in zip(pairs, batched, strict=True)]
-
-    return Derived(fn.call, mapped, fn.is_vjp)
-
-
-def _functionalize(fn: Derived, reapply_views: bool) -> Derived:
-    """`fn` without its mutations."""
-
-    def functional(*operands: Tensor) -> list[Any]:
-        with internals.functionalize_level(reapply_views) as level:
-            values = fn(*(internals.wrap_functional(t, level) for t in operands))
-            return [internals.unwrap_functional(v, reapply_views) for v in values]
-
-    return Derived(fn.call, functional, fn.is_vjp)
-
-
-def _at_front(value: Tensor, dim: int | None, size: int) -> Tensor:
-    return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
-
-
-def _make_dual(primal: Tensor, tangent: Tensor) -> Tensor:
-    """A dual; memory that several elements share can't carry a tangent, so it is copied first."""
-    if 0 in primal.stride() and primal.numel() > 1:
-        primal = primal.contiguous()
-    return forward_ad.make_dual(primal, tangent)
 
 
 # Nodes.
@@ -332,7 +157,7 @@ def _differentiate(
     wrt: Sequence[int],
     outs: Sequence[int],
     cotangents: Sequence[Any],
-    batches: Sequence[_Batch],
+    batches: Sequence[Batch],
 ) -> list[Any]:
     """Run the derivative of a node on the stack where it belongs.
 
@@ -342,7 +167,7 @@ def _differentiate(
     """
 
     def derivative(inputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Any]:
-        return run(_vjp(link.fn, len(operands), wrt, outs, batches), [*inputs, *given])
+        return run(vjp(link.fn, len(operands), wrt, outs, batches), [*inputs, *given])
 
     legacy = [internals.is_legacy_batched(c) for c in cotangents]
     if any(legacy):  # `is_grads_batched=True` has a vmap of its own, older than functorch
@@ -380,18 +205,10 @@ def run(fn: Derived, operands: Values) -> list[Any]:
     present = [i for i, v in enumerate(values) if v is not None]
     if not torch.is_grad_enabled() or not present:
         return values
-    attached = attach(_pick(fn, present), [values[i] for i in present], operands)
+    attached = attach(pick(fn, present), [values[i] for i in present], operands)
     for i, value in zip(present, attached, strict=True):
         values[i] = value
     return values
-
-
-def _pick(fn: Derived, present: Sequence[int]) -> Derived:
-    def pick(*operands: Tensor) -> list[Any]:
-        values = fn(*operands)
-        return [values[i] for i in present]
-
-    return Derived(fn.call, pick, fn.is_vjp)
 
 
 # The rules.
@@ -467,8 +284,8 @@ def _attach_at_vmap(top: Any, fn: Derived, values: Values, operands: Values) -> 
     batched = [d is not None for _, d in pairs]
     raw = [internals.unwrap_batched(t, level) for t in operands]
     with top.lower():
-        mapped = _vmap(fn, [d for _, d in raw], batched, size, top.randomness())
-        below = [_at_front(v, d, size) if d is not None else v for v, d in pairs]
+        mapped = vmap(fn, [d for _, d in raw], batched, size, top.randomness())
+        below = [at_front(v, d, size) if d is not None else v for v, d in pairs]
         inner = attach(mapped, below, [t for t, _ in raw])
     if inner is below:
         return values
@@ -480,7 +297,7 @@ def _attach_at_functionalize(top: Any, fn: Derived, values: Values, operands: Va
     below = [internals.unwrap_functional(v, reapply_views) for v in values]
     raw = [internals.unwrap_functional(t, reapply_views) for t in operands]
     with top.lower():
-        inner = attach(_functionalize(fn, reapply_views), below, raw)
+        inner = attach(functionalize(fn, reapply_views), below, raw)
     return values if inner is below else [internals.wrap_functional(v, level) for v in inner]
 
 
@@ -498,7 +315,7 @@ def _attach_duals(rule: Callable[..., Values], top: Any, fn: Derived, values: Va
     pairs = [forward_ad.unpack_dual(t) for t in operands]
     moving = [i for i, (_, tangent) in enumerate(pairs) if tangent is not None]
     inputs = [p for p, _ in pairs] + [pairs[i].tangent for i in moving]
-    pushforward = _jvp(fn, moving, outs)
+    pushforward = jvp(fn, moving, outs)
     count = len(values)
     if top is not None and top.kind is internals.TransformType.Jvp:
         together = primals + tangents
@@ -507,11 +324,11 @@ def _attach_duals(rule: Callable[..., Values], top: Any, fn: Derived, values: Va
             return values
         new_primals, new_tangents = attached[:count], attached[count:]
     else:
-        new_tangents = rule(top, _pick(pushforward, range(count, count + len(outs))), tangents, inputs)
+        new_tangents = rule(top, pick(pushforward, range(count, count + len(outs))), tangents, inputs)
         new_primals = rule(top, fn, primals, operands)
         if new_primals is primals and new_tangents is tangents:
             return values
-    made = [_make_dual(new_primals[i], t) for i, t in zip(outs, new_tangents, strict=True)]
+    made = [make_dual(new_primals[i], t) for i, t in zip(outs, new_tangents, strict=True)]
     return _replace(new_primals, outs, made)
 
 

@@ -16,7 +16,8 @@ from typing_extensions import ParamSpec
 
 from remat import _compile, _tree
 from remat import _torch_internals as internals
-from remat._primitive import Derived, attach
+from remat._derived import Derived
+from remat._primitive import attach
 from remat._replay import Call
 from remat._run import Run, active_runs
 from remat._static import StaticArguments, as_tuple

@@ -13,7 +13,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._native import Meta, check_version, version
 
-SMALL = 1000
+_SMALL = 1000
 """The elements of a tensor that is computed sooner than it is spared."""
 
 
@@ -30,7 +30,7 @@ class Result(NamedTuple):
     @property
     def is_large(self) -> bool:
         """Whether it takes longer to compute than to spare."""
-        return self.size.numel() > SMALL
+        return self.size.numel() > _SMALL
 
     def allocate(self) -> Tensor:
         """Memory for it."""

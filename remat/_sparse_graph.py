@@ -1,0 +1,150 @@
+"""The native graph of a call whose function need not be watched: it saves nothing but what the function was given."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat._errors import PURITY
+from remat._native import (
+    WRONG_COUNT,
+    Graph,
+    Holder,
+    Meta,
+    Saved,
+    at_the_base,
+    check_version,
+    meta_of,
+    same,
+    unpack,
+    wrong_metadata,
+)
+from remat._run import paused_runs
+
+_WORTH_A_STOP = 1000  # elements: to end a rerun early takes as long as a small op on them
+_version = operator.attrgetter("_version")
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+class _Call(Protocol):
+    """A call, as its graph knows it."""
+
+    name: str
+    operands: list[Tensor]
+    versions: list[int]
+
+    def forward(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The user's own call."""
+
+    def again(self, operands: list[Tensor]) -> Any:
+        """The call again, with operands in the place of the tensors that it was given and found."""
+
+
+class SparseGraph(Graph):
+    """The native graph of a call. Of what it would save it holds the operands alone."""
+
+    def __init__(self, call: _Call, early_stop: bool, under_node: bool = False) -> None:
+        self._call = call
+        self._operands = operands = call.operands
+        self._required = [*map(_requires_grad, operands)]
+        self._early_stop = early_stop
+        self._under_node = under_node
+        self.joins_groups = not under_node  # what one result does not need is unpacked all the same
+        self._holders: list[weakref.ref[Holder]] = []
+        self.metas = []
+        self.compares = True
+        self.may_skip = False
+        """Whether no other result has a part in the graph."""
+
+    @property
+    def who(self) -> str:  # type: ignore[override]
+        """As of a graph."""
+        return f"remat: {self._call.name}" if self._under_node else Graph.who
+
+    def operands(self) -> list[Tensor]:
+        """The operands, unless they were changed in place."""
+        versions = self._call.versions
+        if [*map(_version, self._operands)] != versions:
+            for tensor, before in zip(self._operands, versions, strict=True):
+                check_version(tensor, before)
+        return self._operands
+
+    def record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The user's own call."""
+        internals.push_saved_tensors_hooks(self._pack, unpack)
+        try:
+            return self._call.forward(fun, args, kwargs)
+        finally:
+            internals.pop_saved_tensors_hooks()
+
+    def _pack(self, tensor: Tensor) -> Holder:
+        holder = Holder(self, len(self._holders))
+        self._holders.append(weakref.ref(holder))
+        self.metas.append(meta_of(tensor))
+        return holder
+
+    def skip(self) -> None:
+        """As of a graph, if all results are under the node."""
+        if self.may_skip:
+            super().skip()
+
+    def rerun(self) -> Saved:
+        """Run the function again: what its graph would save."""
+        if not (internals.transforms_active() or internals.function_modes_active()):
+            return self._rerun(same)
+        with at_the_base(), paused_runs():
+            return self._rerun(_unseen)
+
+    def _rerun(self, decorate: Callable[[Any], Any]) -> Saved:
+        """`decorate`: the hook that collects what is saved."""
+        operands, expected = self.operands(), len(self._holders)
+        stops = self._early_stop and expected and self.metas[-1][0].numel() > _WORTH_A_STOP
+        if [*map(_requires_grad, operands)] != self._required:
+            operands = [
+                t if t.requires_grad is before else t.detach().requires_grad_(before)
+                for t, before in zip(operands, self._required, strict=True)
+            ]
+        saved: list[tuple[Tensor, int]] = []
+        metas: list[Meta] = []
+
+        def collect(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach()
+            saved.append((tensor, tensor._version))
+            metas.append(meta_of(tensor))
+            if stops and len(saved) == expected:
+                raise _Stop
+            return tensor
+
+        with internals.grad_enabled():
+            internals.push_saved_tensors_hooks(decorate(collect), same)
+            try:
+                self._call.again(operands)
+            except _Stop:
+                pass
+            finally:
+                internals.pop_saved_tensors_hooks()
+        if len(saved) != expected:
+            raise self.error(f"{WRONG_COUNT.format(expected, len(saved))}\n{PURITY}")
+        if metas != self.metas and self.compares:
+            different = [(i, *pair) for i, pair in enumerate(zip(self.metas, metas, strict=True)) if pair[0] != pair[1]]
+            raise self.error(f"{wrong_metadata(different)}\n{PURITY}")
+        return [s if holder() is not None else None for s, holder in zip(saved, self._holders, strict=True)]
+
+
+def _unseen(hook: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The hook, unseen by torch-function modes."""
+
+    def unseen(tensor: Tensor) -> Tensor:
+        with internals.DisableTorchFunction():
+            return hook(tensor)
+
+    return unseen
+
+
+class _Stop(BaseException):
+    """All that the graph needs is there."""
