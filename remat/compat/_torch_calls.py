@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._run import may_write, written_by
+from remat._effects import may_write, written_by
 
 _GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
 # Only look-ups of these attributes are noted.
