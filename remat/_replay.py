@@ -19,10 +19,11 @@ from remat._closure import Closure
 from remat._context import Ambient, KeptDraws, RandomState, replayed
 from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._frozen import Thawer
+from remat._recorder import Recorder, note_nested_call
 from remat._run import CHANGES, CHANGES_SHARED, Log, Run, stranger, version
 from remat._spare import Replay, is_recorded
 from remat._tail import Spared
-from remat._tape import Recorder, Tape, note_nested_call
+from remat._tape import Tape
 from remat.random._keyed import Position, resumed, running, suspended
 
 _OUT_OF_REACH = (

@@ -28,11 +28,12 @@ from remat._derived import Derived
 from remat._errors import CheckpointError, RematError
 from remat._frozen import Freezer, Table, Thawer, cell_contents
 from remat._primitive import attach, attach_over_graph
+from remat._recorder import Recorder
 from remat._run import CHANGES
 from remat._spare import Replay, is_recorded
 from remat._sparse_graph import SparseGraph
 from remat._tail import LastProduct, Search, Spared, Sparing
-from remat._tape import Recorder, Tape
+from remat._tape import Tape
 from remat.random._keyed import suspended
 
 _WORTH_A_MODE = 2**12  # elements: to look for the last product, with a mode, takes as long as a small one

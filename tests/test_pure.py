@@ -18,7 +18,7 @@ from torch.nn.functional import relu
 from torch.nn.modules import module as module_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from remat import CheckpointError, RematError, _pure, policies, remat
+from remat import CheckpointError, RematError, _code, _pure, policies, remat
 from remat.compat import checkpoint
 
 LAYERS = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
@@ -458,7 +458,7 @@ SPACES = {
 def test_operations_only_compute() -> None:
     """By the schemas of the ops: none writes to an argument, and those that draw are known to."""
     ops = set()
-    for name in _pure._OPS:
+    for name in _code.OPS:
         assert any(hasattr(space, name) for space in SPACES)
         for space, prefix in SPACES.items():
             packet = getattr(torch.ops.aten, prefix + name, None) if hasattr(space, name) else None
@@ -466,8 +466,8 @@ def test_operations_only_compute() -> None:
                 op = getattr(packet, overload)
                 ops.add(name)
                 assert not any(a.alias_info and a.alias_info.is_write and not a.is_out for a in op._schema.arguments)
-                assert name in _pure._DRAWS or torch.Tag.nondeterministic_seeded not in op.tags
-    assert len(ops) > 0.9 * len(_pure._OPS)
+                assert name in _code.DRAWS or torch.Tag.nondeterministic_seeded not in op.tags
+    assert len(ops) > 0.9 * len(_code.OPS)
 
 
 def test_who_draws() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import dis
 import functools
-import types
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,13 +12,14 @@ from torch import Tensor
 from remat import _compile, _tree
 from remat import _torch_internals as internals
 from remat._context import RandomState
-from remat._errors import CheckpointError, warn
+from remat._errors import CheckpointError
 from remat._remat import remat
 from remat._values import schema_of
 from remat.compat._call import Contexts
 from remat.compat._devices import noop_context_fn
+from remat.compat._named_ops import named_in_vain, policy_of_ops, warn_in_vain
 from remat.policies import CheckpointPolicy, Policy, as_policy
-from remat.policies._ops import OpOverload, OpOverloadPacket, spell
+from remat.policies._ops import OpOverload, OpOverloadPacket
 
 _SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
@@ -322,11 +320,11 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
     if isinstance(policy_fn_or_list, Policy):
         policy = policy_fn_or_list
     elif isinstance(policy_fn_or_list, Collection) and not isinstance(policy_fn_or_list, (str, bytes)):
-        policy = _of_ops(tuple(policy_fn_or_list))
+        policy = policy_of_ops(tuple(policy_fn_or_list))
     elif callable(policy_fn_or_list) and not isinstance(policy_fn_or_list, (OpOverload, OpOverloadPacket, type)):
         policy = as_policy(policy_fn_or_list)
-        for named in dict.fromkeys(_named_in_vain(policy_fn_or_list)):
-            _warn_in_vain(named)
+        for named in dict.fromkeys(named_in_vain(policy_fn_or_list)):
+            warn_in_vain(named)
     else:
         raise TypeError(
             "create_selective_checkpoint_contexts: policy_fn_or_list must be either a function or a collection of ops; "
@@ -376,115 +374,3 @@ def _policy_of(context_fn: Any) -> Policy:
             f"returns: the compiler asks its policy. Got {type(forward).__name__} {forward!r}."
         )
     return as_policy(decides)
-
-
-# Ops that are named.
-
-
-def _of_ops(ops: tuple[Any, ...]) -> Policy:
-    for op in ops:
-        if not isinstance(op, (OpOverload, internals.HigherOrderOperator)):
-            hint = f" Name one of its overloads, as in {op}.{op.overloads()[0]}." if _is_packet(op) else ""
-            raise ValueError(
-                f"create_selective_checkpoint_contexts: expected an OpOverload such as torch.ops.aten.mm.default; got "
-                f"{type(op).__name__} {op!r}.{hint}"
-            )
-        if _never_seen(op):
-            _warn_in_vain(op)
-    saved = frozenset(ops)
-
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-        return op in saved
-
-    return as_policy(policy)
-
-
-def _is_packet(op: Any) -> bool:
-    return isinstance(op, OpOverloadPacket)
-
-
-@functools.cache
-def _why_never_seen(op: Any) -> str | None:
-    try:
-        spell("create_selective_checkpoint_contexts", op)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _never_seen(op: Any) -> bool:
-    return isinstance(op, OpOverload) and _why_never_seen(op) is not None
-
-
-def _warn_in_vain(op: Any) -> None:
-    reason = _why_never_seen(op) or (
-        f"create_selective_checkpoint_contexts: {op}, which the policy names, stands for several ops and equals none "
-        f"of them, so it never runs. Name the overload, as in {op}.{op.overloads()[0]}."
-    )
-    warn(reason)
-
-
-def _named_in_vain(policy: Any) -> Iterator[Any]:
-    """The ops that a policy function compares with and that no op that runs can equal, as far as its code shows."""
-    while isinstance(policy, functools.partial):
-        yield from _vain(policy.args)
-        yield from _vain([*policy.keywords.values()])
-        policy = policy.func
-    policy = getattr(policy, "__func__", policy)
-    if not isinstance(policy, types.FunctionType):
-        return
-    names = {name for code in _codes(policy.__code__) for name in code.co_names}
-    if any("overloadpacket" in name for name in names):
-        return  # it compares packets
-    for cell in policy.__closure__ or ():
-        with contextlib.suppress(ValueError):  # empty
-            yield from _vain(cell.cell_contents)
-    for name in names & policy.__globals__.keys():
-        yield from _vain(policy.__globals__[name])
-    yield from _vain(policy.__defaults__)
-    for code in _codes(policy.__code__):
-        yield from _vain(_looked_up(code, policy.__globals__))
-
-
-def _vain(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple, set, frozenset, dict)):
-        return [x for item in value for x in _vain(item)]
-    return [value] if _is_packet(value) or _never_seen(value) else []
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _codes(const)
-
-
-_NAMESPACES = (types.ModuleType, type(torch.ops.aten))
-
-
-def _looked_up(code: types.CodeType, namespace: dict[str, Any]) -> list[Any]:
-    """What chains of attributes in the code stand for that begin with a global module, as `torch.ops.aten.mm` does."""
-    found: list[Any] = []
-    for first, *names in _chains(code):
-        value = namespace.get(first)
-        if isinstance(value, _NAMESPACES):
-            for name in names:
-                value = getattr(value, name, None)
-            found.append(value)
-    return found
-
-
-@functools.lru_cache(1000)
-def _chains(code: types.CodeType) -> list[list[str]]:
-    """A name of a global and the names of attributes that are looked up from there, for each such place in the code."""
-    found: list[list[str]] = []
-    chain: list[str] = []
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_GLOBAL":
-            chain = [instruction.argval]
-            found.append(chain)
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            chain.append(instruction.argval)
-        else:
-            chain = []
-    return found

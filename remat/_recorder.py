@@ -1,0 +1,357 @@
+"""Which results of ops a run keeps under a policy.
+
+Forward, `Recorder` notes each aten op below all transforms, by the values that it reads and computes. When the run is
+over, the graph that it built shows what a backward reads: the storages that are still alive. From there `Recorder.tape`
+walks back: a needed value is kept if the policy lets it, else its op must run again and needs what it read. All other
+ops are spared.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat._names import current_name
+from remat._tape import CONSTANT, DETACH, Kept, Op, Output, Tape, aliases_of, bytes_of, outputs_of, write_token
+from remat._values import (
+    OpCall,
+    OpMode,
+    Reader,
+    Token,
+    Values,
+    flat,
+    plain,
+    returned,
+    schema_of,
+    tensors,
+)
+from remat.policies._enum import CheckpointPolicy
+
+_MUST = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_CPU_OFFLOAD)
+_OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
+_KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, *_OFFLOAD)
+
+Policy = Callable[..., CheckpointPolicy]
+
+
+class PolicyContext:
+    """What a policy is told besides the op: the public attributes of torch's `SelectiveCheckpointContext`, and `call`.
+
+    **Attributes:**
+
+    - `is_recompute`: always False, a policy is asked in the forward alone.
+    - `op_output`: what the op returned.
+    - `call`: `(function, args, kwargs)` of the torch call in the user's code that the op is part of, as seen inside
+        of all transforms.
+    """
+
+    is_recompute = False
+
+    def __init__(self, op_output: Any, call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None) -> None:
+        self.op_output = op_output
+        self.call = call
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.recorders: list[Recorder] = []
+
+
+_active = _Active()
+
+
+def note_nested_call() -> None:
+    """Tell the active recorders of a call under remat."""
+    for recorder in _active.recorders:
+        recorder.nested = True
+
+
+class Recorder(OpMode):
+    """Notes the ops of a forward run, and asks the policy about each."""
+
+    def __init__(self, policy: Policy, where: Callable[[], str] = lambda: "unknown") -> None:
+        """A recorder of one run.
+
+        **Arguments:**
+
+        - `policy`: what decides.
+        - `where`: the place in the user's code.
+        """
+        super().__init__()
+        self._policy = policy
+        self.nested = False
+        """Whether there was a call in the run that notes the state of the random stream, where its rerun has to start.
+
+        In the rerun the stream has to move as in the forward then.
+        """
+        self._complaint: str | None = None
+        """The TypeError that the policy has raised."""
+        self._since = internals.next_sequence_number()
+        self._where = where
+        self._reader = Reader(Values())
+        self._ops: list[Op] = []
+        self._views: set[Token] = set()
+        """Ops that return views, though their schemas do not say so."""
+        self._again: list[Token] = []
+        """What ops read that always run again."""
+        self._producer: dict[Token, Op] = {}
+        self._draws: list[Op] = []
+        self._decisions: dict[Token, CheckpointPolicy] = {}
+        self._names: dict[Token, str] = {}
+        self._places: dict[Token, str] = {}
+        self._pins: dict[Token, Any] = {}
+        self._tensors: dict[Token, weakref.ref[Tensor]] = {}
+        self._overwritten: set[Token] = set()
+        self._read: set[Token] = set()
+
+    def op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        reader = self._reader
+        if func is DETACH:
+            return func(*args, **kwargs)
+        if func is CONSTANT:
+            reader.constant(args[0])
+        given = tensors(args, kwargs)
+        if not all(map(plain, given)):
+            return self._run_again(func, args, kwargs)
+        schema = schema_of(func)
+        changed = schema.written(args, kwargs)
+        call = None if schema.is_view else reader.call(schema, args, kwargs, changed)
+        out = func(*args, **kwargs)
+        found = returned(out)
+        if not all(map(plain, found)):
+            return out
+        decision = self._decision(out, func, args, kwargs)
+        if call is None:
+            self._decide_of_views(found, decision)
+            return out
+        aliases = aliases_of(found, given, changed)
+        if any(aliases):
+            if all(aliases):
+                self._views.add(call.token)
+                self._decide_of_views(found, decision)
+            return out
+        op = self._note(call, out, changed, decision)
+        if not (_keeps(decision) and op.can_be_spared):
+            self._pin(given)
+        return out
+
+    def __enter__(self) -> Any:
+        _active.recorders.append(self)
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        _active.recorders.pop()
+        # Torch takes a TypeError inside of `x @ y` for "not implemented".
+        if isinstance(error, TypeError) and self._complaint not in (None, str(error)):
+            raise TypeError(self._complaint) from None
+
+    def _decision(self, out: Any, func: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
+        try:
+            return self._policy(PolicyContext(out, self.call), func, *args, **kwargs)
+        except TypeError as error:
+            self._complaint = str(error)
+            raise
+
+    def accessed(self, tensor: Tensor) -> None:
+        """The memory of a tensor is given away: the rerun has to have it there."""
+        raw = internals.innermost(tensor)
+        if plain(raw):
+            token = self._reader.read(raw).token
+            self._again.append(token)
+            self._pin([raw])
+            self._overwritten.add(token)
+            self._reader.give_away(raw)
+
+    def _run_again(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that can't be known by what it reads."""
+        known = [t for t in tensors(args, kwargs) if plain(t)]
+        self._again += [self._reader.read(t).token for t in known]
+        self._pin(known)
+        out = func(*args, **kwargs)
+        for t in schema_of(func).written(args, kwargs):
+            if plain(t):
+                self._overwritten.add(self._reader.read(t).token)
+                self._reader.write(t, self._reader.values.new())
+        return out
+
+    def _note(self, call: OpCall, out: Any, changed: list[Tensor], decision: CheckpointPolicy) -> Op:
+        reader, values = self._reader, self._reader.values
+        writes = [write_token(values, call, i) for i in range(len(changed))]
+        op = Op(call, type(out), outputs_of(values, call, out, changed), writes)
+        for t, output in zip(flat(out), op.outputs, strict=True):
+            if isinstance(output, Output):
+                reader.make(t.untyped_storage(), output.token)
+                self._decide(output.token, t, decision)
+        for t, token in zip(changed, writes, strict=True):
+            before = reader.read(t).token
+            self._overwritten.add(before)
+            reader.write(t, token)
+            # To keep a storage is to keep what is put there later, if nothing is said of that.
+            earlier = self._decisions.get(before, decision)
+            self._decide(token, t, decision if _keeps(decision) or decision in _MUST else earlier)
+        self._ops.append(op)
+        self._read.update(call.reads)
+        for token in op.values:
+            self._producer[token] = op
+        if call.schema.draws:
+            self._draws.append(op)
+        if not op.can_be_spared:
+            self._again += call.reads
+        return op
+
+    def _decide(self, token: Token, tensor: Tensor, decision: CheckpointPolicy) -> None:
+        if not _keeps(self._decisions.get(token)):  # the same value may have been computed before
+            self._decisions[token] = decision
+        self._tensors[token] = weakref.ref(tensor)
+        self._places[token] = self._where()
+
+    def _decide_of_views(self, views: list[Tensor], decision: CheckpointPolicy) -> None:
+        """A view has no value of its own: to keep it is to keep what it views.
+
+        What a policy says of a view counts where it is the stronger word. A name is a word about the value itself: it
+        can also take back what the policy has said of the op that made it.
+        """
+        name = current_name()
+        for t in views:
+            content = self._reader.read(t)
+            if not content.made:
+                continue
+            token = content.token
+            if name is not None:
+                self._names[token] = name
+            before = self._decisions.get(token, CheckpointPolicy.PREFER_RECOMPUTE)
+            if before in _MUST and not (name is not None and decision in _MUST):
+                continue
+            if _keeps(decision) or (name is not None and decision in _MUST):
+                self._decisions[token] = decision
+
+    def _pin(self, given: list[Tensor]) -> None:
+        """An op that will run again needs what it reads, though no backward may."""
+        for t in given:
+            content = self._reader.read(t)
+            if content.made and _keeps(self._decisions.get(content.token)):
+                self._pins[content.token] = t.untyped_storage()
+
+    @property
+    def matched(self) -> bool:
+        """Whether the policy lets anything be kept."""
+        return any(map(_keeps, self._decisions.values()))
+
+    def tape(self, results: list[Tensor]) -> Tape:
+        """What to keep, now that the run is over and its graph still there.
+
+        **Arguments:**
+
+        - `results`: what the run returned. They are alive whether a backward reads them or not, and the caller may
+            write to them.
+        """
+        aliases: dict[int, list[Tensor]] = {}
+        for raw in map(internals.innermost, results):
+            if plain(raw):
+                aliases.setdefault(raw.untyped_storage()._cdata, []).append(raw)
+        returned = self._only_returned(results)
+        pins, self._pins = self._pins, {}
+        pinned = {id(s) for s in pins.values()}
+        alive = {c.token: s for c, s in self._reader.all() if c.made and id(s) not in pinned}
+        for token in returned:
+            alive.pop(token, None)
+        plan = _Plan(self._producer, lambda t: _keeps(self._decisions.get(t)) and t not in self._overwritten)
+        plan.need([*alive, *self._again], alive | pins)
+        candidates = [weakref.ref(s) for s in pins.values()]
+        pins.clear()
+        for ref in candidates:
+            storage = ref()
+            if storage is not None:  # held by the graph, too
+                token = self._reader.of(storage).token
+                if token not in returned:
+                    alive[token] = storage
+                    plan.need([token], alive)
+        if self.nested:
+            plan.draw(self._draws, alive)
+        else:
+            plan.draw_in_order(self._draws, alive)
+        kept = {}
+        with internals.below_all_transforms():
+            for token, storage in plan.kept.items():
+                kept[token] = Kept(
+                    self._producer[token].func,
+                    self._names.get(token),
+                    self._places[token],
+                    self._tensor(token, storage),
+                    [t.detach() for t in aliases.get(storage._cdata, ())],
+                    offload=self._decisions[token] in _OFFLOAD,
+                )
+        return Tape(self._reader.values, self._ops, self._views, plan.runs, kept, self.matched)
+
+    def _only_returned(self, results: list[Tensor]) -> set[Token]:
+        """The results that no backward reads."""
+        tokens = {self._reader.read(raw).token: r for r in results if plain(raw := internals.innermost(r))}
+        saved: set[int] = set()
+        if self._read & tokens.keys():
+            nodes = internals.nodes_behind((n for r in results for n in internals.nodes_of(r)), self._since)
+            saved = {id(t.untyped_storage()) for t in internals.saved_tensors(nodes) if plain(t)}
+        return {
+            token
+            for token, r in tokens.items()
+            if id(internals.innermost(r).untyped_storage()) not in saved
+            and (token in self._read or not internals.saves_output(r))
+        }
+
+    def _tensor(self, token: Token, storage: Any) -> Tensor:
+        """A tensor over a storage, sharing the version counter of the one that the op returned, if it lives."""
+        tensor = self._tensors[token]()
+        if tensor is not None and tensor.untyped_storage() is storage:
+            return tensor.detach()
+        for output in self._producer[token].outputs:
+            if isinstance(output, Output) and output.token == token:
+                return output.over(storage)
+        return bytes_of(storage)
+
+
+class _Plan:
+    def __init__(self, producer: dict[Token, Op], may_keep: Callable[[Token], bool]) -> None:
+        self.producer = producer
+        self.may_keep = may_keep
+        self.kept: dict[Token, Any] = {}
+        self.runs: set[Token] = set()
+
+    def need(self, tokens: Iterable[Token], storages: dict[Token, Any]) -> None:
+        todo = list(tokens)
+        while todo:
+            token = todo.pop()
+            op = self.producer.get(token)
+            if op is None or token in self.kept or op.token in self.runs:
+                continue
+            if token in storages and self.may_keep(token):
+                self.kept[token] = storages[token]
+            else:
+                self.run(op, todo)
+
+    def run(self, op: Op, todo: list[Token]) -> None:
+        self.runs.add(op.token)
+        for v in op.values:
+            self.kept.pop(v, None)
+        todo += op.reads
+
+    def draw_in_order(self, draws: list[Op], storages: dict[Token, Any]) -> None:
+        """Draws come from one stream: if one runs again, so must all before it."""
+        last = max((i for i, op in enumerate(draws) if op.token in self.runs), default=-1)
+        self.draw(draws[: max(last, 0)], storages)
+
+    def draw(self, draws: list[Op], storages: dict[Token, Any]) -> None:
+        """Run draws again."""
+        todo: list[Token] = []
+        for op in draws:
+            if op.token not in self.runs:
+                self.run(op, todo)
+        self.need(todo, storages)
+
+
+def _keeps(decision: CheckpointPolicy | None) -> bool:
+    return decision in _KEEP
