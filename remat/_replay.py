@@ -19,8 +19,9 @@ from remat._closure import Closure
 from remat._context import Ambient, KeptDraws, RandomState, replayed
 from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._frozen import Thawer
+from remat._log import Log
 from remat._recorder import Recorder, note_nested_call
-from remat._run import CHANGES, CHANGES_SHARED, Log, Run, stranger, version
+from remat._run import CHANGES, CHANGES_SHARED, Run, stranger, version
 from remat._spare import Replay, is_recorded
 from remat._tail import Spared
 from remat._tape import Tape

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,77 +15,10 @@ from remat import _torch_internals as internals
 from remat._context import KeptDraws, RandomState
 from remat._effects import kind_of, written_by
 from remat._errors import PURITY, CheckpointError, RematError, call_site
+from remat._log import Comparison, Log, Read, Signature, results_of
 from remat._tail import Spared, last_product
 
-
-class Signature(NamedTuple):
-    """What is compared of a call."""
-
-    func: Any
-    results: tuple[tuple[torch.Size, torch.dtype], ...]
-    """Shape and dtype of each tensor that it returned."""
-    reads: tuple[Any, ...]
-    """Its arguments: a `_Read` for each tensor from outside, None for one made inside, other values as they are."""
-
-    def __str__(self) -> str:
-        name = torch.overrides.resolve_name(self.func) or getattr(self.func, "__qualname__", repr(self.func))
-        return f"{name} -> " + ", ".join(f"{dtype}{list(shape)}" for shape, dtype in self.results)
-
-
-class _Read(NamedTuple):
-    """A tensor from outside, as an argument: the how-manieth that the run was given or read first."""
-
-    number: int
-
-
-class Log:
-    """What is remembered of a run, to be compared with a rerun."""
-
-    def __init__(self) -> None:
-        self.calls: list[Signature] = []
-        self.incidental: set[int] = set()
-        """The positions of calls whose results are not differentiated: what they compute may be there already."""
-        self.tail: int | None = None
-        """The position of the last product, if no later call reads values. See `remat._tail`."""
-        self.constant_reads: set[tuple[Any, int]] = set()
-        """Of the calls that touch constants alone: the function, and the identity of a tensor that it read."""
-
-    def call(self, position: int) -> Signature | None:
-        """The call at a position, None after the last."""
-        return self.calls[position] if position < len(self.calls) else None
-
-    def has_read(self, func: Any, key: int) -> bool:
-        """Whether such a call read that tensor."""
-        return (func, key) in self.constant_reads
-
-
-def _results(out: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:
-    if isinstance(out, Tensor):
-        return ((out.shape, out.dtype),)
-    if isinstance(out, (tuple, list)):
-        return tuple((o.shape, o.dtype) for o in out if isinstance(o, Tensor))
-    return ()
-
-
-def _differentiated(out: Any) -> bool:
-    """Whether a result of a call is differentiated."""
-    if isinstance(out, Tensor):
-        return internals.requires_grad_at_any_level(out)
-    return any(isinstance(t, Tensor) and internals.requires_grad_at_any_level(t) for t in out)
-
-
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device})
-
-
-def _same(expected: Any, actual: Any) -> bool:
-    """Whether two arguments are the same. A number that was computed from tensors may be rounded in another way."""
-    if isinstance(expected, tuple) and isinstance(actual, tuple):
-        return len(expected) == len(actual) and all(map(_same, expected, actual))
-    if isinstance(expected, float) and isinstance(actual, float):
-        return math.isclose(expected, actual, rel_tol=1e-4, abs_tol=1e-8) or (expected != expected and actual != actual)
-    return type(expected) is type(actual) and expected == actual
-
-
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 SHARDED = (
@@ -126,7 +58,7 @@ class Run(TorchFunctionMode):
         self.name = name
         self.given = {id(t): weakref.ref(t) for t in given}
         """Tensors from outside that count: arguments, and what it was seen to read that is differentiated."""
-        self.reads = {key: _Read(i) for i, key in enumerate(self.given)} if forward is None else {}
+        self.reads = {key: Read(i) for i, key in enumerate(self.given)} if forward is None else {}
         """What is compared of the tensors from outside: which one it is."""
         self.made = dict(self.given)
         """What depends on them, by identity."""
@@ -143,7 +75,7 @@ class Run(TorchFunctionMode):
         self.random: RandomState | KeptDraws | None = None
         self.log = Log()
         self.paused = False
-        self._expected = forward
+        self._comparison = None if forward is None else Comparison(name, forward)
         self._swaps: dict[int, Tensor] = {}
         self._originals: dict[int, int] = {}
         self._swapped: list[Tensor] = []  # keeps the identities in `_swaps`
@@ -156,8 +88,6 @@ class Run(TorchFunctionMode):
         self._wrapped_memory: set[int] = set()  # that what it made under a transform of its own is a wrapper of
         self._owners: dict[int, weakref.ref[Tensor]] = {}  # of what `.data` gave
         self._numbers = len(self.given)
-        self._operands: dict[_Read, Tensor] = {}
-        self._position = 0  # in the log of the forward
         self.spared: Spared | None = None
         """In a rerun, what follows a product that was not computed."""
         self.spares_tail = False
@@ -166,11 +96,9 @@ class Run(TorchFunctionMode):
     @property
     def in_rerun(self) -> bool:
         """Whether it is part of the rerun of an outer function."""
-        return any(run._expected is not None for run in self._outer)
+        return any(run._comparison is not None for run in self._outer)
 
-    def swap(
-        self, original: Tensor, operand: Tensor, key: int, *, live: bool, read: _Read | None, unread: bool
-    ) -> None:
+    def swap(self, original: Tensor, operand: Tensor, key: int, *, live: bool, read: Read | None, unread: bool) -> None:
         """In this rerun, `operand` stands for `original`.
 
         **Arguments:**
@@ -184,7 +112,8 @@ class Run(TorchFunctionMode):
             self.reads.pop(id(operand), None)
         else:
             self.reads[id(operand)] = read
-            self._operands[read] = operand
+            assert self._comparison is not None
+            self._comparison.operands[read] = operand
         self._swaps[id(original)] = operand
         self._originals[id(operand)] = key
         self._swapped.append(original)
@@ -226,8 +155,8 @@ class Run(TorchFunctionMode):
         if not known:
             strangers = len(self.outside)
             live, args, kwargs = self._look_closer(args, kwargs or {})
-            if self._expected is not None and len(self.outside) > strangers:
-                args, kwargs = self._as_in_forward(self._expected, func, args, kwargs)
+            if self._comparison is not None and len(self.outside) > strangers:
+                args, kwargs = self._comparison.as_in_forward(func, args, kwargs, self.outside)
         if kwargs or kind.writes:
             self._before_write(written_by(func, args, kwargs or {}))
         if func is Tensor.register_hook:
@@ -236,20 +165,20 @@ class Run(TorchFunctionMode):
             if id(args[0]) in self._originals:
                 args = (torch.empty(0, requires_grad=True), *args[1:])  # the forward has put the hook on the tensor
         with self.random.watched() if kind.draws and self.random is not None else _NOTHING:
-            if self._at_tail(func, live):
+            if live and self.spares_tail and self._comparison is not None and self._comparison.at_tail(func):
                 self.spared = Spared(self.name)
                 out = self.spared.product(func, args, kwargs or {})
             else:
                 out = func(*args, **kwargs) if kwargs else func(*args)
                 if self.spared is not None:
                     self.spared.add(func, args, kwargs or {}, out)
-        if self._expected is None:
+        if self._comparison is None:
             result = out if live else None
             self.log.tail = last_product(self.log.tail, len(self.log.calls), func, args, kwargs or {}, result)
         if kind.gives_data:
             self._owners[id(out)] = weakref.ref(args[0])
         with internals.DisableTorchFunction():  # the runs around this one look on
-            results = _results(out)
+            results = results_of(out)
             if results and func is not Tensor.requires_grad_:  # where the rerun may find that it is so already
                 self._note(func, args, kwargs, results, out, live)
         return out
@@ -309,14 +238,14 @@ class Run(TorchFunctionMode):
         with internals.DisableTorchFunction():
             if not tensor.requires_grad and internals.dtensor_at_work():
                 raise RematError(TAKEN_APART.format(self.name))
-            if not read and self._expected is not None:
+            if not read and self._comparison is not None:
                 return tensor.detach()  # nothing in the forward was differentiated by it
         if key not in self.outside or self.outside[key]() is not tensor:
             self.outside[key] = weakref.ref(tensor)
             self.versions[key] = version(tensor)
-            if self._expected is None:
+            if self._comparison is None:
                 self._numbers += 1
-                self.reads[key] = _Read(self._numbers)
+                self.reads[key] = Read(self._numbers)
             if not read:
                 self.handed_on.add(key)
         if read:
@@ -415,41 +344,20 @@ class Run(TorchFunctionMode):
         if internals.forward_ad_active() and internals.inside_jvp_of_function():
             return  # its `jvp`
         signature = Signature(func, results, reads)
-        if self._expected is not None:
-            self._compare(self._expected, signature, out)
-            return
-        if not _differentiated(out):
-            self.log.incidental.add(len(self.log.calls))
-        self.log.calls.append(signature)
+        if self._comparison is None:
+            self.log.note(signature, out)
+        else:
+            self._comparison.next(signature, out)
 
     def _note_constant(self, func: Any, args: Iterable[Any]) -> None:
         """What a rerun finds computed may be read in the place where the forward read it, not where it came from."""
         for arg in args:
             if not isinstance(arg, Tensor):
                 continue
-            if self._expected is None:
+            if self._comparison is None:
                 self.log.constant_reads.add((func, id(arg)))
-            elif id(arg) in self._originals and not self._expected.has_read(func, self._originals[id(arg)]):
+            elif id(arg) in self._originals and not self._comparison.has_read(func, self._originals[id(arg)]):
                 raise stranger(self.name, arg, f" at {call_site()}")
-
-    def _as_in_forward(self, forward: Log, func: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """The arguments of a call, with what the forward read in the place of tensors that come from out of sight.
-
-        They may be made anew by each run (`from_numpy`). `finish` sees to it that they are.
-        """
-        expected = forward.call(self._position)
-        if expected is None or expected.func is not func or len(expected.reads) != len(args) + len(kwargs):
-            return args, kwargs
-
-        found = list(map(self._read_in_forward, (*args, *kwargs.values()), expected.reads))
-        return tuple(found[: len(args)]), dict(zip(kwargs, found[len(args) :], strict=True))
-
-    def _read_in_forward(self, arg: Any, then: Any) -> Any:
-        if isinstance(arg, Tensor):
-            return self._operands.get(then, arg) if id(arg) in self.outside else arg
-        if type(arg) in (tuple, list) and len(arg) == len(then):
-            return type(arg)(map(self._read_in_forward, arg, then))
-        return arg
 
     def _reads(self, args: Iterable[Any]) -> tuple[Any, ...]:
         found: list[Any] = []
@@ -467,49 +375,6 @@ class Run(TorchFunctionMode):
             else:
                 found.append(type(arg))
         return tuple(found)
-
-    def _compare(self, forward: Log, actual: Signature, out: Any) -> None:
-        if actual == forward.call(self._position):
-            self._position += 1
-            return
-        position = self._position
-        while (expected := forward.call(position)) is not None and actual[:2] != expected[:2]:
-            if position not in forward.incidental:
-                break
-            position += 1
-        if expected is not None and actual[:2] == expected[:2]:
-            self._position = position
-        elif self._position not in forward.incidental and not _differentiated(out):
-            return  # it touches no derivative
-        expected = forward.call(self._position)
-        self._position += 1
-        if actual == expected:
-            return
-        where = f"remat: the rerun of {self.name} differs from its forward run at call {self._position}: {actual}"
-        if expected is None or actual[:2] != expected[:2]:
-            ended = "had ended" if expected is None else f"ran {expected}"
-            raise CheckpointError(f"{where} at {call_site()}, where the forward {ended}. {PURITY}")
-        now, then = self._known(actual.reads), self._known(expected.reads)
-        if not _same(then, now):
-            raise CheckpointError(
-                f"{where} at {call_site()} got the arguments {_arguments(now)}, where the forward got "
-                f"{_arguments(then)}. {PURITY}"
-            )
-
-    def _known(self, reads: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Arguments without the tensors that look as if they came from outside, but are made anew by each run."""
-        return tuple(
-            (r if r in self._operands else None) if type(r) is _Read else self._known(r) if type(r) is tuple else r
-            for r in reads
-        )
-
-    def _at_tail(self, func: Any, live: bool) -> bool:
-        """Whether a call of a rerun is the last product, of which nobody reads the value."""
-        forward = self._expected
-        if forward is None or forward.tail is None or forward.tail != self._position or not self.spares_tail:
-            return False
-        expected = forward.call(forward.tail)
-        return live and expected is not None and expected.func == func
 
     def adopt(self, tensor: Tensor, live: bool = True, same_as: Tensor | None = None) -> None:
         """Note a tensor that was made inside, maybe as another one that has the same value."""
@@ -576,25 +441,8 @@ class Run(TorchFunctionMode):
 
     def finish(self) -> None:
         """Check that a rerun ran to the end of what the forward ran."""
-        if self._expected is None:
-            return
-        for position in range(self._position, len(self._expected.calls)):
-            if position not in self._expected.incidental:
-                raise CheckpointError(
-                    f"remat: the rerun of {self.name} ended after {position} of {len(self._expected.calls)} torch "
-                    f"calls; the forward went on with {self._expected.calls[position]}. {PURITY}"
-                )
-
-
-def _arguments(reads: tuple[Any, ...]) -> str:
-    """The arguments of a call in words."""
-
-    def word(read: Any) -> str:
-        if isinstance(read, _Read):
-            return f"tensor {read.number} from outside"
-        return "a tensor made inside" if read is None else _arguments(read) if isinstance(read, tuple) else repr(read)
-
-    return f"({', '.join(map(word, reads))})"
+        if self._comparison is not None:
+            self._comparison.finish()
 
 
 def stranger(name: str, tensor: Tensor, where: str = "") -> CheckpointError:

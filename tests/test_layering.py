@@ -16,7 +16,7 @@ ROOT = Path(remat.__file__).parent
 LAYERS = [
     {"_errors", "_typing"},
     {"_torch_internals"},
-    {"_effects"},
+    {"_effects", "_log"},
     {"_tree"},
     {"_names"},
     {"policies", "random", "debug", "_values", "_offload"},
