@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import functools
 import itertools
-import math
 import operator
 import types
 import weakref
@@ -25,41 +23,29 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat import _torch_internals as internals
-from remat._code import DRAWS, KNOWN_NAMES, MAY_BE_INPLACE, OPS, names_of, words
+from remat._code import DRAWS, KNOWN_NAMES, MAY_BE_INPLACE, OPS, names_of
 from remat._frozen import ATOMS
-from remat._names import checkpoint_name
+from remat._stock import (
+    BUILTINS,
+    CALLS,
+    CONTAINERS,
+    NORMS,
+    OF_TENSORS,
+    ORIGINALS,
+    PRIVATE,
+    SPACES,
+    STOCK,
+    are_called_otherwise,
+    calls_of,
+    has_operators,
+    is_of_torch,
+    is_stock,
+    operations,
+)
 
-_MODULES = (torch, F, math, torch.linalg, torch.special, torch.fft, torch.nn)
-_BUILTINS = tuple(
-    getattr(builtins, name)
-    for name in words("""
-    AssertionError RuntimeError TypeError ValueError abs all any bool dict divmod enumerate float int isinstance len
-    list map max min pow range reversed round set slice sorted str sum super tuple zip
-""")
-)
-"""What the globals of a function may be, besides modules, numbers and functions of the same kind."""
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_KNOWN_KINDS = (
-    *_NORMS,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Embedding,
-    nn.GRUCell,
-    nn.LSTMCell,
-    nn.MultiheadAttention,
-    nn.RNNCell,
-    nn.TransformerDecoderLayer,
-    nn.TransformerEncoderLayer,
-)
-"""Modules of torch that are known, although their code names more than is known here."""
 _MISSING: Any = object()
 _CONSTANTS = ATOMS | {torch.dtype, torch.device, torch.Size, type(Ellipsis), type(_MISSING)}
 
@@ -188,12 +174,12 @@ class Reads:
             for key, name in new:
                 self._attribute(self._modules[key], name, is_known=name == "forward" and key in self._stock)
         for name in self._names & OPS:
-            now = [space.get(name) for space in _SPACES]
-            found = zip(_SPACES, now, strict=True)
-            checked = [(s, op) for s, op in found if op is not None or s is _OF_TENSORS]
+            now = [space.get(name) for space in SPACES]
+            found = zip(SPACES, now, strict=True)
+            checked = [(s, op) for s, op in found if op is not None or s is OF_TENSORS]
             self._operations += [(s, name) for s, _ in checked]
             self._meant += [op for _, op in checked]
-            if any(map(operator.is_not, now, _ORIGINALS[name])):  # somebody has put something else there
+            if any(map(operator.is_not, now, ORIGINALS[name])):  # somebody has put something else there
                 raise _Unknown
         tensors = (t for m in self._modules.values() for names in (m._parameters, m._buffers) for t in names.values())
         others = *self._functions.values(), *(t for t in tensors if t is not None)
@@ -201,7 +187,7 @@ class Reads:
             raise _Unknown  # what is asked for may be an attribute of a function, or of a parameter
         unknown = self._names - KNOWN_NAMES
         owned = {n for m in self._modules.values() for n in _names_of(m)}
-        if unknown <= owned and not any(map(_is_of_torch, unknown)):
+        if unknown <= owned and not any(map(is_of_torch, unknown)):
             self.is_known = True
 
     def _take(self, value: Any) -> None:
@@ -210,11 +196,11 @@ class Reads:
             if id(value) not in self._modules:
                 self._modules[id(value)] = value
                 self._module(value)
-        elif isinstance(value, types.FunctionType) and id(value) not in _operations():
+        elif isinstance(value, types.FunctionType) and id(value) not in operations():
             if id(value) not in self._functions:
                 self._functions[id(value)] = value
                 self._function(value)
-        elif id(value) in _operations():
+        elif id(value) in operations():
             self._names |= {getattr(value, "__name__", "")} & DRAWS
         elif type(value) not in _CONSTANTS:
             raise _Unknown
@@ -228,41 +214,41 @@ class Reads:
         if "super" in names.globals and not self._uses_super:
             self._uses_super = True
             self._looked_up.clear()
-        is_of_torch = str(function.__globals__.get("__name__")).startswith("torch.")
-        if id(function) not in self._roots and not is_of_torch:
+        of_torch = str(function.__globals__.get("__name__")).startswith("torch.")
+        if id(function) not in self._roots and not of_torch:
             self._codes.append((weakref.ref(function), made_of(function)))
         self._names |= names.attributes
         self.unpacks |= names.unpacks
         for name in names.globals:
             value = function.__globals__.get(name, _MISSING)
             at = self._roots[id(function)] if id(function) in self._roots else weakref.ref(function)
-            if not is_of_torch:
+            if not of_torch:
                 self._globals.append((at, name, _meaning(value)))
             if value is not _MISSING:
                 self._take(value)
-                if id(value) not in _operations() and (type(at) is int or type(value) in _CONSTANTS):
+                if id(value) not in operations() and (type(at) is int or type(value) in _CONSTANTS):
                     self.names.append((at, name))
-            elif getattr(builtins, name, _MISSING) not in _BUILTINS:
+            elif getattr(builtins, name, _MISSING) not in BUILTINS:
                 raise _Unknown
 
     def _module(self, module: nn.Module) -> None:
         kind, shape = type(module), internals.shape_of_module(module)
         self._shapes.append((weakref.ref(module), shape))
-        self._kinds |= {weakref.ref(k): len(vars(k)) for k in kind.__mro__ if not _is_stock(k)}
+        self._kinds |= {weakref.ref(k): len(vars(k)) for k in kind.__mro__ if not is_stock(k)}
         if (
-            _calls(kind) != _CALLS
+            calls_of(kind) != CALLS
             or "_call_impl" in vars(module)
             or kind.__getattribute__ is not object.__getattribute__
             or shape is None
-            or any(map(_has_operators, kind.__mro__))
+            or any(map(has_operators, kind.__mro__))
         ):
             raise _Unknown
-        if kind in _STOCK:
+        if kind in STOCK:
             self._take_stock(module)
             return
-        if kind not in _CONTAINERS:
+        if kind not in CONTAINERS:
             self._attribute(module, "forward")
-        if isinstance(module, (nn.Sequential, *_CONTAINERS)):  # others are asked for their children by name
+        if isinstance(module, (nn.Sequential, *CONTAINERS)):  # others are asked for their children by name
             for child in module.children():
                 self._take(child)
 
@@ -270,18 +256,18 @@ class Reads:
         """A module that is known: it computes on all that it holds."""
         kind = type(module)
         if kind not in {type(self._modules[key]) for key in self._stock}:
-            self._operations += [(space, name) for space, name, _ in _STOCK[kind]]
-            self._meant += [space[name] for space, name, _ in _STOCK[kind]]
-        if any(space[name] is not part for space, name, part in _STOCK[kind]):
+            self._operations += [(space, name) for space, name, _ in STOCK[kind]]
+            self._meant += [space[name] for space, name, _ in STOCK[kind]]
+        if any(space[name] is not part for space, name, part in STOCK[kind]):
             raise _Unknown
         if kind is nn.Embedding and module.max_norm is not None:
             raise _Unknown
         self._stock.add(id(module))
         self._attribute(module, "forward", is_known=True)
         for name, value in vars(module).items():
-            if name not in _PRIVATE and type(value) is not list:
+            if name not in PRIVATE and type(value) is not list:
                 self._attribute(module, name)
-        if kind in _NORMS:
+        if kind in NORMS:
             self.statistics.append(weakref.ref(module))
         if kind is nn.MultiheadAttention:
             self._names.add("dropout")
@@ -333,49 +319,6 @@ class _Unknown(Exception):  # noqa: N818
     """Something is not known."""
 
 
-_PRIVATE = vars(nn.Module()).keys() - {"training"}
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-_HARMLESS = words("""
-    __abstractmethods__ __annotate__ __annotate_func__ __annotations__ __annotations_cache__ __constants__ __dict__
-    __doc__ __firstlineno__ __hash__ __init__ __jit_unused_properties__ __module__ __orig_bases__ __parameters__
-    __repr__ __setstate__ __static_attributes__ __weakref__
-    """)
-
-
-def _calls(kind: type[nn.Module]) -> tuple[Any, ...]:
-    """What happens to a module of this class that is called, or asked for an attribute."""
-    return kind.__call__, kind._call_impl, kind.__getattr__
-
-
-_CALLS = _calls(nn.Module)
-
-
-def _are_called_otherwise(hooks_count: bool = True) -> bool:
-    """Whether a call of any module does more than torch's own: it was patched, or there are hooks for all modules."""
-    return _calls(nn.Module) != _CALLS or (hooks_count and internals.has_global_module_hooks())
-
-
-def _is_stock(kind: type) -> bool:
-    return kind.__module__ == "builtins" or kind.__module__.startswith("torch.nn.modules.")
-
-
-def _has_operators(kind: type) -> bool:
-    """Whether a class of the user's says what an operator does."""
-    return not _is_stock(kind) and any(
-        n.startswith("__") and n.endswith("__") and n not in _HARMLESS for n in vars(kind)
-    )
-
-
-@functools.cache
-def _is_of_torch(name: str) -> bool:
-    """Whether it means something elsewhere, so that `self.rrelu` does not make `F.rrelu` known; nor `_modules`.
-
-    What is in a package, `nn.attention`, has a name of its own.
-    """
-    found = [getattr(space, name, None) for space in (*_MODULES, Tensor)]
-    return name in _PRIVATE or any(f is not None and not isinstance(f, types.ModuleType) for f in found)
-
-
 def _names_of(module: nn.Module) -> Iterator[str]:
     yield from vars(module)
     yield from module._parameters
@@ -385,40 +328,6 @@ def _names_of(module: nn.Module) -> Iterator[str]:
         if kind is not nn.Module and kind is not object:
             yield from vars(kind)
 
-
-@functools.cache
-def _operations() -> frozenset[int]:
-    found = [getattr(space, name, None) for space in _MODULES for name in OPS]
-    return frozenset(id(f) for f in (*found, *_MODULES, *_BUILTINS, Tensor, checkpoint_name) if f is not None)
-
-
-_OF_TENSORS = vars(Tensor)  # without what it inherits
-_SPACES = [*(vars(m) for m in _MODULES if m is not math), _OF_TENSORS]
-_ORIGINALS = {name: [space.get(name) for space in _SPACES] for name in OPS}
-
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
-_OF_F = {f for f in vars(F).values() if isinstance(f, types.FunctionType)} - {F.multi_head_attention_forward}
-
-
-def _named_in(code: types.CodeType) -> set[str]:
-    return {*code.co_names}.union(*(_named_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
-
-
-def _parts_of(kind: type[nn.Module]) -> list[tuple[Mapping[str, Any], str, Any]]:
-    """The methods that a call of a module of torch runs, and the functions of `torch.nn.functional`."""
-    found: list[tuple[Mapping[str, Any], str, Any]] = []
-    names, todo = set[str](), {"forward"}
-    while todo:
-        names |= todo
-        parts = [(vars(space), n) for n in todo for space in (*kind.__mro__[:-2], F) if n in vars(space)]
-        functions = [(space, n, space[n]) for space, n in parts if isinstance(space[n], _FUNCTIONS)]
-        found += functions
-        codes = [f.__code__ for space, _, f in functions if isinstance(f, types.FunctionType) and f not in _OF_F]
-        todo = set[str]().union(*map(_named_in, codes)) - names
-    return found
-
-
-_STOCK = {kind: _parts_of(kind) for kind in _KNOWN_KINDS}
 
 _found: dict[Any, Reads] = {}
 
@@ -432,7 +341,7 @@ def reads(fun: Any, roots: list[Any] | None = None) -> Reads | None:
     """
     roots = [] if roots is None else roots
     key = _key(fun, roots)
-    if key is None or _are_called_otherwise():
+    if key is None or are_called_otherwise():
         return None
     found = _found.get(key)
     if found is None or not found.holds(roots):
@@ -453,7 +362,7 @@ def still(fun: Any, before: Reads, parts: list[list[Any]], hooks_count: bool) ->
     roots: list[Any] = []
     if _key(fun, roots) is None or not _are_made_of(roots, parts):
         return False
-    if before.has_modules and _are_called_otherwise(hooks_count):
+    if before.has_modules and are_called_otherwise(hooks_count):
         return False
     if before.holds(roots, hooks_count):
         return True
@@ -532,7 +441,7 @@ def _key(fun: Any, roots: list[Any]) -> Any:
         return id(fun)
     if kind is types.MethodType and isinstance(fun.__self__, nn.Module):
         return _key(fun.__func__, roots), _key(fun.__self__, roots)
-    if id(fun) in _operations():
+    if id(fun) in operations():
         roots.append(fun)
         return id(fun)
     return None

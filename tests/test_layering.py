@@ -16,11 +16,11 @@ ROOT = Path(remat.__file__).parent
 LAYERS = [
     {"_errors", "_typing"},
     {"_torch_internals"},
-    {"_effects", "_log"},
+    {"_effects", "_log", "_code"},
     {"_tree"},
     {"_names"},
     {"policies", "random", "debug", "_values", "_offload"},
-    {"_frozen", "_context", "_tape", "_static", "_tail", "_compile", "_native", "_code"},
+    {"_frozen", "_context", "_tape", "_static", "_tail", "_compile", "_native", "_stock"},
     {"_closure", "_spare", "_pure", "_recorder"},
     {"_run"},
     {"_replay", "_sparse_graph"},
