@@ -13,7 +13,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError
-from remat._values import OpMode, flat, schema_of
+from remat._values import OpMode, flat, schema_of, tensors
 from remat.random._generators import (
     PythonState,
     global_state,
@@ -130,7 +130,8 @@ class RandomState:
             self._python = None
         return self if self._drawn or self.generators or self._python or _differs(self._globals) else None
 
-    def _set(self) -> None:
+    def put_back(self) -> None:
+        """Make the generators what they were."""
         for device, state in self._globals.items():
             set_global_state(device, state)
         for generator, state in self.generators.items():
@@ -141,15 +142,29 @@ class RandomState:
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Within it, the same draws come again; after it, the generators are as they were before."""
-        ambient = RandomState.__new__(RandomState)
-        ambient._globals = {device: global_state(device) for device in self._globals}
-        ambient.generators = {g: g.get_state() for g in self.generators}
-        ambient._python = None if self._python is None else python_state()
-        self._set()
+        ambient = self.now()
+        self.put_back()
         try:
             yield
         finally:
-            ambient._set()
+            ambient.put_back()
+
+    def now(self) -> RandomState:
+        """The state of the same generators here and now."""
+        state = RandomState.__new__(RandomState)
+        state._globals = {device: global_state(device) for device in self._globals}
+        state.generators = {g: g.get_state() for g in self.generators}
+        state._python = None if self._python is None else python_state()
+        return state
+
+
+def drawn_from(args: Any, kwargs: Any) -> RandomState:
+    """The state of the generators that an op with these arguments may have drawn from."""
+    state = RandomState(tensors(args, kwargs), of_python=False)
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, torch.Generator):
+            state.notice(x)
+    return state
 
 
 class KeptDraws(OpMode):

@@ -8,14 +8,15 @@ ops are spared.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._context import drawn_from
 from remat._names import current_name
 from remat._tape import CONSTANT, DETACH, Kept, Op, Output, Tape, aliases_of, bytes_of, outputs_of, write_token
 from remat._values import (
@@ -57,38 +58,21 @@ class PolicyContext:
         self.call = call
 
 
-class _Active(threading.local):
-    def __init__(self) -> None:
-        self.recorders: list[Recorder] = []
-
-
-_active = _Active()
-
-
-def note_nested_call() -> None:
-    """Tell the active recorders of a call under remat."""
-    for recorder in _active.recorders:
-        recorder.nested = True
-
-
 class Recorder(OpMode):
     """Notes the ops of a forward run, and asks the policy about each."""
 
-    def __init__(self, policy: Policy, where: Callable[[], str] = lambda: "unknown") -> None:
+    def __init__(self, policy: Policy, repeats_draws: bool, where: Callable[[], str] = lambda: "unknown") -> None:
         """A recorder of one run.
 
         **Arguments:**
 
         - `policy`: what decides.
+        - `repeats_draws`: whether reruns draw what the run draws.
         - `where`: the place in the user's code.
         """
         super().__init__()
         self._policy = policy
-        self.nested = False
-        """Whether there was a call in the run that notes the state of the random stream, where its rerun has to start.
-
-        In the rerun the stream has to move as in the forward then.
-        """
+        self._repeats_draws = repeats_draws
         self._complaint: str | None = None
         """The TypeError that the policy has raised."""
         self._since = internals.next_sequence_number()
@@ -100,7 +84,6 @@ class Recorder(OpMode):
         self._again: list[Token] = []
         """What ops read that always run again."""
         self._producer: dict[Token, Op] = {}
-        self._draws: list[Op] = []
         self._decisions: dict[Token, CheckpointPolicy] = {}
         self._names: dict[Token, str] = {}
         self._places: dict[Token, str] = {}
@@ -136,17 +119,21 @@ class Recorder(OpMode):
                 self._decide_of_views(found, decision)
             return out
         op = self._note(call, out, changed, decision)
+        if schema.draws and self._repeats_draws:
+            op.after = drawn_from(args, kwargs)
         if not (_keeps(decision) and op.can_be_spared):
             self._pin(given)
         return out
 
     def __enter__(self) -> Any:
-        _active.recorders.append(self)
+        # A cast that autocast has kept from an earlier call would not be seen, and reruns cast themselves.
+        self._keeps_casts = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
         return super().__enter__()
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
-        _active.recorders.pop()
+        torch.set_autocast_cache_enabled(self._keeps_casts)
         # Torch takes a TypeError inside of `x @ y` for "not implemented".
         if isinstance(error, TypeError) and self._complaint not in (None, str(error)):
             raise TypeError(self._complaint) from None
@@ -199,8 +186,6 @@ class Recorder(OpMode):
         self._read.update(call.reads)
         for token in op.values:
             self._producer[token] = op
-        if call.schema.draws:
-            self._draws.append(op)
         if not op.can_be_spared:
             self._again += call.reads
         return op
@@ -272,10 +257,6 @@ class Recorder(OpMode):
                 if token not in returned:
                     alive[token] = storage
                     plan.need([token], alive)
-        if self.nested:
-            plan.draw(self._draws, alive)
-        else:
-            plan.draw_in_order(self._draws, alive)
         kept = {}
         with internals.below_all_transforms():
             for token, storage in plan.kept.items():
@@ -338,19 +319,6 @@ class _Plan:
         for v in op.values:
             self.kept.pop(v, None)
         todo += op.reads
-
-    def draw_in_order(self, draws: list[Op], storages: dict[Token, Any]) -> None:
-        """Draws come from one stream: if one runs again, so must all before it."""
-        last = max((i for i, op in enumerate(draws) if op.token in self.runs), default=-1)
-        self.draw(draws[: max(last, 0)], storages)
-
-    def draw(self, draws: list[Op], storages: dict[Token, Any]) -> None:
-        """Run draws again."""
-        todo: list[Token] = []
-        for op in draws:
-            if op.token not in self.runs:
-                self.run(op, todo)
-        self.need(todo, storages)
 
 
 def _keeps(decision: CheckpointPolicy | None) -> bool:

@@ -20,7 +20,7 @@ from remat._context import Ambient, KeptDraws, RandomState, replayed
 from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._frozen import Thawer
 from remat._log import Log
-from remat._recorder import Recorder, note_nested_call
+from remat._recorder import Recorder
 from remat._run import CHANGES, CHANGES_SHARED, Run, stranger, version
 from remat._spare import Replay, is_recorded
 from remat._tail import Spared
@@ -91,10 +91,9 @@ class Call:
             position = None if keys is None else keys.position()
             draws = KeptDraws() if preserve_rng_state and internals.tracing() else None
             run.random = draws or (RandomState(tensors, keyed=keys is not None) if preserve_rng_state else None)
-        note_nested_call()
         if self.policy is not None and not internals.tracing():
             where = call_site if self.watched else lambda: "unknown"
-            self._recorder = Recorder(self.policy.start(), where)
+            self._recorder = Recorder(self.policy.start(), preserve_rng_state, where)
         with internals.without_saved_tensors_hooks(), run, self._recorder or draws or contextlib.nullcontext():
             out = self.closure.call(*args, **kwargs)
         self._log = run.log

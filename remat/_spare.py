@@ -7,6 +7,7 @@ wrong guess of the tape costs time and never a wrong number.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._context import RandomState
 from remat._errors import CheckpointError
 from remat._tape import CONSTANT, DETACH, Changed, Op, Output, Tape, aliases_of, layout, outputs_of, write_token
 from remat._values import (
@@ -45,6 +47,8 @@ class Replay(OpMode):
         self._reader = Reader(Values(tape.values))
         self._reader.outside = []  # until all is computed that may have to be
         self._recipes: dict[Token, OpCall] = {}
+        self._before: dict[Token, RandomState] = {}
+        """Of spared ops that draw: the state of the generators that they would have drawn from."""
 
     def given(self, i: int, operand: Tensor) -> None:
         """Say which operand a tensor is a copy of."""
@@ -114,6 +118,9 @@ class Replay(OpMode):
                     storages[output.token] = self._memory_of(output)
                     self._recipes[output.token] = call
                 results.append(output.over(storages[output.token]))
+        if op.after is not None:
+            self._before[call.token] = op.after.now()
+            op.after.put_back()
         for i, t in enumerate(changed):
             token = write_token(self._reader.values, call, i)
             storage = t.untyped_storage()
@@ -176,7 +183,7 @@ class Replay(OpMode):
 
     def _can_be_computed(self, token: Token) -> bool:
         recipe = self._recipes.get(token)
-        return recipe is not None and not recipe.schema.draws
+        return recipe is not None and (not recipe.schema.draws or recipe.token in self._before)
 
     def _depends(self, token: Token, on: Token) -> bool:
         todo, seen = [token], set()
@@ -221,7 +228,9 @@ class Replay(OpMode):
             memory[ref.slot] = computed[ref.token].clone()
         args = [_over(x, memory) for x in call.args]
         kwargs = {k: _over(v, memory) for k, v in call.kwargs.items()}
-        out = call.schema.func(*args, **kwargs)
+        state = self._before.get(call.token)
+        with contextlib.nullcontext() if state is None else state.replayed():
+            out = call.schema.func(*args, **kwargs)
         values, targets = self._reader.values, call.schema.written(args, kwargs)
         for t, output in zip(flat(out), outputs_of(values, call, out, targets), strict=True):
             if isinstance(output, Output):

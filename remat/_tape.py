@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._context import RandomState
 from remat._errors import CheckpointError
 from remat._offload import Offloaded
 from remat._values import (
@@ -62,9 +63,10 @@ class Op:
     - `writes`: the new values of storages that it wrote to.
     - `values`: all that it computed.
     - `can_be_spared`: whether all that it does is known: it computes values or returns numbers.
+    - `after`: the state of the generators that it has drawn from: a rerun that spares it goes on from there.
     """
 
-    __slots__ = ("can_be_spared", "func", "outputs", "reads", "returns", "token", "values", "writes")
+    __slots__ = ("after", "can_be_spared", "func", "outputs", "reads", "returns", "token", "values", "writes")
 
     def __init__(self, call: OpCall, returns: Any, outputs: list[Any], writes: list[Token]) -> None:
         self.func, self.token, self.reads = call.schema.func, call.token, call.reads
@@ -74,6 +76,7 @@ class Op:
         self.values = [o.token for o in outputs if type(o) is Output] + writes
         does = self.values or any(o is not None for o in outputs)
         self.can_be_spared = bool(does) and _KNOWN.issuperset(map(type, outputs))
+        self.after: RandomState | None = None
 
 
 def outputs_of(values: Values, call: OpCall, out: Any, changed: list[Tensor]) -> list[Any]:

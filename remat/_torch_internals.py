@@ -533,7 +533,13 @@ def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
     """Within it, the user's `saved_tensors_hooks` see nothing: only the topmost hooks are asked."""
     if not saved_tensors_hooks_active():
         return _NOTHING
-    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+    return torch.autograd.graph.saved_tensors_hooks(_detached, _same)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """What to pack. A node that packs its own output as it is would hold itself."""
+    with DisableTorchFunction():
+        return tensor.detach()
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -666,7 +672,8 @@ def saves_output(tensor: Tensor) -> bool:
             for name in _saved_names(type(node)):
                 saved = getattr(node, name)
                 for s in saved if isinstance(saved, (list, tuple)) else (saved,):
-                    if isinstance(s, Tensor) and innermost(s).untyped_storage() is storage:
+                    raw = innermost(s) if isinstance(s, Tensor) else None
+                    if raw is not None and raw.layout is torch.strided and raw.untyped_storage() is storage:
                         return True
     return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +12,8 @@ from optree import PyTreeSpec as PyTreeSpec
 
 from remat import _torch_internals as internals  # makes torch's node types known to optree
 
-_leaf_types: set[type] = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.Size}
+_LEAF_TYPES = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.Size}
+_other_leaf_types: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 _, _LEAF = optree.tree_flatten(0, none_is_leaf=True, namespace="torch")  # type: ignore[arg-type]
@@ -26,9 +28,10 @@ def flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
     if type(tree) is torch.Tensor:
         return [tree], _LEAF
     leaves, spec = optree.tree_flatten(tree, is_leaf=_is_size, none_is_leaf=True, namespace="torch")
-    if _leaf_types.issuperset(map(type, leaves)):
+    if _LEAF_TYPES.issuperset(map(type, leaves)):
         return leaves, spec
-    adopted = [kind for kind in {type(x) for x in leaves} - _leaf_types if _adopted(kind)]
+    kinds = {type(x) for x in leaves} - _LEAF_TYPES
+    adopted = [kind for kind in kinds if kind not in _other_leaf_types and _adopted(kind)]
     return flatten(tree) if adopted else (leaves, spec)
 
 
@@ -36,7 +39,7 @@ def _adopted(kind: type) -> bool:
     """Make a node type known to optree that is registered with torch's own pytrees alone."""
     functions = internals.registered_with_torch(kind)
     if functions is None:
-        _leaf_types.add(kind)
+        _other_leaf_types.add(kind)
         return False
     to_children, from_children = functions
     optree.register_pytree_node(

@@ -195,7 +195,7 @@ class UnwatchedCall:
         """
         operands, graph, recorder = self.operands, None, None
         if policy is not None:
-            recorder = Recorder(policy.start())
+            recorder = Recorder(policy.start(), self._repeats_draws)
             out = self.forward(fun, args, kwargs, recorder)
         elif _needs_node():
             is_large = max(map(Tensor.numel, operands), default=0) > _WORTH_A_MODE

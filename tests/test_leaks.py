@@ -294,3 +294,37 @@ def test_no_reference_cycles() -> None:
         ]
         gc.garbage.clear()
         assert garbage == []
+
+
+@pytest.mark.parametrize("op", [torch.tanh, torch.exp, torch.sigmoid], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "hooks",
+    [torch.autograd.graph.save_on_cpu, torch.autograd.graph.allow_mutation_on_saved_tensors],
+    ids=lambda f: f.__name__,
+)
+def test_hooks_around_an_op_that_saves_its_result(op: Fun, hooks: Any) -> None:
+    """A node that packs its own result as it is would hold itself, where gc does not see it."""
+    refs = []
+
+    @remat
+    def fun(x: Tensor) -> Tensor:
+        y = op(x)
+        refs.append(weakref.ref(y))
+        return y * 2
+
+    x = leaf(numbers(3))
+    with hooks():
+        fun(x).sum().backward()
+    gc.collect()
+    assert [ref() for ref in refs[:1]] == [None]
+
+
+def test_the_classes_of_leaves_are_not_kept() -> None:
+    class Option:
+        """What a user passes."""
+
+    remat(lambda x, option: x.sin())(leaf(numbers(3)), Option())
+    ref = weakref.ref(Option)
+    del Option
+    gc.collect()
+    assert ref() is None

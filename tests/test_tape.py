@@ -874,3 +874,95 @@ def test_kept_values_are_given_back_where_the_operand_was_a_result() -> None:
         return meter.peak
 
     assert peak(lambda x: x * 2) <= peak(lambda x: x)
+
+
+# Draws. Where a rerun can't match an op, the random stream moves as in the forward all the same.
+
+SPARSE = torch.eye(3, dtype=torch.double).to_sparse()
+
+
+def drops_around_a_sparse_product(x: Tensor) -> Tensor:
+    return F.dropout(torch.sparse.mm(SPARSE, x * torch.randn_like(x))).sin()
+
+
+def drops_around_own_generator(x: Tensor) -> Tensor:
+    own = torch.Generator().manual_seed(3)
+    return F.dropout(x * torch.randn_like(x) * torch.rand(3, 3, generator=own, dtype=torch.double)).sin()
+
+
+def drops_around_a_conjugate(x: Tensor) -> Tensor:
+    return F.dropout((torch.complex(x, x.sin()) * torch.randn_like(x)).conj().imag * 2).sin()
+
+
+def adds_noise_after_a_sparse_product(x: Tensor) -> Tensor:
+    noise = torch.randn_like(x)
+    return (torch.sparse.mm(SPARSE, x.sin()) + noise).sin() * torch.rand_like(x)
+
+
+DRAWING = [
+    drops_around_a_sparse_product,
+    drops_around_own_generator,
+    drops_around_a_conjugate,
+    adds_noise_after_a_sparse_product,
+]
+
+
+@pytest.mark.parametrize("policy", [everything_saveable, save_at_most(10**6), dots_saveable], ids=str)
+@pytest.mark.parametrize("fun", DRAWING, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("hooks", [False, True], ids=["", "hooks that copy"])
+def test_draws_where_the_tape_does_not_know_an_op(fun: Fun, policy: Any, hooks: bool) -> None:
+    def run(fun: Fun) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        if not hooks:
+            return backward(fun), torch.rand(3)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            return backward(fun), torch.rand(3)
+
+    assert_same(run(remat(fun, policy=policy)), run(fun))
+
+
+@pytest.mark.parametrize("policy", [everything_saveable, save_at_most(10**6), dots_saveable], ids=str)
+def test_a_layer_that_autocast_has_seen_already(policy: Any) -> None:
+    block = nn.Sequential(nn.Dropout(), nn.Linear(8, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 8))
+    inputs = numbers(8, 8).float()
+
+    def run(fun: Any, caches: bool) -> list[Any]:
+        torch.manual_seed(0)
+        block.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=caches):
+            loss = sum(fun(inputs + i).float().sin().sum() for i in range(2))
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        return [p.grad for p in block.parameters()]
+
+    # A cast that is made twice adds up its gradients in float32, not in bfloat16.
+    assert_same(run(remat(block, policy=policy), caches=True), run(block, caches=False))
+
+
+def test_nothing_runs_twice_of_a_layer_that_autocast_has_seen_already() -> None:
+    linear = nn.Linear(8, 8)
+
+    def run(fun: Any) -> None:
+        x = numbers(8, 8).float()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for _ in range(3):
+                x = x + fun(x)
+        x.sum().backward()
+
+    def fun(x: Tensor) -> Tensor:
+        return linear(torch.tanh(linear(x)))
+
+    def runs(fun: Any) -> tuple[int, int]:
+        found = counts(lambda: run(fun))
+        return found["addmm"], found["tanh"]
+
+    assert runs(remat(fun, policy=everything_saveable)) == runs(fun) == (6, 3)
+    assert runs(remat(fun, policy=dots_saveable)) == (6, 6)
+
+
+@pytest.mark.parametrize("policy", [nothing_saveable, dots_saveable, everything_saveable], ids=str)
+def test_a_sparse_product_of_a_result_that_is_saved(policy: Any) -> None:
+    def fun(x: Tensor) -> Tensor:
+        return torch.sparse.mm(SPARSE, torch.relu(x @ x))
+
+    assert_same(backward(remat(fun, policy=policy)), backward(fun))

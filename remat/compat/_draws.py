@@ -62,7 +62,7 @@ class Draws:
         """Put all generators back."""
         self._set()
         if self._others is not None:
-            self._others._set()
+            self._others.put_back()
 
     def _set(self) -> None:
         torch.default_generator.set_state(self._torch)

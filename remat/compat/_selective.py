@@ -11,7 +11,7 @@ from torch import Tensor
 
 from remat import _compile, _tree
 from remat import _torch_internals as internals
-from remat._context import RandomState
+from remat._context import drawn_from
 from remat._errors import CheckpointError
 from remat._remat import remat
 from remat._values import schema_of
@@ -193,7 +193,8 @@ class Selective(_Counter):
             self._error = error
             raise
         if (decision in _SAVE or decision in _OFFLOAD) and _can_be_kept(func) and _is_strided(out):
-            drawn = _state_after(func, args, kwargs) if self.preserve_rng_state else None
+            draws = self.preserve_rng_state and schema_of(func).draws
+            drawn = drawn_from(args, kwargs) if draws else None
             self.cache.entries[key] = _signature(args, kwargs), drawn, *self._keep(out, decision in _OFFLOAD, mutable)
         else:
             self.cache.entries[key] = None
@@ -242,7 +243,7 @@ class _GivenBack(_Counter):
                 "function is not deterministic, or depends on something that changed in the meantime."
             )
         if drawn is not None:  # so that the ops after it draw what they drew
-            drawn._set()
+            drawn.put_back()
         leaves = [x.get(func) if isinstance(x, _Kept) else x for x in kept]
         if _is_mutable(func):
             return args[0].copy_(leaves[0])
@@ -253,18 +254,6 @@ def _signature(args: Any, kwargs: Any) -> list[Any]:
     """What is compared of the arguments of an op."""
     leaves, _ = _tree.flatten((args, kwargs))
     return [(x.shape, x.dtype) if isinstance(x, Tensor) else None for x in leaves]
-
-
-def _state_after(func: Any, args: Any, kwargs: Any) -> RandomState | None:
-    """The state of the generators after an op that draws."""
-    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
-        return None
-    leaves, _ = _tree.flatten((args, kwargs))
-    state = RandomState((x for x in leaves if isinstance(x, Tensor)), of_python=False)
-    for x in leaves:
-        if isinstance(x, torch.Generator):
-            state.notice(x)
-    return state
 
 
 def _is_strided(out: Any) -> bool:
