@@ -31,16 +31,22 @@ class Derived:
         return self.run(*operands)
 
 
-def vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[Batch]) -> Derived:
+def vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[Batch], level: int) -> Derived:
     """(operands, cotangents of `outs`) -> gradients of the operands at `wrt`, None where there is no path.
 
     The cotangents may be batched (several times, outermost first); the gradients then are, at dimension 0.
+
+    **Arguments:**
+
+    - `n`: how many operands there are.
+    - `level`: that of the node.
     """
 
     def pullback(*args: Tensor) -> list[Any]:
         operands, cotangents = args[:n], args[n:]
         record = torch.is_grad_enabled()
         at_base = _at_base(fn.call, operands, cotangents, wrt)
+        fn.call.level = level
         if at_base:
             # Faster than a level of functorch, and open to autograd Functions that don't know functorch.
             record = record and any(t.requires_grad for t in args)

@@ -42,6 +42,8 @@ class Log:
         """The positions of calls whose results are not differentiated: what they compute may be there already."""
         self.tail: int | None = None
         """The position of the last product, if no later call reads values. See `remat._tail`."""
+        self.hooks: list[int | None] = []
+        """Of each hook that was put on a tensor: the level of that, 0 below all; None in a transform of its own."""
         self.constant_reads: set[tuple[Any, int]] = set()
         """Of the calls that touch constants alone: the function, and the identity of a tensor that it read."""
 
@@ -89,6 +91,7 @@ class Comparison:
         self._name = name
         self._forward = forward
         self._position = 0
+        self._hooks = iter(forward.hooks)
         self.operands: dict[Read, Tensor] = {}
         """What is read in the place of what the forward read from outside."""
 
@@ -159,6 +162,10 @@ class Comparison:
             return False
         expected = self._forward.call(tail)
         return expected is not None and expected.func == func
+
+    def next_hook(self) -> int | None:
+        """The level of the tensor that the forward has put the next hook on."""
+        return next(self._hooks, None)
 
     def has_read(self, func: Any, key: int) -> bool:
         """Whether a call of `func` that touched constants alone read the tensor with this identity."""

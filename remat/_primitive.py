@@ -44,7 +44,7 @@ class _Link:
         self.fn = fn
         self.outs = outs
         self.shared = internals.sharing_memory(values, operands)
-        self.depth = max(internals.stack_depth() - 1, 0)  # the levels below the one of the node
+        self.level = internals.stack_depth()  # of the node
         self.thread = threading.get_ident()
         # The wrappers that a level saves have version counters of their own.
         self.versions = [internals.innermost(t)._version for t in operands] if internals.transforms_active() else []
@@ -167,7 +167,7 @@ def _differentiate(
     """
 
     def derivative(inputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Any]:
-        return run(vjp(link.fn, len(operands), wrt, outs, batches), [*inputs, *given])
+        return run(vjp(link.fn, len(operands), wrt, outs, batches, link.level), [*inputs, *given])
 
     legacy = [internals.is_legacy_batched(c) for c in cotangents]
     if any(legacy):  # `is_grads_batched=True` has a vmap of its own, older than functorch
@@ -178,18 +178,20 @@ def _differentiate(
         return [None if r is None else wrap(r) for r in results]
     top = internals.top_transform()
     level = -1 if top is None else top.level
-    if top is not None and top.kind is internals.TransformType.Vmap and level > link.depth:
+    if top is not None and top.kind is internals.TransformType.Vmap and level >= link.level:
         pairs = [internals.unwrap_batched(internals.unwrap_dead(c), level) for c in cotangents]
         batch = top.batch_size(), [d for _, d in pairs]
         with top.lower():
             results = _differentiate(link, operands, wrt, outs, [c for c, _ in pairs], (batch, *batches))
         return [None if r is None else internals.wrap_batched(r, 0, level) for r in results]
-    ends_with_this = (
-        top is not None
-        and top.kind is internals.TransformType.Grad
-        and internals.level_of(operands[0]) == level
-        and internals.called_by_grad_transform(link.thread)
+    at_own_level = (
+        top is not None and top.kind is internals.TransformType.Grad and internals.level_of(operands[0]) == level
     )
+    ends_with_this = at_own_level and internals.called_by_grad_transform(link.thread)
+    if at_own_level and not ends_with_this and level in link.fn.call.hooked and torch.is_grad_enabled():
+        raise RematError(
+            _HOOKED.format(link.fn.call.name, "torch.autograd.grad(create_graph=True) inside of a transform")
+        )
     if top is None or not ends_with_this:
         return derivative([internals.unwrap_dead(t) for t in operands], [internals.unwrap_dead(c) for c in cotangents])
     with top.lower():
@@ -197,6 +199,12 @@ def _differentiate(
             [internals.unwrap_grad(t, level) for t in operands], [internals.unwrap_grad(c, level) for c in cotangents]
         )
     return [None if r is None else internals.wrap_grad(r, level) for r in results]
+
+
+_HOOKED = (
+    "remat: {} puts a hook on a tensor that it has made, and {} would call it for both orders of derivatives, which a "
+    "rerun can't. Use torch.func.grad in its place, or put the hook on the result, outside of the function."
+)
 
 
 def run(fn: Derived, operands: Values) -> list[Any]:
@@ -311,6 +319,8 @@ def _attach_duals(rule: Callable[..., Values], top: Any, fn: Derived, values: Va
     outs = [i for i, (_, tangent) in enumerate(duals) if tangent is not None]
     if not outs:
         return rule(top, fn, values, operands)
+    if internals.stack_depth() in fn.call.hooked:
+        raise RematError(_HOOKED.format(fn.call.name, "a backward through tangents of forward-mode AD"))
     primals, tangents = [p for p, _ in duals], [duals[i].tangent for i in outs]
     pairs = [forward_ad.unpack_dual(t) for t in operands]
     moving = [i for i, (_, tangent) in enumerate(pairs) if tangent is not None]

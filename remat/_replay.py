@@ -78,6 +78,8 @@ class Call:
         self._replays: list[Replay] = []
         self._spared: list[Spared] = []
         self.last_rerun = False
+        self.level: int | None = None
+        self.hooked: set[int] = set()
         self._under_transforms = internals.transforms_active()
 
     def record(self, args: Any, kwargs: Any, leaves: list[Any], preserve_rng_state: bool) -> tuple[Any, Run]:
@@ -97,6 +99,7 @@ class Call:
         with internals.without_saved_tensors_hooks(), run, self._recorder or draws or contextlib.nullcontext():
             out = self.closure.call(*args, **kwargs)
         self._log = run.log
+        self.hooked = {level for level in run.log.hooks if level is not None}
         with internals.DisableTorchFunction():
             if run.random is not None:
                 self.random = run.random.drawn_since()
@@ -157,8 +160,11 @@ class Call:
 
     @property
     def needs_level(self) -> bool:
-        """Whether the ops of a rerun have to be those of the forward one by one, and that ran under a transform."""
-        return self._under_transforms and (self.random is not None or self.tape is not None)
+        """Whether the forward ran under a transform, and a rerun has to.
+
+        There the ops are those of the forward one by one, and a hook is called for one order of derivatives.
+        """
+        return self._under_transforms and (self.random is not None or self.tape is not None or bool(self.hooked))
 
     def replace(self, positions: set[int]) -> None:
         """In reruns from now on, put the operands at `positions` where the function holds the tensors itself."""
@@ -182,6 +188,7 @@ class Call:
             run.swap(
                 original, operand, self._keys[i], live=self._live[i], read=self._reads[i], unread=i in self._unread
             )
+        run.level = self.level
         run.spares_tail = self.tape is None and not internals.tracing()
         replay: Any = contextlib.nullcontext()
         if self.tape is not None and not internals.tracing():

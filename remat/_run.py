@@ -73,6 +73,8 @@ class Run(TorchFunctionMode):
         self.snapshots: dict[int, Tensor] = {}
         """Tensors from outside that it wrote to, as they were before."""
         self.random: RandomState | KeptDraws | None = None
+        self.level: int | None = None
+        """In a rerun, the level whose derivative it is for."""
         self.log = Log()
         self.paused = False
         self._comparison = None if forward is None else Comparison(name, forward)
@@ -162,7 +164,7 @@ class Run(TorchFunctionMode):
         if func is Tensor.register_hook:
             if internals.is_hook_of_fully_shard(args[1]):
                 raise RematError(SHARDED.format(self.name))
-            if id(args[0]) in self._originals:
+            if id(args[0]) in self._originals or not self._takes_hook(args[0]):
                 args = (torch.empty(0, requires_grad=True), *args[1:])  # the forward has put the hook on the tensor
         with self.random.watched() if kind.draws and self.random is not None else _NOTHING:
             if live and self.spares_tail and self._comparison is not None and self._comparison.at_tail(func):
@@ -182,6 +184,15 @@ class Run(TorchFunctionMode):
             if results and func is not Tensor.requires_grad_:  # where the rerun may find that it is so already
                 self._note(func, args, kwargs, results, out, live)
         return out
+
+    def _takes_hook(self, tensor: Tensor) -> bool:
+        """Whether to put a hook on a tensor: of reruns, for the derivative of its own level alone."""
+        if self._comparison is not None:
+            level = self._comparison.next_hook()
+            return level is None or level == self.level
+        level = max(internals.level_of(tensor), 0)
+        self.log.hooks.append(None if level > self._depth else level)
+        return True
 
     # Reading.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -15,8 +16,14 @@ class RepeatableCall(Protocol):
     """The draws to repeat, None where there were none."""
     tape: Any
     """What a policy keeps, None without one."""
+    level: int | None
+    """During a rerun: the level whose derivative it is for, 0 below all transforms."""
     last_rerun: bool
     """Where there is a tape: whether the rerun that is about to come is known to be the last."""
+
+    @property
+    def hooked(self) -> AbstractSet[int]:
+        """The levels of the tensors that the function has put hooks on."""
 
     @property
     def needs_level(self) -> bool:

@@ -95,6 +95,8 @@ class UnwatchedCall:
     """
 
     last_rerun = False
+    level: int | None = None
+    hooked: frozenset[int] = frozenset()
 
     def __init__(
         self,

@@ -465,3 +465,15 @@ def test_a_remat_of_functional_call() -> None:
         fun = ck(lambda ps, x: functional_call(net, ps, (x,)))
         results.append(vmap(grad(lambda ps, x: fun(ps, x).sin().sum()), in_dims=(None, 0))(params, numbers(4, 3)))
     assert_same(*results)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_hooks_belong_to_the_level_where_they_are_set(transform: str) -> None:
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin()
+        if y.requires_grad:
+            y.register_hook(lambda g: 3 * g)
+        return y * y
+
+    x = numbers(3, 3)
+    assert_same(TRANSFORMS[transform](remat(fun), x), TRANSFORMS[transform](fun, x))
