@@ -13,10 +13,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from remat import _torch_internals as internals
+from remat._errors import RematError
 from remat._leaks import graph_alone, rerun_without_leaks
 from remat._typing import RepeatableCall
 
 Batch = tuple[int, Sequence[int | None]]  # the size, and the batch dimension of each cotangent
+
+HOOKED = (
+    "remat: {} puts a hook on a tensor that it has made, and {} would call it for both orders of derivatives, which a "
+    "rerun can't. Use torch.func.grad in its place, or put the hook on the result, outside of the function."
+)
 
 
 class Derived:
@@ -135,6 +141,8 @@ def jvp(fn: Derived, moving: Sequence[int], outs: Sequence[int]) -> Derived:
     """(operands, tangents of those at `moving`) -> (results, tangents of those at `outs`)."""
 
     def pushforward(*args: Tensor) -> list[Any]:
+        if not fn.is_vjp and fn.call.level in fn.call.hooked:
+            raise RematError(HOOKED.format(fn.call.name, "a backward through the tangents of forward-mode AD"))
         n = len(args) - len(moving)
         inputs = list(args[:n])
         # What drew outside of functorch draws something else under it.

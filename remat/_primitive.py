@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from remat import _torch_internals as internals
-from remat._derived import Batch, Derived, at_front, functionalize, jvp, make_dual, pick, vjp, vmap
+from remat._derived import HOOKED, Batch, Derived, at_front, functionalize, jvp, make_dual, pick, vjp, vmap
 from remat._errors import CheckpointError, RematError
 from remat._run import paused_runs
 from remat._typing import OwnGraph
@@ -189,9 +189,7 @@ def _differentiate(
     )
     ends_with_this = at_own_level and internals.called_by_grad_transform(link.thread)
     if at_own_level and not ends_with_this and level in link.fn.call.hooked and torch.is_grad_enabled():
-        raise RematError(
-            _HOOKED.format(link.fn.call.name, "torch.autograd.grad(create_graph=True) inside of a transform")
-        )
+        raise RematError(HOOKED.format(link.fn.call.name, "torch.autograd.grad(create_graph=True) in a transform"))
     if top is None or not ends_with_this:
         return derivative([internals.unwrap_dead(t) for t in operands], [internals.unwrap_dead(c) for c in cotangents])
     with top.lower():
@@ -199,12 +197,6 @@ def _differentiate(
             [internals.unwrap_grad(t, level) for t in operands], [internals.unwrap_grad(c, level) for c in cotangents]
         )
     return [None if r is None else internals.wrap_grad(r, level) for r in results]
-
-
-_HOOKED = (
-    "remat: {} puts a hook on a tensor that it has made, and {} would call it for both orders of derivatives, which a "
-    "rerun can't. Use torch.func.grad in its place, or put the hook on the result, outside of the function."
-)
 
 
 def run(fn: Derived, operands: Values) -> list[Any]:
@@ -319,8 +311,6 @@ def _attach_duals(rule: Callable[..., Values], top: Any, fn: Derived, values: Va
     outs = [i for i, (_, tangent) in enumerate(duals) if tangent is not None]
     if not outs:
         return rule(top, fn, values, operands)
-    if internals.stack_depth() in fn.call.hooked:
-        raise RematError(_HOOKED.format(fn.call.name, "a backward through tangents of forward-mode AD"))
     primals, tangents = [p for p, _ in duals], [duals[i].tangent for i in outs]
     pairs = [forward_ad.unpack_dual(t) for t in operands]
     moving = [i for i, (_, tangent) in enumerate(pairs) if tangent is not None]

@@ -66,11 +66,9 @@ def _keeps_no_value(func: Any, args: Any, kwargs: Any) -> bool:
 def _can_be_hooked(func: Any) -> bool:
     """Whether it is `register_hook`, of a hook for which a value that it holds can be computed when the rerun is over.
 
-    Where a `vmap` or `jvp` of the rerun has wrapped that value, it can't be.
+    Where a transform has wrapped that value, it can't be.
     """
-    if func is not Tensor.register_hook:
-        return False
-    return internals.active_transforms() <= {internals.TransformType.Grad}
+    return func is Tensor.register_hook and not internals.transforms_active()
 
 
 def _is_large(product: Tensor, args: Any) -> bool:

@@ -132,11 +132,6 @@ def top_transform() -> Transform | None:
     return None if top is None else Transform(top)
 
 
-def active_transforms() -> set[TransformType]:
-    """The kinds of the active transforms."""
-    return {pointer.key() for pointer in _C.get_interpreter_stack() or ()}
-
-
 stack_depth: Callable[[], int] = _C.get_dynamic_layer_stack_depth
 
 
