@@ -11,11 +11,11 @@ from remat.random._continuous import triangular as triangular
 from remat.random._continuous import wald as wald
 from remat.random._continuous import weibull_min as weibull_min
 from remat.random._counts import binomial as binomial
+from remat.random._counts import geometric as geometric
 from remat.random._counts import multinomial as multinomial
 from remat.random._counts import poisson as poisson
 from remat.random._discrete import categorical as categorical
 from remat.random._discrete import choice as choice
-from remat.random._discrete import geometric as geometric
 from remat.random._discrete import permutation as permutation
 from remat.random._dropout import dropout as dropout
 from remat.random._gamma import ball as ball

@@ -1,4 +1,4 @@
-"""Counts: Poisson, binomial and multinomial, by rejection.
+"""Counts: geometric, Poisson, binomial and multinomial.
 
 The loops draw for a whole tensor at a time, from keys (b, 2) for parameters (b, n), until the row is done: as JAX's do,
 so that a batch of keys gives what its keys give one by one, and the counts are those that JAX gives.
@@ -143,6 +143,43 @@ _binomial = _threefry.define_op(
 )
 
 
+def _to_integer(counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cast as XLA's: what `dtype` can't hold becomes the nearest number that it can, nan becomes 0."""
+    limits = torch.iinfo(dtype)
+    counts = counts.to(torch.promote_types(counts.dtype, torch.float32)).nan_to_num()
+    # The largest number of a wide dtype is none of the floats, of which the nearest would overflow.
+    return torch.where(counts < limits.max, counts.clamp(limits.min, limits.max).to(dtype), limits.max)
+
+
+@sampler
+def geometric(key: Tensor, p: Real, shape: Shape | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Geometric: how many trials until the first success.
+
+    **Arguments:**
+
+    - `key`: a key.
+    - `p`: the probability of success, a number or a floating tensor, in (0, 1).
+    - `shape`: the shape to draw, by default that of `p`.
+    - `dtype`: an integer dtype, by default int32.
+
+    **Returns:** a tensor of `shape` and `dtype`, all >= 1, equal to that of `jax.random.geometric` (but where the
+    rounding of a logarithm decides). A count that `dtype` can't hold is its largest number.
+
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+
+    Examples:
+        >>> import remat.random
+        >>> remat.random.geometric(remat.random.key(0), 0.2, (3,))
+        tensor([1, 1, 5], dtype=torch.int32)
+    """
+    dtype = check_integer("geometric", dtype)
+    working = p.dtype if isinstance(p, Tensor) and p.is_floating_point() else torch.get_default_dtype()
+    sizes, (chance,) = broadcast("geometric", key, shape, working, p)
+    u = _threefry.uniform(key, sizes, working)
+    u = torch.where(u == 0, 1, u)
+    return _to_integer((u.log() / torch.log1p(-chance)).floor() + 1, dtype)
+
+
 @sampler
 def poisson(key: Tensor, lam: Real, shape: Shape | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Poisson.
@@ -155,7 +192,8 @@ def poisson(key: Tensor, lam: Real, shape: Shape | None = None, dtype: torch.dty
     - `dtype`: an integer dtype, by default int32.
 
     **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.poisson` (but where rounding decides
-    whether a proposal is rejected); -1 where `lam` is negative or nan.
+    whether a proposal is rejected); -1 where `lam` is negative or nan. A count that `dtype` can't hold is its largest
+    number.
 
     **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
@@ -166,7 +204,8 @@ def poisson(key: Tensor, lam: Real, shape: Shape | None = None, dtype: torch.dty
     """
     dtype = check_integer("poisson", dtype)
     sizes, (rate,) = broadcast("poisson", key, shape, torch.float32, lam)
-    return _poisson(key, rate.detach().expand(sizes)).to(dtype)
+    counts = _poisson(key, rate.detach().expand(sizes))
+    return torch.where(counts == -1, -1, _to_integer(counts, dtype))  # a -1 that wraps where there is no sign
 
 
 @sampler

@@ -1,4 +1,4 @@
-"""Choosing: permutations, choices, categories; and the geometric distribution."""
+"""Choosing: permutations, choices, categories."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from remat.random import _threefry
-from remat.random._check import Real, Shape, broadcast, check_float, check_integer, check_shape, sampler, what
+from remat.random._check import Shape, broadcast, check_float, check_shape, sampler, what
 from remat.random._continuous import gumbel
 from remat.random._key import split
 from remat.random._uniform import randint, uniform
@@ -161,32 +161,3 @@ def categorical(
         raise ValueError(f"{who}: can't draw {count} of {logits.shape[-1]} categories without replacement.")
     noise = gumbel(key, logits.movedim(-1, axis).shape, dtype, mode).movedim(axis, -1)
     return (noise + logits).topk(count).indices.movedim(-1, 0).reshape(sizes)
-
-
-@sampler
-def geometric(key: Tensor, p: Real, shape: Shape | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Geometric: how many trials until the first success.
-
-    **Arguments:**
-
-    - `key`: a key.
-    - `p`: the probability of success, a number or a floating tensor, in (0, 1).
-    - `shape`: the shape to draw, by default that of `p`.
-    - `dtype`: an integer dtype, by default int32.
-
-    **Returns:** a tensor of `shape` and `dtype`, all >= 1, equal to that of `jax.random.geometric` (but where the
-    rounding of a logarithm decides).
-
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or a `shape` that does not fit.
-
-    Examples:
-        >>> import remat.random
-        >>> remat.random.geometric(remat.random.key(0), 0.2, (3,))
-        tensor([1, 1, 5], dtype=torch.int32)
-    """
-    dtype = check_integer("geometric", dtype)
-    working = p.dtype if isinstance(p, Tensor) and p.is_floating_point() else torch.get_default_dtype()
-    sizes, (chance,) = broadcast("geometric", key, shape, working, p)
-    u = _threefry.uniform(key, sizes, working)
-    u = torch.where(u == 0, 1, u)
-    return (u.log() / torch.log1p(-chance)).floor().add(1).to(dtype)

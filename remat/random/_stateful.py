@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from remat.random._continuous import cauchy, exponential
-from remat.random._counts import binomial, poisson
-from remat.random._discrete import categorical, geometric, permutation
+from remat.random._counts import binomial, geometric, poisson
+from remat.random._discrete import categorical, permutation
 from remat.random._gamma import dirichlet, gamma
 from remat.random._normal import normal
 from remat.random._rules import NextKey, key_on, require, rule_for, write

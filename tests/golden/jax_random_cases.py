@@ -100,6 +100,9 @@ CLOSE = [
     "wald(key, array([0.5, 3.0]), (4, 2))",
     "geometric(key, 0.2, (12,))",
     "geometric(key, array([0.1, 0.9]))",
+    *(f"geometric(key, 0.0, (2,), {dtype})" for dtype in ("uint8", "int8", "int16", "int32", "int64")),
+    "geometric(key, array([0.01, 1e-5, 1e-12, 1.0, 1.5, float('nan')]), dtype=int8)",
+    "geometric(key, array([0.01, 1e-5, 1e-12, 1.0, 1.5, float('nan')]))",
     "orthogonal(key, 4)",
     "orthogonal(key, 3, (2,), m=5)",
     "orthogonal(key, 5, m=3)",
@@ -121,6 +124,10 @@ CLOSE = [
     *(f"poisson(key, {lam}, (9,))" for lam in (0.0, 0.5, 9.0, 10.0, 50.0, 1e6)),
     "poisson(key, array([0.1, 3.0, 30.0]), (4, 3))",
     "poisson(key, -1.0, (2,))",
+    *(
+        f"poisson(key, array([-1.0, 0.0, 5.0, 200.0, 4e4, 3e9, 1e19, float('nan'), float('inf')]), dtype={dtype})"
+        for dtype in ("uint8", "int8", "int16", "int32", "int64")
+    ),
     *(
         f"binomial(key, {n}, {p}, (9,))"
         for n, p in ((10, 0.3), (10, 0.9), (1000, 0.4), (1000, 0.99), (7, 0.0), (7, 1.0))

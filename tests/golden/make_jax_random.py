@@ -1,6 +1,8 @@
 """Write jax_random.json: what jax.random gives for each call of jax_random_cases.py. Needs jax; run it by hand.
 
 python tests/golden/make_jax_random.py
+
+What this version of jax has been recorded with stays as it is: how XLA rounds depends on the CPU.
 """
 
 import base64
@@ -30,9 +32,14 @@ if __name__ == "__main__":
     import jax
 
     assert jax.config.jax_threefry_partitionable
+    file = HERE / "jax_random.json"
+    recorded = json.loads(file.read_text())
     golden: dict[str, Any] = {"jax": jax.__version__}
     for call in CASES["EXACT"] + CASES["CLOSE"]:
-        out = in_jax(call)
-        golden[call] = [str(out.dtype), list(out.shape), base64.b64encode(out.tobytes()).decode()]
+        if recorded["jax"] == jax.__version__ and call in recorded:
+            golden[call] = recorded[call]
+        else:
+            out = in_jax(call)
+            golden[call] = [str(out.dtype), list(out.shape), base64.b64encode(out.tobytes()).decode()]
     lines = ",\n".join(f"{json.dumps(call)}: {json.dumps(value)}" for call, value in golden.items())
-    (HERE / "jax_random.json").write_text(f"{{\n{lines}\n}}\n")
+    file.write_text(f"{{\n{lines}\n}}\n")
