@@ -128,11 +128,9 @@ def _binomial_by_rejection(keys: Tensor, trials: Tensor, p: Tensor) -> Tensor:
 
 
 def _tail(k: Tensor) -> Tensor:
-    """What Stirling's formula leaves of log(k!)."""
-    square = (k + 1) * (k + 1)
-    series = (1 / 12 - (1 / 360 - 1 / 1260 / square) / square) / (k + 1)
-    exact = torch.lgamma(k + 1) - (k + 0.5) * (k + 1).log() + (k + 1) - 0.5 * math.log(2 * math.pi)
-    return torch.where(k <= 9, exact, series)
+    """What Stirling's formula leaves of log(k!); beyond 9 that of 9, as in JAX, which clamps k."""
+    k = k.clamp(0, 9)
+    return torch.lgamma(k + 1) - (k + 0.5) * (k + 1).log() + (k + 1) - 0.5 * math.log(2 * math.pi)
 
 
 _poisson = _threefry.define_op(

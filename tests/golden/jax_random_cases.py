@@ -132,6 +132,8 @@ CLOSE = [
         f"binomial(key, {n}, {p}, (9,))"
         for n, p in ((10, 0.3), (10, 0.9), (1000, 0.4), (1000, 0.99), (7, 0.0), (7, 1.0))
     ),
+    "binomial(key, 35, 0.4, (50,))",
+    "binomial(key, 52, 0.21, (100,))",
     "binomial(key, array([3.0, 300.0]), array([[0.2], [0.7]]))",
     "multinomial(key, 20, array([0.2, 0.3, 0.5]))",
     "multinomial(key, array([20.0, 7.0]), array([0.2, 0.3, 0.5]), shape=(2, 3))",
