@@ -239,6 +239,16 @@ def test_derivatives_by_arithmetic() -> None:
         torch.testing.assert_close(jacrev(f)(p), by_hand, rtol=1e-5, atol=1e-6)
 
 
+def test_truncated_normal_is_differentiable_in_float32() -> None:
+    def f(p: Tensor) -> Tensor:
+        return rr.truncated_normal(key(1), -p, p, (3,))
+
+    p = torch.tensor(1.5)
+    by_hand = (f(p + 0.01) - f(p - 0.01)) / 0.02
+    torch.testing.assert_close(jacfwd(f)(p), by_hand, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(jacrev(f)(p), by_hand, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("log", [False, True], ids=["gamma", "loggamma"])
 def test_gamma_is_differentiable(log: bool) -> None:
     """The derivative of the sample that keeps its quantile, in every mode, against differences of the quantile."""

@@ -66,11 +66,43 @@ def truncated_normal(
     dtype = check_float("truncated_normal", dtype)
     sizes, (low, high) = broadcast("truncated_normal", key, shape, dtype, lower, upper)
     root = math.sqrt(2)
-    u = uniform(key, sizes, dtype, minval=torch.erf(low / root), maxval=torch.erf(high / root))
+    u = uniform(key, sizes, dtype, minval=_erf(low / root), maxval=_erf(high / root))
     # Rounding can reach the bounds; the next numbers inside of them are the last ones to return.
     first = torch.nextafter(low.detach(), torch.full_like(low, math.inf))
     last = torch.nextafter(high.detach(), torch.full_like(high, -math.inf))
     return torch.erfinv(u).mul(root).clamp(first, last)
+
+
+# Eigen's rational approximation of erf(x) / x in the square of x, up to where erf rounds to 1
+_ERF_ABOVE = (
+    2.2905065861350646e-4,
+    3.4082910107109506e-3,
+    5.0955695062380861e-2,
+    0.18520832239976145,
+    1.128379143519084,
+)
+_ERF_BELOW = (
+    *(-1.1791602954361697e-7, 2.3547966471313185e-5, 1.0179625278914885e-3, 1.4070470171167667e-2),
+    *(0.11098505178285362, 0.49746925110067538, 1.0),
+)
+_ERF_IS_ONE = 3.832506856900711
+
+
+def _erf(x: Tensor) -> Tensor:
+    """erf, for float32 with XLA's rounding: far from 0, the last bit of a bound moves all draws."""
+    erf = torch.erf(x)
+    if x.dtype != torch.float32:
+        return erf
+    near = x.detach().clamp(-_ERF_IS_ONE, _ERF_IS_ONE)
+    rounded = near * _polynomial(near * near, _ERF_ABOVE) / _polynomial(near * near, _ERF_BELOW)
+    return erf + (rounded - erf.detach())  # exactly `rounded`, with the derivative of erf
+
+
+def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    total = torch.zeros_like(x)
+    for coefficient in coefficients:
+        total = torch.addcmul(torch.full_like(x, coefficient), total, x)  # one rounding, as in XLA
+    return total
 
 
 @sampler

@@ -81,6 +81,8 @@ CLOSE = [
     "truncated_normal(key, -1.0, 2.0, (8,))",
     "truncated_normal(key, array([-5.0, 3.0]), array([[-4.0], [6.0]]), (2, 2))",
     "truncated_normal(key, 0.5, array([1.0, 9.0]))",
+    "truncated_normal(key, 4.0, 5.0, (8,))",
+    "truncated_normal(key, -6.0, -5.0, (8,))",
     "multivariate_normal(key, array([1.0, 2.0]), array([[2.0, 0.5], [0.5, 1.0]]), (3,))",
     "multivariate_normal(key, array([[1.0, 2.0]]), array([[2.0, 0.5], [0.5, 1.0]]))",
     "lognormal(key, shape=(8,))",
