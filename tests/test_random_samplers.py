@@ -216,6 +216,13 @@ def test_shapes() -> None:
     assert rr.choice(key(0), 3, (0,)).shape == (0,)
 
 
+def test_a_number_as_a_tensor() -> None:
+    n = torch.tensor(5)
+    assert torch.equal(rr.permutation(key(0), n), rr.permutation(key(0), 5))
+    assert torch.equal(rr.choice(key(0), n, (9,)), rr.choice(key(0), 5, (9,)))
+    assert torch.equal(rr.choice(key(0), n, (3,), replace=False), rr.choice(key(0), 5, (3,), replace=False))
+
+
 def test_derivatives_by_arithmetic() -> None:
     k = key(1)
     z = rr.normal(k, (3,))
@@ -352,7 +359,59 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: rr.permutation(key(0), 5, axis=1), ValueError, r"permutation: axis must be in \[-1, 1\).*got 1"),
     (lambda: rr.choice(key(0), 3, (4,), replace=False), ValueError, "choice: can't choose 4 of 3 without replacement"),
     (lambda: rr.choice(key(0), 0, (1,)), ValueError, "choice: can't choose 1 of 0"),
-    (lambda: rr.choice(key(0), 3, p=torch.ones(4)), ValueError, r"choice: p must have shape \(3,\).*got \(4,\)"),
+    (
+        lambda: rr.choice(key(0), 3, p=torch.ones(4)),
+        ValueError,
+        r"choice: p must be a floating tensor of shape \(3,\).*got a float32 tensor of shape \(4,\)",
+    ),
+    (lambda: rr.choice(key(0), 2, p=[0.5, 0.5]), ValueError, r"choice: p must be.*got \[0.5, 0.5\] of type list"),
+    (
+        lambda: rr.choice(key(0), 2, p=torch.ones(2, dtype=torch.int64)),
+        ValueError,
+        "choice: p must.*got an int64 tensor",
+    ),
+    (
+        lambda: rr.choice(key(0), [5, 6]),
+        ValueError,
+        r"choice: a must be a tensor.*int n >= 0.*got \[5, 6\] of type list",
+    ),
+    (lambda: rr.choice(key(0), -1, (2,)), ValueError, "choice: a must be .*got -1"),
+    (lambda: rr.permutation(key(0), [5, 6]), ValueError, r"permutation: x must be a tensor.*got \[5, 6\] of type list"),
+    (lambda: rr.permutation(key(0), 3.5), ValueError, "permutation: x must be .*got 3.5 of type float"),
+    (lambda: rr.permutation(key(0), torch.tensor(2.0)), ValueError, "permutation: x must be .*got a float32 tensor"),
+    (
+        lambda: vmap(rr.permutation, in_dims=(None, 0))(key(0), torch.tensor([3, 3])),
+        ValueError,
+        "permutation: x must be .*not one that vmap maps over.*got an int64 tensor",
+    ),
+    (lambda: rr.categorical(key(0), [0.0, 1.0]), ValueError, "categorical: logits must be a floating tensor of shape"),
+    (
+        lambda: rr.categorical(key(0), torch.tensor(1.0)),
+        ValueError,
+        r"logits must be.*got a float32 tensor of shape \(\)",
+    ),
+    (
+        lambda: rr.dirichlet(key(0), [1.0, 1.0]),
+        ValueError,
+        r"dirichlet: alpha must be a tensor.*got \[1.0, 1.0\] of type",
+    ),
+    (lambda: rr.gamma(key(0), "a"), TypeError, "gamma: the parameters must be numbers or tensors; got 'a' of type str"),
+    (lambda: rr.uniform(key(0), maxval=None), TypeError, "uniform: the parameters must be numbers or tensors; got 0.0"),
+    (
+        lambda: rr.bernoulli(key(0), [0.5]),
+        TypeError,
+        r"bernoulli: p must be a floating tensor or a number; got \[0.5\]",
+    ),
+    (lambda: rr.ball(key(0), 2.5), ValueError, "ball: d must be an int >= 0; got 2.5 of type float"),
+    (lambda: rr.ball(key(0), (2, 3)), ValueError, "ball: d must be an int >= 0"),
+    (lambda: rr.orthogonal(key(0), 2.5), ValueError, "orthogonal: n must be an int >= 0; got 2.5 of type float"),
+    (lambda: rr.orthogonal(key(0), 2, m=-1), ValueError, "orthogonal: m must be an int >= 0; got -1 of type int"),
+    (lambda: rr.dropout(key(0), [1.0]), TypeError, r"dropout: x must be a floating tensor; got \[1.0\] of type list"),
+    (
+        lambda: rr.multivariate_normal(key(0), [0.0], torch.eye(1)),
+        ValueError,
+        r"multivariate_normal: mean must be a tensor of shape.*got \[0.0\] of type list and a float32 tensor of",
+    ),
     (lambda: rr.categorical(key(0), torch.ones(3), axis=1), ValueError, "categorical: axis must be in"),
     (
         lambda: rr.categorical(key(0), torch.ones(3), shape=(4,), replace=False),
@@ -362,7 +421,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: rr.multivariate_normal(key(0), torch.ones(2), torch.eye(3)),
         ValueError,
-        "multivariate_normal: mean must have",
+        "multivariate_normal: mean must be a tensor of shape",
     ),
     (
         lambda: rr.multivariate_normal(key(0), torch.ones(2), torch.eye(2), method="lu"),
@@ -380,7 +439,8 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         r"broadcast_dims must be in \[-1, 1\)",
     ),
-    (lambda: rr.split(key(0), -1), ValueError, "split: shape must be an int >= 0"),
+    (lambda: rr.split(key(0), -1), ValueError, "split: num must be an int >= 0, or a sequence of them; got -1"),
+    (lambda: rr.split(key(0), 2.5), ValueError, "split: num must be .*got 2.5"),
 ]
 
 

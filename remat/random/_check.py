@@ -23,7 +23,8 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def what(x: object) -> str:
     """How an error names an argument."""
     if isinstance(x, Tensor):
-        return f"a {str(x.dtype).removeprefix('torch.')} tensor of shape {tuple(x.shape)}"
+        dtype = str(x.dtype).removeprefix("torch.")
+        return f"{'an' if dtype.startswith('int') else 'a'} {dtype} tensor of shape {tuple(x.shape)}"
     return f"{x!r} of type {type(x).__name__}"
 
 
@@ -36,14 +37,20 @@ def check_key(who: str, key: object) -> Tensor:
     )
 
 
-def check_shape(who: str, shape: Shape) -> tuple[int, ...]:
+def check_shape(who: str, shape: Shape, name: str = "shape") -> tuple[int, ...]:
     try:
         sizes = tuple(map(operator.index, [shape] if isinstance(shape, int) else shape))
     except TypeError:
         sizes = (-1,)
     if min(sizes, default=0) < 0:
-        raise ValueError(f"remat.random.{who}: shape must be an int >= 0, or a sequence of them; got {shape!r}.")
+        raise ValueError(f"remat.random.{who}: {name} must be an int >= 0, or a sequence of them; got {shape!r}.")
     return sizes
+
+
+def check_size(who: str, size: int, name: str) -> int:
+    if not hasattr(size, "__index__") or operator.index(size) < 0:
+        raise ValueError(f"remat.random.{who}: {name} must be an int >= 0; got {what(size)}.")
+    return operator.index(size)
 
 
 def check_float(who: str, dtype: torch.dtype | None) -> torch.dtype:
@@ -66,9 +73,13 @@ def broadcast(
     who: str, key: Tensor, shape: Shape | None, dtype: torch.dtype, *parameters: Real
 ) -> tuple[tuple[int, ...], list[Tensor]]:
     """The shape to draw (that of the parameters for None) and the parameters as tensors of `dtype`."""
-    tensors = [
-        torch.as_tensor(p, dtype=dtype, device=None if isinstance(p, Tensor) else key.device) for p in parameters
-    ]
+    try:
+        tensors = [
+            torch.as_tensor(p, dtype=dtype, device=None if isinstance(p, Tensor) else key.device) for p in parameters
+        ]
+    except (TypeError, ValueError, RuntimeError) as error:
+        got = ", ".join(map(what, parameters))
+        raise TypeError(f"remat.random.{who}: the parameters must be numbers or tensors; got {got}.") from error
     try:
         common = torch.broadcast_shapes(*(t.shape for t in tensors))
         sizes = tuple(common) if shape is None else check_shape(who, shape)

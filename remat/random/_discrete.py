@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Literal
 
 import torch
@@ -22,22 +23,23 @@ def permutation(key: Tensor, x: int | Tensor, axis: int = 0, independent: bool =
     **Arguments:**
 
     - `key`: a key.
-    - `x`: a tensor, or an int n for the int64 tensor 0 … n - 1.
+    - `x`: a tensor, or an int n (also as a tensor with no dimensions) for the int64 tensor 0 … n - 1.
     - `axis`: the axis to shuffle along.
     - `independent`: whether each vector along the axis is shuffled by itself.
 
     **Returns:** a tensor with the shape and dtype of `x`, ordered as `jax.random.permutation` orders it.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for an `axis` that `x` has not or a negative `x`.
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for an `axis` that `x` has not, or an `x` that is neither a
+    tensor nor an int >= 0.
 
     Examples:
         >>> import remat.random
         >>> remat.random.permutation(remat.random.key(0), 5)
         tensor([0, 1, 4, 3, 2])
     """
+    x = _population("permutation", "x", x)
     if not isinstance(x, Tensor):
-        (n,) = check_shape("permutation", x)
-        x = torch.arange(n, device=key.device)
+        x = torch.arange(x, device=key.device)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"remat.random.permutation: axis must be in [-{x.ndim}, {x.ndim}) for {what(x)}; got {axis}.")
     if not independent and x.ndim > 1:
@@ -66,7 +68,7 @@ def choice(
     **Arguments:**
 
     - `key`: a key.
-    - `a`: a tensor, or an int n for 0 … n - 1.
+    - `a`: a tensor, or an int n (also as a tensor with no dimensions) for 0 … n - 1.
     - `shape`: the shape to draw.
     - `replace`: whether an element can be chosen again.
     - `p`: the probabilities, of shape (n,); by default all equal.
@@ -76,7 +78,7 @@ def choice(
     **Returns:** a tensor of shape (*a.shape[:axis], *shape, *a.shape[axis + 1:]), equal to that of `jax.random.choice`;
     int64 if `a` is an int.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `axis`, a `p` that does not fit,
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `a`, `shape` or `axis`, a `p` that does not fit,
     nothing to choose from, or more to choose than there is.
 
     Examples:
@@ -86,6 +88,7 @@ def choice(
         tensor([3., 2., 5., 3.])
     """
     who, sizes = "remat.random.choice", check_shape("choice", shape)
+    a = _population("choice", "a", a)
     ndim = a.ndim if isinstance(a, Tensor) else 1
     if not -ndim <= axis < ndim:
         raise ValueError(f"{who}: axis must be in [-{ndim}, {ndim}) for {what(a)}; got {axis}.")
@@ -93,8 +96,10 @@ def choice(
     n, count = a.shape[axis] if isinstance(a, Tensor) else a, math.prod(sizes)
     if (count and n <= 0) or (count > n and not replace):
         raise ValueError(f"{who}: can't choose {count} of {n} {'with' if replace else 'without'} replacement.")
-    if p is not None and tuple(p.shape) != (n,):
-        raise ValueError(f"{who}: p must have shape ({n},), a probability for each element; got {tuple(p.shape)}.")
+    if p is not None and not (isinstance(p, Tensor) and p.is_floating_point() and tuple(p.shape) == (n,)):
+        raise ValueError(
+            f"{who}: p must be a floating tensor of shape ({n},), a probability for each element; got {what(p)}."
+        )
     if p is None and replace:
         index = randint(key, sizes, 0, max(n, 1)).flatten()
     elif p is None:
@@ -107,6 +112,22 @@ def choice(
     if not isinstance(a, Tensor):
         return index.to(torch.int64).reshape(sizes)
     return a.index_select(axis, index.to(a.device)).reshape((*a.shape[:axis], *sizes, *a.shape[axis + 1 :]))
+
+
+def _population(who: str, name: str, x: int | Tensor) -> int | Tensor:
+    """A tensor of one or more dimensions, or an int."""
+    if isinstance(x, Tensor) and x.ndim:
+        return x
+    try:
+        n = operator.index(x)
+    except (TypeError, RuntimeError):  # no integer, or one that a transform hides
+        n = -1
+    if n < 0:
+        raise ValueError(
+            f"remat.random.{who}: {name} must be a tensor of shape (n, ...) or an int n >= 0 (also as an integer "
+            f"tensor with no dimensions whose value can be read: not one that vmap maps over); got {what(x)}."
+        )
+    return n
 
 
 @sampler
@@ -131,8 +152,8 @@ def categorical(
 
     **Returns:** an int64 tensor of `shape`, equal to that of `jax.random.categorical`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for an `axis` that `logits` has not, a `shape` that does
-    not fit, or more draws without replacement than categories.
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for `logits` that are no floating tensor, an `axis` that they
+    have not, a `shape` that does not fit, or more draws without replacement than categories.
 
     Source: Kool, van Hoof, Welling, "Stochastic beams and where to find them", ICML 2019, arXiv:1903.06059.
 
@@ -143,6 +164,8 @@ def categorical(
         tensor([1, 1, 2, 1, 2])
     """
     who = "remat.random.categorical"
+    if not isinstance(logits, Tensor) or logits.ndim < 1:
+        raise ValueError(f"{who}: logits must be a floating tensor of shape (..., n); got {what(logits)}.")
     if not -logits.ndim <= axis < logits.ndim:
         raise ValueError(f"{who}: axis must be in [-{logits.ndim}, {logits.ndim}) for {what(logits)}; got {axis}.")
     dtype = check_float("categorical", logits.dtype)

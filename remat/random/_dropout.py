@@ -39,7 +39,7 @@ def dropout(key: Tensor, x: Tensor, rate: float = 0.5, *, broadcast_dims: Sequen
     """
     if not 0 <= rate <= 1:
         raise ValueError(f"remat.random.dropout: rate must be a probability, in [0, 1]; got {rate!r}.")
-    if not (x.is_floating_point() or x.is_complex()):
+    if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
         raise TypeError(f"remat.random.dropout: x must be a floating tensor; got {what(x)}.")
     shape = list(x.shape)
     for dim in broadcast_dims:

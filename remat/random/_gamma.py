@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from remat.random import _threefry
-from remat.random._check import Real, Shape, broadcast, check_float, check_shape, sampler
+from remat.random._check import Real, Shape, broadcast, check_float, check_shape, check_size, sampler, what
 from remat.random._continuous import exponential
 from remat.random._key import split
 from remat.random._normal import normal
@@ -238,7 +238,7 @@ def dirichlet(key: Tensor, alpha: Tensor, shape: Shape | None = None, dtype: tor
     """
     dtype = check_float("dirichlet", dtype)
     if not isinstance(alpha, Tensor) or alpha.ndim < 1:
-        raise ValueError(f"remat.random.dirichlet: alpha must be a tensor of shape (..., n); got {alpha!r}.")
+        raise ValueError(f"remat.random.dirichlet: alpha must be a tensor of shape (..., n); got {what(alpha)}.")
     sizes, _ = broadcast("dirichlet", key, shape, dtype, alpha[..., 0])
     return loggamma(key, alpha, (*sizes, alpha.shape[-1]), dtype).softmax(-1)
 
@@ -373,5 +373,5 @@ def ball(key: Tensor, d: int, p: float = 2, shape: Shape = (), dtype: torch.dtyp
     """
     sizes, dtype = check_shape("ball", shape), check_float("ball", dtype)
     for_direction, for_radius = split(key)
-    g = generalized_normal(for_direction, p, (*sizes, *check_shape("ball", d)), dtype)
+    g = generalized_normal(for_direction, p, (*sizes, check_size("ball", d, "d")), dtype)
     return g / ((g.abs() ** p).sum(-1) + exponential(for_radius, sizes, dtype)).pow(1 / p).unsqueeze(-1)

@@ -73,7 +73,7 @@ def split(key: Tensor, num: Shape = 2) -> Tensor:
         torch.Size([3, 4, 2])
     """
     check_key("split", key)
-    shape = check_shape("split", num)
+    shape = check_shape("split", num, "num")
     count = torch.Size(shape).numel()
     index = torch.arange(count, device=key.device)
     return fold_in(key.unsqueeze(-2), index).reshape(*key.shape[:-1], *shape, 2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from remat.random import _threefry
-from remat.random._check import Real, Shape, broadcast, check_float, check_shape, sampler
+from remat.random._check import Real, Shape, broadcast, check_float, check_shape, check_size, sampler, what
 from remat.random._key import split
 from remat.random._uniform import rademacher, uniform
 
@@ -140,9 +140,11 @@ def multivariate_normal(
     factors = {"cholesky": torch.linalg.cholesky, "eigh": _eigh_factor, "svd": _svd_factor}
     if method not in factors:
         raise ValueError(f"{who}: method must be one of {', '.join(factors)}; got {method!r}.")
-    if mean.ndim < 1 or cov.ndim < 2 or cov.shape[-2:] != (mean.shape[-1], mean.shape[-1]):
+    tensors = isinstance(mean, Tensor) and isinstance(cov, Tensor)
+    if not tensors or mean.ndim < 1 or cov.ndim < 2 or cov.shape[-2:] != (mean.shape[-1], mean.shape[-1]):
         raise ValueError(
-            f"{who}: mean must have shape (..., n) and cov (..., n, n); got {tuple(mean.shape)} and {tuple(cov.shape)}."
+            f"{who}: mean must be a tensor of shape (..., n) and cov one of shape (..., n, n); got {what(mean)} and "
+            f"{what(cov)}."
         )
     dtype = check_float("multivariate_normal", dtype or torch.promote_types(mean.dtype, cov.dtype))
     sizes, _ = broadcast("multivariate_normal", key, shape, dtype, mean[..., 0], cov[..., 0, 0])
@@ -266,7 +268,8 @@ def orthogonal(
                 [0., 0., 1.]])
     """
     dtype = check_float("orthogonal", dtype)
-    rows, columns = check_shape("orthogonal", (n, n if m is None else m))
+    rows = check_size("orthogonal", n, "n")
+    columns = rows if m is None else check_size("orthogonal", m, "m")
     sizes = (*check_shape("orthogonal", shape), max(rows, columns), min(rows, columns))
     z = normal(key, sizes, dtype)
     q, r = torch.linalg.qr(z.to(torch.promote_types(dtype, torch.float32)))  # LAPACK has no half precision

@@ -19,6 +19,7 @@ from remat.random._check import (
     check_integer,
     check_shape,
     sampler,
+    what,
 )
 from remat.random._key import split
 
@@ -107,8 +108,8 @@ def bernoulli(key: Tensor, p: Real = 0.5, shape: Shape | None = None, mode: Lite
     """
     if mode not in ("low", "high"):
         raise ValueError(f"remat.random.bernoulli: mode must be 'low' or 'high'; got {mode!r}.")
-    if isinstance(p, Tensor) and p.dtype not in FLOATS:
-        raise TypeError(f"remat.random.bernoulli: p must be a floating tensor or a number; got dtype {p.dtype}.")
+    if p.dtype not in FLOATS if isinstance(p, Tensor) else not hasattr(p, "__float__"):
+        raise TypeError(f"remat.random.bernoulli: p must be a floating tensor or a number; got {what(p)}.")
     if not isinstance(p, Tensor) and not 0 <= p <= 1:
         raise ValueError(f"remat.random.bernoulli: p must be a probability, in [0, 1]; got {p}.")
     dtype = p.dtype if isinstance(p, Tensor) else torch.get_default_dtype()
