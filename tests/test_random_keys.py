@@ -77,6 +77,12 @@ def test_fold_in_broadcasts() -> None:
         fold_in(keys, torch.arange(3))
 
 
+@pytest.mark.parametrize("data", [2**32, 2**40, -(2**31) - 1])
+def test_fold_in_too_large_a_number(data: int) -> None:
+    with pytest.raises(ValueError, match=rf"fold_in: data must fit in 32 bits; got {data}\."):
+        fold_in(key(0), data)
+
+
 @pytest.mark.parametrize("data", [1.5, torch.tensor(1.5), None])
 def test_fold_in_no_number(data: object) -> None:
     with pytest.raises(TypeError, match=r"fold_in: data must be an int or an integer tensor; got"):

@@ -223,6 +223,16 @@ def test_a_number_as_a_tensor() -> None:
     assert torch.equal(rr.choice(key(0), n, (3,), replace=False), rr.choice(key(0), 5, (3,), replace=False))
 
 
+def test_bounds_of_all_that_a_dtype_holds() -> None:
+    def extremes(low: int, high: int, dtype: torch.dtype) -> tuple[int, int]:
+        drawn = rr.randint(key(0), N, low, high, dtype).to(torch.int64)
+        return int(drawn.min()), int(drawn.max())
+
+    assert extremes(2**31 - 3, 2**31, torch.int32) == (2**31 - 3, 2**31 - 1)
+    assert extremes(2**32 - 3, 2**32, torch.uint32) == (2**32 - 3, 2**32 - 1)
+    assert extremes(-5, 3, torch.uint32) == (0, 2)
+
+
 def test_derivatives_by_arithmetic() -> None:
     k = key(1)
     z = rr.normal(k, (3,))
@@ -334,6 +344,24 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
         r"normal: dtype must be one of torch.float16.*got torch.int32",
     ),
     (lambda: rr.randint(key(0), (2,), 0, 3, torch.float32), ValueError, "randint: dtype must be one of torch.uint8"),
+    (
+        lambda: rr.randint(key(0), (2,), 0, 2**40),
+        ValueError,
+        r"randint: maxval must be in \[-2147483648, 2147483648\] for torch.int32; got 1099511627776",
+    ),
+    (lambda: rr.randint(key(0), (2,), -(2**40), 0), ValueError, "randint: minval must be in .*got -1099511627776"),
+    (
+        lambda: rr.randint(key(0), (2,), 0, 2**40, torch.int8),
+        ValueError,
+        "randint: maxval must be in .* for torch.int8",
+    ),
+    (lambda: rr.randint(key(0), (2,), 0, 2**63, torch.int64), ValueError, "randint: maxval must be in .*got 92233720"),
+    (lambda: rr.randint(key(0), (2,), 0, 9, torch.uint64), ValueError, "randint: dtype must be one of"),
+    (
+        lambda: rr.randint(key(0), (2,), "a", 9),
+        TypeError,
+        "randint: the parameters must be numbers or tensors; got 'a'",
+    ),
     (lambda: rr.bits(key(0), (2,), torch.int32), ValueError, "bits: dtype must be one of torch.uint8.*got torch.int32"),
     (lambda: rr.bernoulli(key(0), 1.5), ValueError, r"bernoulli: p must be a probability, in \[0, 1\]; got 1.5"),
     (lambda: rr.bernoulli(key(0), math.nan), ValueError, "bernoulli: p must be a probability"),

@@ -152,8 +152,8 @@ def categorical(
 
     **Returns:** an int64 tensor of `shape`, equal to that of `jax.random.categorical`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for `logits` that are no floating tensor, an `axis` that they
-    have not, a `shape` that does not fit, or more draws without replacement than categories.
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for bad `logits`, an `axis` that they have not, a
+    `shape` that does not fit, or more draws without replacement than categories.
 
     Source: Kool, van Hoof, Welling, "Stochastic beams and where to find them", ICML 2019, arXiv:1903.06059.
 

@@ -85,11 +85,13 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     **Arguments:**
 
     - `key`: a key, or a batch of shape (..., 2).
-    - `data`: an int or an integer tensor that broadcasts with the batch of keys; its low 32 bits count.
+    - `data`: an int of 32 bits, signed or unsigned (-1 is 2**32 - 1), or an integer tensor that broadcasts with the
+        batch of keys, whose low 32 bits count.
 
     **Returns:** a key for each element: shape (broadcast of `key.shape[:-1]` and `data.shape`, 2).
 
-    **Raises:** `TypeError` if `key` is no key or `data` is no integer, `ValueError` if they do not broadcast.
+    **Raises:** `TypeError` if `key` is no key or `data` is no integer, `ValueError` if they do not broadcast, or
+    for an int of more than 32 bits.
 
     Examples:
         >>> import remat.random
@@ -104,6 +106,10 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     if isinstance(data, Tensor) and _is_integer(data):
         number = data.to(torch.int32)
     elif not isinstance(data, Tensor) and hasattr(data, "__index__"):
+        if not -(2**31) <= operator.index(data) < 2**32:
+            raise ValueError(
+                f"remat.random.fold_in: data must fit in 32 bits; got {data}. Fold in its high bits, then its low bits."
+            )
         number = torch.full((), _wrap32(operator.index(data)), dtype=torch.int32, device=key.device)
     else:
         raise TypeError(f"remat.random.fold_in: data must be an int or an integer tensor; got {what(data)}.")

@@ -16,7 +16,6 @@ from remat.random._check import (
     broadcast,
     check_dtype,
     check_float,
-    check_integer,
     check_shape,
     sampler,
     what,
@@ -158,23 +157,32 @@ def randint(
 
     - `key`: a key.
     - `shape`: the shape to draw.
-    - `minval`, `maxval`: the bounds, ints or integer tensors that broadcast to `shape`. They are clamped to what
-        `dtype` can hold; where `maxval <= minval` the result is `minval`.
-    - `dtype`: uint8 or a signed integer dtype. The default is int32 as in JAX, not torch's int64: the width decides
+    - `minval`, `maxval`: the bounds, ints or integer tensors that broadcast to `shape`. Ints must be of 32 bits (for
+        int64 of 64) and are clamped to what `dtype` can hold, as tensors are. Where `maxval <= minval` the result is
+        `minval`.
+    - `dtype`: an integer dtype but uint64. The default is int32 as in JAX, not torch's int64: the width decides
         which bits are drawn.
 
     **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.randint`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`, or bounds that do not fit.
+    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`, or bounds that do not fit or
+    are too large.
 
     Examples:
         >>> import remat.random
         >>> remat.random.randint(remat.random.key(0), (5,), 0, 10)
         tensor([9, 0, 2, 3, 1], dtype=torch.int32)
     """
-    dtype = check_integer("randint", dtype)
-    # JAX clips the bounds to the dtype, with room for the maximum itself to be drawn.
+    dtype = check_dtype("randint", dtype or torch.int32, (*INTEGERS, torch.uint16, torch.uint32))
     limits = torch.iinfo(dtype)
+    first, last = min(limits.min, -(2**31)), min(max(limits.max + 1, 2**31), 2**63 - 1)
+    for name, bound in (("minval", minval), ("maxval", maxval)):
+        if isinstance(bound, (int, float)) and not first <= bound <= last:
+            raise ValueError(
+                f"remat.random.randint: {name} must be in [{first}, {last}] for {dtype}; got {bound}. A wider dtype "
+                "takes wider bounds."
+            )
+    # JAX clips the bounds to the dtype, with room for the maximum itself to be drawn.
     sizes, (low, high) = broadcast("randint", key, check_shape("randint", shape), torch.int64, minval, maxval)
     low = low.clamp(limits.min, limits.max)
     high = high.clamp(limits.min, min(limits.max + 1, 2**63 - 1))
