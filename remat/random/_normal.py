@@ -9,9 +9,22 @@ import torch
 from torch import Tensor
 
 from remat.random import _threefry
-from remat.random._check import Real, Shape, broadcast, check_float, check_shape, check_size, sampler, what
+from remat.random._check import (
+    FLOATS,
+    Real,
+    Shape,
+    broadcast,
+    check_dtype,
+    check_float,
+    check_shape,
+    check_size,
+    sampler,
+    what,
+)
 from remat.random._key import split
 from remat.random._uniform import rademacher, uniform
+
+_PART = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 @sampler
@@ -22,7 +35,8 @@ def normal(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> 
 
     - `key`: a key.
     - `shape`: the shape to draw.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype. In complex64 and complex128 the
+        two parts have the variance 1/2.
 
     **Returns:** a tensor of `shape` and `dtype`, within rounding that of `jax.random.normal`. For another mean and
     deviation write `mean + deviation * normal(key, shape)`, which is differentiable in both.
@@ -34,7 +48,10 @@ def normal(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> 
         >>> remat.random.normal(remat.random.key(0), (3,))
         tensor([ 1.6226,  2.0253, -0.4336])
     """
-    dtype = check_float("normal", dtype)
+    dtype = check_dtype("normal", dtype or torch.get_default_dtype(), (*FLOATS, *_PART))
+    if dtype in _PART:
+        real, imaginary = normal(split(key), shape, _PART[dtype])
+        return torch.complex(real, imaginary) / math.sqrt(2)
     # uniform(minval=the number after -1, maxval=1), in place; doubling is exact
     u = _threefry.uniform(key, check_shape("normal", shape), dtype).mul_(2).add_(torch.finfo(dtype).eps / 2 - 1)
     return u.erfinv_().mul_(math.sqrt(2))

@@ -6,7 +6,7 @@ is written by its name.
 
 DTYPES = [
     *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-    *("float16", "bfloat16", "float32", "float64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
 ]
 
 _SHAPED = ["normal", "exponential", "gumbel", "laplace", "logistic", "cauchy", "maxwell", "uniform"]
@@ -80,6 +80,8 @@ EXACT = [
 CLOSE = [
     *(f"{name}(key, (8,), {dtype})" for name in _SHAPED for dtype in ("float16", "bfloat16", "float32", "float64")),
     *(f"{name}(key)" for name in _SHAPED),
+    "normal(key, (8,), complex64)",
+    "normal(key, (8,), complex128)",
     "gumbel(key, (8,), mode='high')",
     "truncated_normal(key, -1.0, 2.0, (8,))",
     "truncated_normal(key, array([-5.0, 3.0]), array([[-4.0], [6.0]]), (2, 2))",

@@ -20,7 +20,7 @@ def in_jax(call: str) -> Any:
     import jax
     import numpy as np
 
-    with jax.enable_x64("int64" in call or "float64" in call):
+    with jax.enable_x64(any(wide in call for wide in ("int64", "float64", "complex128"))):
         scope: dict[str, Any] = {name: getattr(jax.numpy, name) for name in CASES["DTYPES"]}
         scope |= vars(jax.random)
         scope |= {"key": jax.random.key(7), "ints": jax.numpy.array}
