@@ -233,6 +233,12 @@ def test_bounds_of_all_that_a_dtype_holds() -> None:
     assert extremes(-5, 3, torch.uint32) == (0, 2)
 
 
+def test_a_chance_as_a_tensor_may_leave_the_unit_interval() -> None:
+    p = torch.tensor([-1.0, 0.0, 1.0, 2.0])
+    assert rr.bernoulli(key(0), p, (50, 4)).all(0).tolist() == [False, False, True, True]
+    assert rr.bernoulli(key(0), p, (50, 4)).any(0).tolist() == [False, False, True, True]
+
+
 def test_derivatives_by_arithmetic() -> None:
     k = key(1)
     z = rr.normal(k, (3,))
@@ -450,6 +456,11 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
         lambda: rr.multivariate_normal(key(0), torch.ones(2), torch.eye(3)),
         ValueError,
         "multivariate_normal: mean must be a tensor of shape",
+    ),
+    (
+        lambda: rr.multivariate_normal(key(0), torch.ones(2).half(), torch.eye(2).half()),
+        ValueError,
+        "multivariate_normal: dtype must be one of torch.float32, torch.float64; got torch.float16",
     ),
     (
         lambda: rr.multivariate_normal(key(0), torch.ones(2), torch.eye(2), method="lu"),

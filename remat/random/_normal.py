@@ -163,7 +163,8 @@ def multivariate_normal(
             f"{who}: mean must be a tensor of shape (..., n) and cov one of shape (..., n, n); got {what(mean)} and "
             f"{what(cov)}."
         )
-    dtype = check_float("multivariate_normal", dtype or torch.promote_types(mean.dtype, cov.dtype))
+    dtype = dtype or torch.promote_types(mean.dtype, cov.dtype)
+    check_dtype("multivariate_normal", dtype, (torch.float32, torch.float64))  # LAPACK has no half precision
     sizes, _ = broadcast("multivariate_normal", key, shape, dtype, mean[..., 0], cov[..., 0, 0])
     z = normal(key, (*sizes, mean.shape[-1]), dtype)
     return mean.to(dtype) + (factors[method](cov.to(dtype)) @ z.unsqueeze(-1)).squeeze(-1)

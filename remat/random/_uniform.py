@@ -91,7 +91,8 @@ def bernoulli(key: Tensor, p: Real = 0.5, shape: Shape | None = None, mode: Lite
     **Arguments:**
 
     - `key`: a key.
-    - `p`: the probability, a number or a floating tensor.
+    - `p`: the probability, a number in [0, 1], or a floating tensor, of which what is above 1 is as good as 1, what is
+        below 0 as 0.
     - `shape`: the shape to draw, by default that of `p`.
     - `mode`: "high" spends twice the bits, for p below 1e-7 (in float32), where "low" has no resolution.
 
