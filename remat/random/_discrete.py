@@ -75,8 +75,8 @@ def choice(
     - `axis`: the axis of `a` to choose along.
     - `mode`: that of `gumbel`, for choosing by `p` without replacement.
 
-    **Returns:** a tensor of shape (*a.shape[:axis], *shape, *a.shape[axis + 1:]), equal to that of `jax.random.choice`;
-    int64 if `a` is an int.
+    **Returns:** a tensor of shape (*a.shape[:axis], *shape, *a.shape[axis + 1:]), equal to that of `jax.random.choice`
+    (with `p`, but where rounding decides); int64 if `a` is an int.
 
     **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `a`, `shape` or `axis`, a `p` that does not fit,
     nothing to choose from, or more to choose than there is.
@@ -150,7 +150,7 @@ def categorical(
     - `replace`: without replacement, the draws along those dimensions in front are all different.
     - `mode`: that of `gumbel`; "high" for probabilities below 1e-7 (in float32).
 
-    **Returns:** an int64 tensor of `shape`, equal to that of `jax.random.categorical`.
+    **Returns:** an int64 tensor of `shape`, equal to that of `jax.random.categorical` (but where rounding decides).
 
     **Raises:** `TypeError` if `key` is no key, `ValueError` for bad `logits`, an `axis` that they have not, a
     `shape` that does not fit, or more draws without replacement than categories.
