@@ -82,6 +82,7 @@ class RematNode(internals.SingleLevelFunction):  # type: ignore[misc]
         return link.unshared(values)
 
     @staticmethod
+    @internals.left_alone_by_dynamo
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         link: _Link = ctx.link
         operands: tuple[Tensor, ...] = ctx.saved_tensors
@@ -107,6 +108,7 @@ class RematOverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
         return link.unshared(values)
 
     @staticmethod
+    @internals.left_alone_by_dynamo
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         link, graph = ctx.link, ctx.graph
         needed = ctx.needs_input_grad[3 + len(cotangents) :]

@@ -107,6 +107,7 @@ def _name(fun: Any) -> str:
     return getattr(fun, "__qualname__", None) or type(fun).__qualname__
 
 
+@internals.left_alone_by_dynamo
 def _with_derivative(out: Any, call: Call, leaves: list[Any], run: Run) -> Any:
     """The result of a run, with the remat'd derivative in the place of the graph it came with."""
     results = _tree.Picked(out, run.computed)

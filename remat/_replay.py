@@ -82,6 +82,7 @@ class Call:
         self.hooked: set[int] = set()
         self._under_transforms = internals.transforms_active()
 
+    @internals.left_alone_by_dynamo
     def record(self, args: Any, kwargs: Any, leaves: list[Any], preserve_rng_state: bool) -> tuple[Any, Run]:
         """Run the function as the user wrote it: its result, and what was seen."""
         with internals.DisableTorchFunction():

@@ -15,7 +15,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch._C import (
     DisableTorchFunction as DisableTorchFunction,
 )
 from torch._C import _functorch as _C
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._C._functorch import (
     # The kinds of transform that a rule can be written for.
     TransformType as TransformType,
@@ -694,6 +695,18 @@ as further arguments; `wrapper(graph)` is called when the op runs. The only way 
 
 
 tree_map: Any = pytree.tree_map  # dynamo traces it
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def left_alone_by_dynamo(fun: F) -> F:
+    """Mark a function that runs uncompiled, with all that it calls.
+
+    After a graph break dynamo compiles what is called next, also by autograd's engine. `torch.compiler.disable` would
+    put a function of its own around; this marks the code, which costs nothing where nothing is compiled.
+    """
+    set_code_exec_strategy(fun.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return fun
 
 
 def compiling() -> bool:

@@ -382,17 +382,48 @@ def test_dynamic_shapes() -> None:
             assert_same(run(WS[:1], X[:n]), COMPILED[what](loss_of(plain), UNCOMPILED)(WS[:1], X[:n]), 1e-8)
 
 
-def test_a_graph_break_inside() -> None:
+@pytest.mark.parametrize("policy", [None, policies.save_ops("mm")], ids=str)
+@pytest.mark.parametrize("break_graph", [torch._dynamo.graph_break, lambda: print(end="")], ids=["explicit", "print"])
+@pytest.mark.parametrize("what", COMPILED)
+def test_a_graph_break_inside(what: str, break_graph: Any, policy: Any) -> None:
     """Without fullgraph, the function then runs uncompiled, and remat'd."""
+    graphs: list[torch.fx.GraphModule] = []
+    runs: list[None] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
 
     def fun(w: Tensor, x: Tensor) -> Tensor:
-        y = torch.sin(x @ w)
-        torch._dynamo.graph_break()
+        y = torch.tanh(x @ w)
+        break_graph()
+        runs.append(None)
         return y.exp()
 
-    leaf = WS[0].clone().requires_grad_()
-    torch.compile(lambda w: remat(fun)(w, x=X).sum(), backend="aot_eager")(leaf).backward()
-    assert_same(leaf.grad, grad(lambda w: torch.sin(X @ w).exp().sum())(WS[0]))
+    def loss(decorate: Any) -> Any:
+        return lambda ws, x: decorate(fun)(ws[0], x).sum()
+
+    expected = COMPILED[what](loss(plain), UNCOMPILED)(WS[:1], X)
+    runs.clear()
+    decorate = functools.partial(remat, policy=policy)
+    run = COMPILED[what](loss(decorate), functools.partial(torch.compile, backend=backend))
+    assert_same(run(WS[:1], X), expected)
+    assert len(runs) == (3 if what == ".backward() of grad" else 2)
+    called = {str(n.target) for g in graphs for n in g.graph.nodes}
+    assert not [name for name in called if "tanh" in name or "mm" in name]
+
+
+def test_a_class_method() -> None:
+    """Dynamo does not look into it: a graph break."""
+
+    class Net:
+        @classmethod
+        @remat
+        def block(cls, w: Tensor) -> Tensor:
+            return torch.sin(X @ w).exp()
+
+    result = torch.compile(grad(lambda w: Net.block(w).sum()), backend="aot_eager")(WS[0])
+    assert_same(result, grad(lambda w: torch.sin(X @ w).exp().sum())(WS[0]))
 
 
 # Draws.
