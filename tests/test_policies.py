@@ -597,11 +597,33 @@ def test_a_collection_of_ops(collection: Any) -> None:
         (aten.mm, r"is one op, not a policy"),
         (save_only_these_names, r"save_only_these_names is a function that makes a policy: call it"),
         (save_ops, r"save_ops is a function that makes a policy: call it"),
+        ("dots_saveable", r"'dots_saveable' is the name of a policy. Write policy=remat.policies.dots_saveable\."),
+        ("save_ops", r"'save_ops' is the name of a policy. Write policy=remat.policies.save_ops\(\.\.\.\)\."),
+        (
+            ["mm", "dots_saveable"],
+            r"'dots_saveable' is a policy, not an op. Write policy=remat.policies.dots_saveable, ",
+        ),
+        ([dots_saveable], r"dots_saveable is a policy, not an op. Write policy=dots_saveable, and \| for several"),
+        (torch.sin, r"the builtin sin is no policy: .* An op goes in a list, by its name: policy=\['sin'\]"),
+        (Tensor.sin, r"the builtin sin is no policy"),
     ],
 )
 def test_what_is_no_policy(value: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         as_policy(value)
+
+
+@pytest.mark.parametrize("policy", [lambda op: True, lambda ctx, op: True, save_if(lambda op: True)])
+def test_a_function_that_is_no_policy(policy: Any) -> None:
+    with pytest.raises(TypeError, match=r"lambda> can't be called as policy\(ctx, op, \*args, .* of aten.sin") as error:
+        as_policy(policy)(None, aten.sin.default, numbers(3))
+    assert "positional argument" in str(error.value.__cause__)
+
+
+def test_a_policys_own_errors_are_its_own() -> None:
+    with pytest.raises(TypeError, match="unsupported operand") as error:
+        as_policy(lambda *args: 3 + "")(None, aten.sin.default)  # type: ignore[operator]
+    assert error.value.__cause__ is None
 
 
 def test_a_policy_written_for_torch_works_here_and_there() -> None:
@@ -656,6 +678,7 @@ def test_the_enum_where_torchs_has_no_offload(monkeypatch: pytest.MonkeyPatch) -
         ("aten.mm.defualt", ValueError, r"Did you mean .*'aten.mm.default'"),
         ("nothing_like_it", ValueError, r"there is no op 'nothing_like_it'. (Did|Import)"),
         ("zzzzzzzzzzzz", ValueError, r"Import the library that defines it"),
+        ("hidden", ValueError, r"If checkpoint_name gives this name, write policy=save_only_these_names\('hidden'\)"),
         ("aten.add.int", ValueError, r"there is no op 'aten.add.int'"),
         ("matmul", ValueError, r"aten.matmul is never seen.* becomes: aten.mm, aten.bmm, aten.mv, aten.dot"),
         (aten.matmul.default, ValueError, r"aten.matmul.default is never seen.* becomes: aten.mm"),

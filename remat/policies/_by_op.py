@@ -21,6 +21,7 @@ from remat.policies._policy import (
     ByOp,
     Decide,
     Policy,
+    ask,
     call,
     name_of,
 )
@@ -97,7 +98,7 @@ class _SaveIf(Policy):
     predicate: Callable[..., bool]
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        result = self.predicate(ctx, op, *args, **kwargs)
+        result = ask(self.predicate, ctx, op, args, kwargs)
         if not isinstance(result, bool):
             raise TypeError(
                 f"save_if: the predicate {name_of(self.predicate)} must return a bool; "

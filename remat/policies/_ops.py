@@ -127,6 +127,8 @@ def _find(who: str, name: str, known: set[str]) -> str:
         raise ValueError(f"{who}: {name!r} may be {', '.join(found)}. Write which one.")
     close = difflib.get_close_matches(name, spellings) or difflib.get_close_matches(f"aten.{name}", spellings)
     hint = f"Did you mean {' or '.join(map(repr, close))}?" if close else "Import the library that defines it."
+    if "." not in name:
+        hint += f" If checkpoint_name gives this name, write policy=save_only_these_names({name!r})."
     raise ValueError(f"{who}: there is no op {name!r}. {hint}")
 
 

@@ -7,6 +7,7 @@ a value that is kept, where. Both are ordered, so policies form a lattice.
 from __future__ import annotations
 
 import abc
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping
@@ -152,12 +153,24 @@ def name_of(fun: Any) -> str:
     return getattr(fun, "__qualname__", None) or repr(fun)
 
 
+def ask(fun: Callable[..., Any], ctx: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a user's function says of an op."""
+    try:
+        return fun(ctx, op, *args, **kwargs)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # the function's own: it has begun
+        raise TypeError(
+            f"remat: {name_of(fun)} can't be called as policy(ctx, op, *args, **kwargs), with the arguments of {op}."
+        ) from error
+
+
 @dataclass(frozen=True, repr=False)
 class _Function(Policy):
     fun: Callable[..., Any]
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        result = self.fun(ctx, op, *args, **kwargs)
+        result = ask(self.fun, ctx, op, args, kwargs)
         if isinstance(result, bool):
             return MUST_SAVE if result else PREFER_RECOMPUTE
         if isinstance(result, (CheckpointPolicy, torch.utils.checkpoint.CheckpointPolicy)):
@@ -182,7 +195,7 @@ def as_policy(value: Any) -> Policy:
 
     **Returns:** the policy. One made of a function checks each of its results.
 
-    **Raises:** `TypeError` for anything else.
+    **Raises:** `TypeError` for anything else, and as `save_ops`.
 
     Examples:
         >>> from remat.policies import as_policy
@@ -198,9 +211,20 @@ def as_policy(value: Any) -> Policy:
     if isinstance(value, Policy):
         return value
     if isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping)):
+        for entry in value:
+            if policy := _written(entry):
+                raise TypeError(f"remat: {entry!r} is a policy, not an op. Write policy={policy}, and | for several.")
         return ByOp(_ops.spell_all("remat: policy", value), MUST_SAVE, PREFER_RECOMPUTE)
     if isinstance(value, (str, _ops.OpOverload, _ops.OpOverloadPacket)):
+        if policy := _written(value):
+            raise TypeError(f"remat: {value!r} is the name of a policy. Write policy={policy}.")
+        _ops.spell("remat: policy", value)  # raises where it is no op that a policy can name
         raise TypeError(f"remat: {value!r} is one op, not a policy. Write [{value!r}].")
+    if inspect.isbuiltin(value) or inspect.ismethoddescriptor(value):
+        raise TypeError(
+            f"remat: the builtin {value.__name__} is no policy: it can't be called as policy(ctx, op, *args, **kwargs)."
+            f" An op goes in a list, by its name: policy=[{value.__name__!r}]."
+        )
     if not callable(value) or isinstance(value, type):
         raise TypeError(
             "remat: policy must be a policy, a function (ctx, op, *args, **kwargs), a collection of ops or "
@@ -209,6 +233,16 @@ def as_policy(value: Any) -> Policy:
     if getattr(sys.modules[__package__], name_of(value), None) is value:
         raise TypeError(f"remat: {name_of(value)} is a function that makes a policy: call it.")
     return _Function(value)
+
+
+def _written(value: Any) -> str | None:
+    """How a policy is written that was given by its name or in a list; None for what is no policy."""
+    if isinstance(value, Policy):
+        return repr(value)
+    module = sys.modules[__package__]
+    if not isinstance(value, str) or value not in module.__all__:
+        return None
+    return f"remat.policies.{value}" + ("" if isinstance(getattr(module, value), Policy) else "(...)")
 
 
 # Policies made of policies.
