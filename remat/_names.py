@@ -23,7 +23,7 @@ def current_name() -> str | None:
     return _current.get()
 
 
-def checkpoint_name(x: T, name: str, /) -> T:
+def checkpoint_name(x: T, /, name: str) -> T:
     """Name a value, so that a policy can say whether it is kept.
 
     Names do nothing by themselves. `remat(fun, policy=save_only_these_names("attn"))` keeps the values with

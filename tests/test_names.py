@@ -198,6 +198,12 @@ def test_a_name_ends_with_its_call_and_belongs_to_its_thread() -> None:
     assert current_name() is None
 
 
+def test_the_name_may_be_a_keyword() -> None:
+    """As in JAX."""
+    x = numbers(3)
+    assert checkpoint_name(x, name="a") is x
+
+
 @pytest.mark.parametrize("name", [None, 3, b"x", ["x"]])
 def test_a_name_is_a_string(name: Any) -> None:
     with pytest.raises(TypeError, match=r"checkpoint_name: name must be a string; got"):
