@@ -206,7 +206,7 @@ def test_the_function_may_use_transforms() -> None:
 
 @pytest.mark.parametrize("look", [saved_residuals, print_saved_residuals, list_ops])
 def test_inside_of_a_transform_it_is_an_error(look: Any) -> None:
-    with pytest.raises(RematError, match="outside of all transforms"):
+    with pytest.raises(RematError, match=rf"{look.__name__}: look from outside of all transforms"):
         grad(lambda x: (look(torch.sin, x), x.sum())[1])(W)
 
 
@@ -420,8 +420,11 @@ def test_each_call_is_logged(log: pytest.LogCaptureFixture, transform: str) -> N
 
 
 def test_without_the_variable_nothing_is_logged() -> None:
-    for value in ("", "other"):
-        assert log_of_a_fresh_shell(value) == ""
+    assert log_of_a_fresh_shell("") == ""
+
+
+def test_what_can_not_be_logged() -> None:
+    assert log_of_a_fresh_shell("other") == "remat: REMAT_LOG can ask for 'residuals'; got 'other'.\n"
 
 
 @pytest.mark.parametrize("transform", ["backward", "grad", "vmap(grad)"])
@@ -467,12 +470,30 @@ def test_mistakes(log: pytest.LogCaptureFixture, loss: Any, expected: str | None
 
 
 def test_mistakes_are_printed_too(capsys: pytest.CaptureFixture[str]) -> None:
-    print_saved_residuals(remat(block, policy=policies.save_ops("bmm")), numbers(2, 3))
+    wrong = remat(block, policy=policies.save_ops("bmm"))
+    print_saved_residuals(lambda x: wrong(x).sum(), numbers(2, 3))
     out = capsys.readouterr().out
     assert "matches nothing in block" in out
     assert "is nearly all of what is differentiated" in out
     print_saved_residuals(lambda x: big_head(remat(block)(x)), numbers(2, 3))
     assert "\nremat:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fun", [remat(block), lambda x: remat(block)(x), remat(lambda x: (block(x), x))])
+def test_a_block_by_itself_is_no_mistake(capsys: pytest.CaptureFixture[str], fun: Any) -> None:
+    print_saved_residuals(fun, numbers(2, 3))
+    assert "\nremat:" not in capsys.readouterr().out
+
+
+def test_a_loss_by_itself_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    print_saved_residuals(remat(lambda x: block(x).sum()), numbers(2, 3))
+    assert "is nearly all of what is differentiated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("look", [saved_residuals, print_saved_residuals, list_ops])
+def test_the_function_comes_first(look: Any) -> None:
+    with pytest.raises(TypeError, match=f"{look.__name__}: the function comes first, then its arguments; got Tensor"):
+        look(numbers(3).sin())
 
 
 def test_the_log_holds_nothing(log: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from remat import _torch_internals as internals
-from remat._inspect._forward import forward, is_leaf, root_nodes, setting, tensors, trial
+from remat._inspect._forward import check, forward, is_leaf, root_nodes, setting, tensors, trial
 from remat._inspect._tables import bytes_text, flops_text, seconds_text, table
 from remat._names import current_name
 from remat._remat import plainly
@@ -151,7 +151,7 @@ def list_ops(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> OpCosts:
 
     **Returns:** the ops, those that took the longest first. Printed, they are a table.
 
-    **Raises:** `RematError` inside of a transform of `torch.func`.
+    **Raises:** `TypeError` for what is no function; `RematError` inside of a transform of `torch.func`.
 
     Examples:
         >>> import torch
@@ -163,6 +163,7 @@ def list_ops(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> OpCosts:
         >>> save_ops(*[o.op for o in list_ops(torch.mm, torch.eye(3), torch.eye(3)) if o.flops])
         save_ops('aten.mm.default')
     """
+    check("list_ops", fun)
     with setting(plainly, True):
         _, args, kwargs = forward(fun, args, kwargs)
         with trial(), _Costs() as costs:

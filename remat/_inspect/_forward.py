@@ -36,13 +36,19 @@ def root_nodes(out: Any) -> list[Any]:
     return [get_gradient_edge(t).node for t in tensors(out) if t.requires_grad]
 
 
+def check(who: str, fun: Any) -> None:
+    """Raise for what can't be looked at, or not from here."""
+    if not callable(fun):
+        raise TypeError(f"{who}: the function comes first, then its arguments; got {type(fun).__name__}.")
+    if internals.transforms_active():
+        raise RematError(f"{who}: look from outside of all transforms, not inside of one.")
+
+
 def forward(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """A result that has a graph if any can be had, and the arguments that it was computed from.
 
     Where no argument and no captured tensor requires grad, all arguments do, as under `torch.func.grad`.
     """
-    if internals.transforms_active():
-        raise RematError("remat: look at residuals and ops from outside of all transforms, not inside of one.")
     with trial():
         out = fun(*args, **kwargs)
         if any(t.requires_grad for t in tensors(out)):

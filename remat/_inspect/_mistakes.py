@@ -120,6 +120,7 @@ class Watched:
         if not pairs:
             return
         result, node = pairs[0]
+        elements = sum(t.numel() for t, _ in pairs)
         batch = internals.innermost(result).numel() // max(result.numel(), 1)  # nodes know nothing of a vmap around
         number, thread, warn = internals.sequence_number(node), threading.get_ident(), self.warn
 
@@ -127,9 +128,12 @@ class Watched:
             nodes = [n for n in internals.nodes_behind(internals.running_backward(thread)) if not is_leaf(n)]
             if number not in map(internals.sequence_number, nodes):
                 return
-            after = batch * sum(internals.bytes_made_by(n) for n in nodes if internals.sequence_number(n) > number)
+            later = [n for n in nodes if internals.sequence_number(n) > number]
+            after = batch * sum(map(internals.bytes_made_by, later))
             if after * _SMALL < drops:
                 before = any(internals.sequence_number(n) < number for n in nodes)
+                if not (before or later) and elements > 1:
+                    return  # no loss: a block by itself
                 message = _LAST if before else _WHOLE
                 warn(message.format(name=name, where=where, size=bytes_text(drops), after=bytes_text(after)))
 
@@ -139,5 +143,9 @@ class Watched:
 logging_watch = Watched(_warn_once, _inform)
 """What logs residuals and mistakes."""
 
-if "residuals" in os.environ.get("REMAT_LOG", "").split(","):  # once: at each call it would cost as much as a small op
-    watchers.append(logging_watch)
+# Once: at each call it would cost as much as a small op.
+for _wanted in filter(None, os.environ.get("REMAT_LOG", "").split(",")):
+    if _wanted == "residuals":
+        watchers.append(logging_watch)
+    else:
+        _warn_once(f"remat: REMAT_LOG can ask for 'residuals'; got {_wanted!r}.")

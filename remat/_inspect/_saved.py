@@ -10,7 +10,7 @@ import torch
 from remat import _torch_internals as internals
 from remat._errors import call_site
 from remat._inspect._costs import flops_of_gradient
-from remat._inspect._forward import forward, root_nodes, setting
+from remat._inspect._forward import check, forward, root_nodes, setting
 from remat._inspect._mistakes import Watched
 from remat._inspect._origins import Names, Origins
 from remat._inspect._residuals import Held, Residual, format_residuals, total_bytes
@@ -36,7 +36,7 @@ def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> li
 
     **Returns:** the residuals, each storage once: arguments, captured tensors, and what was computed.
 
-    **Raises:** `RematError` inside of a transform of `torch.func`.
+    **Raises:** `TypeError` for what is no function; `RematError` inside of a transform of `torch.func`.
 
     **Source:** `jax.ad_checkpoint.saved_residuals`.
 
@@ -51,6 +51,7 @@ def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> li
         >>> [r.why for r in saved_residuals(remat(block), w, x)]
         ['from the argument w', 'from the argument x']
     """
+    check("saved_residuals", fun)
     here = call_site()
     with setting(watching, watching.get() or Watched(_ignore)):
         origins = Origins()
@@ -100,8 +101,8 @@ def print_saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any)
         24 B  float32[3, 2]  cpu     from the argument x  ...
         held besides arguments and captured tensors: 0 B; without remat: 24 B
         recomputed on backward: 24 FLOP of 72 FLOP
-        ...
     """
+    check("print_saved_residuals", fun)
     mistakes: list[str] = []
     with setting(watching, Watched(mistakes.append)):
         residuals = saved_residuals(fun, *args, **kwargs)
