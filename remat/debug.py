@@ -73,6 +73,8 @@ class LiveBytes(TorchDispatchMode):
         """Start a new peak from the bytes that are live now.
 
         Examples:
+            >>> import torch
+            >>> from remat.debug import LiveBytes
             >>> with LiveBytes() as meter:
             ...     x = torch.ones(1000).sin()
             ...     meter.reset_peak()

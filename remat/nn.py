@@ -154,6 +154,7 @@ class WrappedModule:
     - `parameters`: how many numbers its parameters have.
 
     Examples:
+        >>> from remat.nn import WrappedModule
         >>> WrappedModule("layers.0", "Block", 12).name
         'layers.0'
     """
@@ -174,6 +175,7 @@ class RematReport:
     - `policy`: what they keep, None for nothing.
 
     Examples:
+        >>> from remat.nn import RematReport, WrappedModule
         >>> print(RematReport((WrappedModule("layers.0", "Block", 12),), ("layers.1",), None))
         remat: wrapped 1 of 2 selected modules, policy None
           layers.0  Block  12 parameters
@@ -196,6 +198,12 @@ def _selector(select: Any) -> Callable[[str, nn.Module], bool]:
         pattern = select.split(".")
         return lambda name, module: (
             len(parts := name.split(".")) == len(pattern) and all(map(fnmatch.fnmatchcase, parts, pattern))
+        )
+    if isinstance(select, nn.Module):
+        kind = type(select).__name__
+        raise TypeError(
+            f"apply_remat: select got a module, a {kind}. Write remat_module(module) for this one alone, and "
+            f"apply_remat(model, {kind}) for all of its class."
         )
     if isinstance(select, (type, tuple)):
         for kind in select if isinstance(select, tuple) else (select,):
@@ -247,7 +255,7 @@ def apply_remat(model: nn.Module, select: Select, *, policy: Any = None, every: 
     modules = [(name, module) for name, module in model.named_modules() if name]
     chosen = [(name, module) for name, module in modules if selected(name, module)]
     if not chosen:
-        hint = _hint(select, modules)
+        hint = _hint(select, model, modules)
         raise ValueError(f"apply_remat: {_shown(select)} selects none of {len(modules)} modules.{hint}")
     wrapped = chosen[::every]
     for name, module in wrapped:
@@ -267,8 +275,10 @@ def _shown(select: Any) -> str:
     return ", ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
 
 
-def _hint(select: Any, modules: list[tuple[str, nn.Module]]) -> str:
+def _hint(select: Any, model: nn.Module, modules: list[tuple[str, nn.Module]]) -> str:
     """What may have been meant."""
+    if not modules or (isinstance(select, (type, tuple)) and isinstance(model, select)):
+        return " The model itself is not looked at: remat_module(model) wraps it."
     if isinstance(select, str):
         close = difflib.get_close_matches(select, [name for name, _ in modules], n=1, cutoff=0)
         return f" Did you mean {close[0]!r}?" if close else ""

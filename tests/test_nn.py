@@ -553,11 +553,25 @@ def test_a_script_module_can_not_be_wrapped() -> None:
         ((), ValueError, "selects none"),
         (3, TypeError, "select must be a class, .* got int 3"),
         ("layers", TypeError, "layers, a ModuleList, has no forward"),
+        (
+            nn.Linear(2, 2),
+            TypeError,
+            r"got a module, a Linear. Write remat_module\(module\) .*apply_remat\(model, Linear",
+        ),
     ],
 )
 def test_bad_selections(select: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         apply_remat(net(), select)
+
+
+@pytest.mark.parametrize(
+    ("model", "select"),
+    [(nn.Linear(2, 2), nn.Linear), (nn.Linear(2, 2), "*"), (nn.Sequential(nn.ReLU()), (nn.Sequential, nn.Linear))],
+)
+def test_the_model_itself_is_not_selected(model: nn.Module, select: Any) -> None:
+    with pytest.raises(ValueError, match=r"selects none .* itself is not looked at: remat_module\(model\) wraps it"):
+        apply_remat(model, select)
 
 
 def test_nothing_is_wrapped_where_something_can_not_be() -> None:
