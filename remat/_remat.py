@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ from remat._replay import Call
 from remat._run import Run, active_runs
 from remat._static import StaticArguments, as_tuple
 from remat._unwatched import unwatched
-from remat.policies import as_policy
+from remat.policies import Policy, as_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -143,6 +144,28 @@ def _of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
     return tensor.as_subclass(kind)
 
 
+_BODY_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _check(fun: Any) -> None:
+    """Raise a TypeError for what can't be run again."""
+    if isinstance(fun, (types.FunctionType, types.MethodType)):
+        if fun.__code__.co_flags & _BODY_LATER:
+            raise TypeError(
+                f"remat: {_name(fun)} is a generator or async function: its body runs after the call, out of remat's "
+                "sight. Put under remat what computes in it."
+            )
+    elif isinstance(fun, Policy):
+        raise TypeError(f"remat: got a policy as the function. Write @remat(policy={fun!r}).")
+    elif isinstance(fun, type) and issubclass(fun, torch.nn.Module):
+        raise TypeError(
+            f"remat: got a class of modules, {_name(fun)}. Decorate its forward, or wrap its instances with "
+            "remat.nn.remat_module."
+        )
+    elif fun is not None and not callable(fun):
+        raise TypeError(f"remat: fun must be callable; got {type(fun).__name__} {fun!r}.")
+
+
 @overload
 def remat(
     fun: Callable[P, R],
@@ -195,7 +218,8 @@ def remat(
 
     **Returns:** a callable with the name, documentation and signature of `fun`.
 
-    **Raises:** at the call, `RematError` where `fun` changes an input in place or takes a gradient out of
+    **Raises:** `TypeError` for what can't run again as a whole: generators, async functions and classes of modules; at
+    the call, `RematError` where `fun` changes an input in place or takes a gradient out of
     sight; on backward, `CheckpointError` where the rerun differs from the forward run.
 
     **Source:** `jax.checkpoint`; Chen et al., *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174.
@@ -217,8 +241,7 @@ def remat(
         kind, fun = type(fun), fun.__func__
     else:
         kind = None
-    if fun is not None and not callable(fun):
-        raise TypeError(f"remat: fun must be callable; got {type(fun).__name__} {fun!r}.")
+    _check(fun)
     options = _Options(
         policy,
         as_tuple("static_argnums", "ints", static_argnums, int),

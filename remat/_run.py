@@ -35,6 +35,7 @@ CHANGES = (
     "remat: {} changes an argument or a captured tensor of shape {}, {} in place, at {}. Its rerun would start from "
     "the changed value. Change a copy instead: x = x.clone()."
 )
+MADE_HERE = " If it is a parameter of a module that is made here, make the module outside."
 CHANGES_SHARED = (
     "{} changes tensors of shape {} and {} in place that it was given or captured and that share their memory. "
     "Its rerun changes a copy of each. Give it one of them, and take views of that inside."
@@ -339,7 +340,8 @@ class Run(TorchFunctionMode):
                     if t is None or id(t) in self.snapshots or not (id(t) in self.given or id(t) in self.outside):
                         continue
                     if internals.requires_grad_at_any_level(t):
-                        raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, call_site()))
+                        made_here = MADE_HERE if isinstance(t, torch.nn.Parameter) else ""
+                        raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, call_site()) + made_here)
                     self.snapshots[id(t)] = t.clone()
 
     def _note(self, func: Any, args: Any, kwargs: Any, results: Any, out: Any, live: bool) -> None:

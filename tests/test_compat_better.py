@@ -1010,6 +1010,15 @@ def test_segments_out_of_range(segments: int) -> None:
         REMAT.checkpoint_sequential(steps, segments, x, use_reentrant=False)
 
 
+@pytest.mark.filterwarnings("ignore:remat.checkpoint. the use_reentrant parameter")
+def test_who_means_jax_checkpoint_is_told() -> None:
+    hint = r"policy. jax.checkpoint is remat.remat. Here a policy is given by use_reentrant=False and context_fn="
+    with pytest.raises(ValueError, match=f"Unexpected keyword arguments: {hint}"):
+        REMAT.checkpoint(torch.sin, policy=["mm"])
+    with pytest.raises(TypeError, match=f"a decorator has no arguments for the function; got {hint}"):
+        REMAT.checkpoint(policy=["mm"])
+
+
 # Statistics.
 
 

@@ -5,8 +5,9 @@ import copy
 import functools
 import inspect
 import pickle
-from collections.abc import Callable
-from typing import Any
+import types
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, assert_same, leaf, nu
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from remat import remat
+from remat import policies, remat
 
 
 @remat
@@ -199,6 +200,45 @@ def test_positional_only_and_odd_names_pass_through() -> None:
 def test_what_is_not_callable(bad: Any) -> None:
     with pytest.raises(TypeError, match="remat: fun must be callable; got"):
         remat(bad)
+
+
+def generator(x: Tensor) -> Iterator[Tensor]:
+    yield x.sin()
+
+
+async def coroutine(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+async def async_generator(x: Tensor) -> AsyncIterator[Tensor]:
+    yield x.sin()
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (policies.dots_saveable, r"got a policy as the function. Write @remat\(policy=dots_saveable\)"),
+        (nn.Linear, r"got a class of modules, Linear. Decorate its forward, or wrap .* remat\.nn\.remat_module"),
+        (generator, r"generator is a generator or async function: its body runs after the call"),
+        (types.MethodType(generator, numbers(3)), r"generator is a generator or async function"),
+        (staticmethod(generator), r"generator is a generator or async function"),
+        (coroutine, r"coroutine is a generator or async function"),
+        (async_generator, r"async_generator is a generator or async function"),
+    ],
+)
+def test_what_can_not_run_again_as_a_whole(bad: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"remat: {message}"):
+        remat(bad)
+
+
+def test_other_classes_are_functions() -> None:
+    class Pair(NamedTuple):
+        a: Tensor
+        b: Tensor
+
+    x = leaf(numbers(3))
+    remat(Pair)(x, x.sin()).b.sum().backward()
+    assert_same(x.grad, x.detach().cos())
 
 
 def test_options_are_keyword_only() -> None:

@@ -89,7 +89,8 @@ def checkpoint(
         use_reentrant = True
     if function is None and not args:
         if kwargs:
-            raise TypeError(f"checkpoint: a decorator has no arguments for the function; got {', '.join(kwargs)}.")
+            got = ", ".join(kwargs) + _hint(kwargs)
+            raise TypeError(f"checkpoint: a decorator has no arguments for the function; got {got}.")
         options = {
             "use_reentrant": use_reentrant,
             "preserve_rng_state": preserve_rng_state,
@@ -103,7 +104,7 @@ def checkpoint(
         return call_compiled(function, args, kwargs, context_fn, preserve_rng_state)
     if use_reentrant:
         if kwargs:
-            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs) + _hint(kwargs))
         if context_fn is not noop_context_fn or debug is not False:
             raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
         if _needs_transforms(function, args):
@@ -145,6 +146,16 @@ def checkpoint(
     except UsesTransforms:
         _remember(function, (args, kwargs))
         return _functional(function, contexts, preserve_rng_state)(*args, **kwargs)
+
+
+def _hint(kwargs: dict[str, Any]) -> str:
+    """What is meant by a keyword of `jax.checkpoint`."""
+    if "policy" not in kwargs:
+        return ""
+    return (
+        ". jax.checkpoint is remat.remat. Here a policy is given by use_reentrant=False and "
+        "context_fn=functools.partial(create_selective_checkpoint_contexts, policy)"
+    )
 
 
 def _decorator(options: dict[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
