@@ -18,3 +18,21 @@ from remat._names import checkpoint_name as checkpoint_name
 from remat._remat import remat as remat
 from remat.compat import checkpoint as checkpoint
 from remat.compat import checkpoint_sequential as checkpoint_sequential
+
+__version__ = "0.1.0"
+
+# Without the modules: `from remat import *` must not put ours in the place of `random` or of `torch.nn`.
+__all__ = [
+    "CheckpointError",
+    "OpCost",
+    "OpCosts",
+    "RematError",
+    "Residual",
+    "checkpoint",
+    "checkpoint_name",
+    "checkpoint_sequential",
+    "list_ops",
+    "print_saved_residuals",
+    "remat",
+    "saved_residuals",
+]

@@ -3,6 +3,7 @@
 import ast
 import enum
 import importlib
+import importlib.metadata
 import inspect
 import re
 import textwrap
@@ -10,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import remat
 
 ROOT = Path(__file__).parent.parent
 POLICIES = {
@@ -125,15 +128,29 @@ PUBLIC = {
 NAMES = [(module, name) for module, names in PUBLIC.items() for name in sorted(names)]
 
 
-def public_names(module: ModuleType) -> set[str]:
-    """`__all__`, or in a package file, which is a table of contents, all that it imports."""
-    contents = [n for n, value in vars(module).items() if n[0] != "_" and not isinstance(value, ModuleType)]
-    return set(getattr(module, "__all__", contents))
-
-
 @pytest.mark.parametrize("module", PUBLIC)
 def test_the_public_names_are_these(module: str) -> None:
-    assert public_names(importlib.import_module(module)) == PUBLIC[module]
+    names = importlib.import_module(module).__all__
+    assert set(names) == PUBLIC[module]
+    assert len(names) == len(PUBLIC[module])
+
+
+@pytest.mark.parametrize("module", ["remat", "remat.policies", "remat.random", "remat.compat"])
+def test_a_package_file_imports_what_is_public(module: str) -> None:
+    """It is a table of contents."""
+    contents = vars(importlib.import_module(module)).items()
+    assert {n for n, value in contents if n[0] != "_" and not isinstance(value, ModuleType)} == PUBLIC[module]
+
+
+def test_a_star_imports_no_module() -> None:
+    """Ours would take the place of `random`, or of `torch.nn`."""
+    found: dict[str, object] = {}
+    exec("from remat import *", found)
+    assert not [name for name, value in found.items() if isinstance(value, ModuleType)]
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert remat.__version__ == importlib.metadata.version("remat")
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
