@@ -4,6 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 N ?= 20000
+
+# On Linux, PyPI's torch brings several GB of CUDA packages. `make test CPU_ONLY=1` takes one that brings none.
+ifdef CPU_ONLY
+export PIP_EXTRA_INDEX_URL ?= https://download.pytorch.org/whl/cpu
+endif
 BENCHMARKS := tiny transformer chain halving policies frontier random_draws compat_call memory compiled
 
 .PHONY: demo test fuzz test-torch lint docs bench clean
