@@ -121,7 +121,8 @@ def fit(params: Params, seen: Tensor, evaluations: int) -> Params:
             gradient, value = step(tuple(leaves))
             for leaf, g in zip(leaves, gradient, strict=True):
                 leaf.grad = g
-            bar.update(task, advance=1, description=f"{len(seen) * SEGMENT} steps, error {value:.2g}")
+            total = max(evaluations, bar.tasks[task].completed + 1)  # its last line search may go on a little
+            bar.update(task, advance=1, total=total, description=f"{len(seen) * SEGMENT} steps, error {value:.2g}")
             return value
 
         optimizer.step(evaluate)
