@@ -703,7 +703,7 @@ def left_alone_by_dynamo(fun: F) -> F:
     """Mark a function that runs uncompiled, with all that it calls.
 
     After a graph break dynamo compiles what is called next, also by autograd's engine. `torch.compiler.disable` would
-    put a function of its own around; this marks the code, which costs nothing where nothing is compiled.
+    put a function of its own around; this marks the code, which costs nothing where nothing is compiled (2.13).
     """
     set_code_exec_strategy(fun.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return fun
