@@ -188,21 +188,80 @@ def test_a_second_backward_from_an_attribute() -> None:
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_what_outlives_the_rerun_has_no_graph_and_says_so(early_stop: bool) -> None:
-    space, x = SimpleNamespace(), leaf(activation())
+    outs: list[Tensor] = []
+    x = leaf(activation())
 
     def fun(x: Tensor) -> Tensor:
         h = x.sin().cos()
-        space.out = (h * 2).view(-1)
+        outs.append((h * 2).view(-1))
         return h
 
     ours(fun, x, early_stop=early_stop).sum().backward()
-    torch.testing.assert_close(space.out.detach(), (x.sin().cos() * 2).view(-1).detach())
+    torch.testing.assert_close(outs[1].detach(), (x.sin().cos() * 2).view(-1).detach())
     if not early_stop:
-        space.out.sum().backward()
+        outs[1].sum().backward()
         assert_same(x.grad, (3 * -x.sin().sin() * x.cos()).detach())
         return
     with pytest.raises(CheckpointError, match="Return the tensor from the function"):
-        space.out.sum().backward()
+        outs[1].sum().backward()
+
+
+class Cell:
+    """Something that is no module."""
+
+    def __init__(self) -> None:
+        self.state: Any = torch.zeros(2, 4)
+
+
+STATES: dict[str, tuple[Callable[[Any], Tensor], Callable[[Any, Tensor], Any]]] = {
+    "dict": (lambda s: s["h"], lambda s, h: s.__setitem__("h", h)),
+    "item of a list": (lambda s: s["list"][0], lambda s, h: s["list"].__setitem__(0, h)),
+    "attribute": (lambda s: s["cell"].state, lambda s, h: setattr(s["cell"], "state", h)),
+}
+CAPTURED: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("place", ["cell", "global", "partial", "method"])
+def test_a_recurrent_state_outside_of_modules(place: str, kind: str) -> None:
+    """After the backward, whose reruns go from the last step to the first, it is that of the last step."""
+    get, put = STATES[kind]
+
+    def run(checkpoint: Any) -> list[Any]:
+        torch.manual_seed(0)
+        a, b = nn.Linear(4, 4), nn.Linear(4, 4)
+        state = {"h": torch.zeros(2, 4), "list": [torch.zeros(2, 4)], "cell": Cell()}
+        CAPTURED["state"] = state
+
+        def step_of(state: Any, x: Tensor) -> Tensor:
+            h = torch.tanh(a(x) + b(get(state)))
+            put(state, h)
+            return h
+
+        class Owner:
+            def __init__(self) -> None:
+                self.state = state
+
+            def step(self, x: Tensor) -> Tensor:
+                return step_of(self.state, x)
+
+        steps = {
+            "cell": lambda x: step_of(state, x),
+            "global": lambda x: step_of(CAPTURED["state"], x),
+            "partial": functools.partial(step_of, state),
+            "method": Owner().step,
+        }
+        found: list[Any] = []
+        for _ in range(3):
+            put(state, get(state).detach())
+            loss = torch.zeros(())
+            for _ in range(3):
+                loss = loss + checkpoint(steps[place], torch.randn(2, 4).requires_grad_()).square().mean()
+            loss.backward()
+            found += [loss.detach(), get(state).detach(), b.weight.grad.clone()]
+        return found
+
+    assert_same(run(ours), run(lambda fun, x: fun(x)))
 
 
 def test_memory_that_is_not_computed_is_not_held() -> None:

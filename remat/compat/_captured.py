@@ -16,6 +16,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._frozen import ATOMS, Freezer, Table, Thawer, cell_contents, parts, written_names
+from remat._stock import PRIVATE
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _Slot = tuple[Any, Any, Any]  # a cell and None, or a namespace and a name; and what it held
@@ -112,6 +113,7 @@ class Captured:
         "_has_hooks",
         "_modules",
         "_namespaces",
+        "_objects",
         "_sizes",
         "_slots",
         "_table",
@@ -128,6 +130,7 @@ class Captured:
         self._attributes: list[dict[str, Any]] = []  # what these were, until the forward is over
         self._assigned: list[_Slot] = []  # those that the forward assigned to
         self._sizes: list[Any] = []  # of what these hold, until the forward is over
+        self._objects: list[Any] = []  # others, which may hold state
         self._has_hooks = False
         self.tensors: list[Tensor] = []
         self._given: list[Any] = []
@@ -147,13 +150,17 @@ class Captured:
                     self.tensors.append(content)
                 elif isinstance(content, torch.nn.Module):
                     self._look_at_module(content)
+                else:
+                    self._take_object(content)
         else:
             self._given = [fun, *functions]
             self._contents = cell_contents(self._given)
             self._look_at((*self._given, *(content for _, content in self._contents.values())))
-        for leaf in leaves:
+        for leaf in (fun, *leaves):
             if isinstance(leaf, torch.nn.Module):
                 self._look_at_module(leaf)
+            else:
+                self._take_object(leaf)
         hooked = self._has_hooks or internals.has_global_module_hooks()
         # torch's own assign nothing, but hooks may.
         self._namespaces = [
@@ -177,6 +184,7 @@ class Captured:
             elif isinstance(obj, tuple):
                 todo += obj
             else:
+                self._take_object(obj)
                 todo += parts(obj)
 
     def _take_slots(self, fun: types.FunctionType) -> None:
@@ -184,6 +192,12 @@ class Captured:
             self._slots.append(slot)
             if isinstance(slot[2], torch.nn.Module):
                 self._look_at_module(slot[2])
+            else:
+                self._take_object(slot[2])
+
+    def _take_object(self, obj: Any) -> None:
+        if _container_of(obj) is not None:
+            self._objects.append(obj)
 
     def _look_at_module(self, module: torch.nn.Module) -> None:
         """A module may put others in the place of its buffers, and of its attributes."""
@@ -277,6 +291,7 @@ class Captured:
         """
         now = [(container, name, _look(container, name)) for container, name, _ in (*self._slots, *self._buffers)]
         attributes = [*map(dict, self._namespaces)]
+        items = [(container, _items(container)) for container in _containers(self._objects, self._namespaces)]
         try:
             for slot in (*self._slots, *((*self._buffers, *self._assigned) if with_state else ())):
                 _put(*slot)
@@ -285,11 +300,13 @@ class Captured:
             for slot in now:
                 _put(*slot)
             _put_back(self._namespaces, attributes)
+            for container, before in items:
+                _put_items_back(container, before)
 
     @property
     def has_slots(self) -> bool:
         """Whether there is something to restore."""
-        return bool(self._slots or self._buffers or self._namespaces)
+        return bool(self._slots or self._buffers or self._namespaces or self._objects)
 
     @property
     def has_other_buffers(self) -> bool:
@@ -325,6 +342,44 @@ def _put_back(namespaces: list[dict[str, Any]], attributes: Sequence[dict[str, A
             for name in after.keys() - before.keys():
                 del after[name]
             after.update(before)
+
+
+_Container = list[Any] | dict[Any, Any]
+
+
+def _containers(objects: Sequence[Any], namespaces: Sequence[dict[str, Any]]) -> list[_Container]:
+    """Where state may be that belongs to no module: lists, dicts and attributes near to what is captured."""
+    found: dict[int, _Container] = {}
+    values = [*objects, *(v for names in namespaces for name, v in names.items() if name not in PRIVATE)]
+    for _ in range(_STEPS):
+        new = [c for v in values if (c := _container_of(v)) is not None and id(c) not in found]
+        found.update((id(c), c) for c in new[: _CONTAINERS - len(found)])
+        values = [v for c in new for v in (c.values() if isinstance(c, dict) else c)]
+    return [*found.values()]
+
+
+def _container_of(value: Any) -> _Container | None:
+    if type(value) in _KEPT or isinstance(value, _NO_CONTAINERS):
+        return None
+    found = value if isinstance(value, (list, dict)) else getattr(value, "__dict__", None)
+    return found if isinstance(found, (list, dict)) and len(found) < _MANY else None
+
+
+_NO_CONTAINERS = (Tensor, torch.nn.Module, *_FUNCTIONS, *_CONSTANT)
+_MANY = 10_000  # items: a table, not a state
+_STEPS, _CONTAINERS = 3, 200  # a look around is to take no longer than a small rerun
+
+
+def _items(container: _Container) -> dict[Any, Any]:
+    return dict(container) if isinstance(container, dict) else dict(enumerate(container))
+
+
+def _put_items_back(container: _Container, before: dict[Any, Any]) -> None:
+    """Make the items what they were that a container had, and still has. Numbers may count the runs."""
+    after = _items(container)
+    for key, value in before.items():
+        if after.get(key, value) is not value and not isinstance(value, (int, float)):
+            container[key] = value
 
 
 def _look(container: Any, name: Any) -> Any:

@@ -33,10 +33,10 @@ class Result(NamedTuple):
         return self.size.numel() > _SMALL
 
     def allocate(self) -> Tensor:
-        """Memory for it."""
-        return torch.empty_strided(
-            self.size, self.stride, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad
-        )
+        """Memory for it: zeros, for an extension may read them out of sight."""
+        memory = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        memory.untyped_storage().fill_(0)  # type: ignore[attr-defined]
+        return memory.requires_grad_(self.requires_grad)
 
 
 make_result: Callable[[Any], Result] = functools.partial(tuple.__new__, Result)  # what `Result` calls, but sooner

@@ -1,8 +1,8 @@
 """The rerun of a watched checkpoint.
 
 It reads what the forward read, changes copies, and ends early without anybody noticing: once the last tensor that the
-backward needs is there, calls return memory that nobody has written, of the shape that they returned in the forward.
-If that memory is read for its values after all, or outlives the rerun, it is computed then.
+backward needs is there, calls return zeros, of the shape that they returned in the forward. If these are read for their
+values after all, or outlive the rerun, they are computed then.
 
 Nothing that is passed on says "stop": the exception that cuts the last needed call short is raised below a torch call
 and caught in the frame around that call.
@@ -158,6 +158,7 @@ class Rerun(Collector, TorchFunctionMode):
         self._given = given
         self.given = set(map(id, given))
         self.made = set(self.given)
+        self._since = internals.next_sequence_number()
         self._inner = inner or {}
         self._outside = {id(o.tensor): o for o in record.outside if o.tensor is not None}
         self.trusting = trusting
@@ -208,7 +209,7 @@ class Rerun(Collector, TorchFunctionMode):
         if tracing():  # what is compiled, once for each run, has to be the same
             return func(*args, **kwargs) if kwargs else func(*args)
         if looks_up(func):
-            return func(self.stand_in(args[0]))
+            return func(self.stand_in(args[0]), *args[1:])
         kwargs = kwargs or {}
         record = self._record
         self._position = position = self._position + 1
@@ -285,6 +286,9 @@ class Rerun(Collector, TorchFunctionMode):
         if id(tensor) in self.made:
             return None
         found = None
+        if expected is not None and self._made_out_of_sight(tensor, expected):
+            self.made.add(id(tensor))
+            return None
         if expected is not None and self.trusting:
             found = self._inner.get(id(expected), expected.tensor)
         if found is None:
@@ -300,6 +304,15 @@ class Rerun(Collector, TorchFunctionMode):
                 self._check(expected)
             found = self._inner.get(id(expected), found)
         return None if found is tensor else found
+
+    def _made_out_of_sight(self, tensor: Tensor, expected: Outside) -> bool:
+        """Whether the rerun has made a tensor itself, of which the forward, in no_grad mode, could not tell that."""
+        then = expected.tensor
+        if then is None or then is tensor:
+            return False
+        with internals.DisableTorchFunction():
+            node = tensor.grad_fn
+            return node is not None and not then.requires_grad and internals.sequence_number(node) >= self._since
 
     def _check(self, outside: Outside) -> None:
         outside.check()

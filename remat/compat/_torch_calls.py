@@ -28,7 +28,7 @@ _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrappe
 
 
 def looks_up(func: Any) -> bool:
-    """Whether a torch function looks up an attribute that is no tensor."""
+    """Whether a torch function looks up, or sets, an attribute that is no tensor."""
     return type(func) is _GETTER and func.__self__.__name__ not in _TENSOR_ATTRIBUTES
 
 
