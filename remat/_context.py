@@ -22,6 +22,7 @@ from remat.random._generators import (
     set_global_state,
     set_python_state,
 )
+from remat.random._numpy_generator import numpy_state, set_numpy_state
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -96,19 +97,20 @@ def _differs(states: dict[torch.device, Tensor]) -> bool:
 
 
 class RandomState:
-    """The state of the global generators, Python's too, and of each explicit generator that a run drew from."""
+    """The state of the global generators, Python's and NumPy's too, and of each explicit one that a run drew from."""
 
-    def __init__(self, tensors: Iterable[Tensor], *, keyed: bool = False, of_python: bool = True) -> None:
+    def __init__(self, tensors: Iterable[Tensor], *, keyed: bool = False, of_torch_alone: bool = False) -> None:
         """A state here and now.
 
         **Arguments:**
 
         - `keyed`: whether the draws come from a key, so that torch's global generators do not count.
-        - `of_python`: whether Python's generator counts.
+        - `of_torch_alone`: whether Python's generator and NumPy's do not count.
         """
         devices = () if keyed else (_CPU, *_accelerators(tensors))
         self._globals = {device: global_state(device) for device in devices}
-        self._python: PythonState | None = python_state() if of_python else None
+        self._python: PythonState | None = None if of_torch_alone else python_state()
+        self._numpy: Any = None if of_torch_alone else numpy_state()
         self.generators: dict[torch.Generator, Tensor] = {}
         self._drawn = False
 
@@ -128,7 +130,10 @@ class RandomState:
         """This state if the run that followed it drew from any generator, else None: nothing to bring back."""
         if self._python is not None and self._python == python_state():
             self._python = None
-        return self if self._drawn or self.generators or self._python or _differs(self._globals) else None
+        if self._numpy is not None and self._numpy == numpy_state():
+            self._numpy = None
+        others = self.generators or self._python or self._numpy
+        return self if self._drawn or others or _differs(self._globals) else None
 
     def put_back(self) -> None:
         """Make the generators what they were."""
@@ -138,6 +143,8 @@ class RandomState:
             generator.set_state(state)
         if self._python is not None:
             set_python_state(self._python)
+        if self._numpy is not None:
+            set_numpy_state(self._numpy)
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -155,12 +162,13 @@ class RandomState:
         state._globals = {device: global_state(device) for device in self._globals}
         state.generators = {g: g.get_state() for g in self.generators}
         state._python = None if self._python is None else python_state()
+        state._numpy = None if self._numpy is None else numpy_state()
         return state
 
 
 def drawn_from(args: Any, kwargs: Any) -> RandomState:
     """The state of the generators that an op with these arguments may have drawn from."""
-    state = RandomState(tensors(args, kwargs), of_python=False)
+    state = RandomState(tensors(args, kwargs), of_torch_alone=True)
     for x in (*args, *kwargs.values()):
         if isinstance(x, torch.Generator):
             state.notice(x)

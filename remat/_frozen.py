@@ -122,6 +122,8 @@ class Table:
 
     functions: dict[int, _Function] = field(default_factory=dict)
     contents: dict[int, Any] = field(default_factory=dict)
+    has_cycles: bool = False
+    """Whether a function refers to itself, maybe by others."""
 
 
 class Freezer:
@@ -160,6 +162,7 @@ class Freezer:
     def _function(self, old: types.FunctionType) -> Any:
         key = id(old)
         if key in self._begun:
+            self.table.has_cycles |= key not in self.table.functions
             return _Reference(key)
         defaults = self(old.__defaults__)
         kwdefaults = {k: self(v) for k, v in (old.__kwdefaults__ or {}).items()}
@@ -219,8 +222,8 @@ class Thawer:
         return new
 
     def empty(self) -> None:
-        """Empty the new cells: a function that refers to itself is a cycle, and this breaks it."""
-        for cell in self._cells.values():
+        """Break cycles of new functions. Others may be called later: by a hook that the function has set, say."""
+        for cell in self._cells.values() if self._table.has_cycles else ():
             with contextlib.suppress(ValueError):  # it is empty already
                 del cell.cell_contents
         self._cells.clear()

@@ -25,6 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import remat.compat
 from remat import CheckpointError
 from remat.debug import LiveBytes
+from remat.random import _numpy_generator
+from remat.random._numpy_generator import numpy_state, set_numpy_state
 from tests.helpers import SIZE, UNIT, CountOps, activation, assert_same, leaf, numbers
 from tests.test_compat_same import Calls, debugs, mismatch, plain
 
@@ -597,28 +599,107 @@ def draws_from(kind: str, ck: Any) -> Any:
             k = torch.tensor([random.random() for _ in range(100)])
         elif kind == "gauss":
             k = torch.tensor([random.gauss(0, 1) for _ in range(101)][1:])
+        elif kind == "numpy normal":
+            k = torch.from_numpy(np.random.randn(99, 100)[-1])
         else:
+            if kind == "numpy seeded":
+                np.random.seed(3)
             k = torch.from_numpy(np.random.rand(100))
+            if kind == "numpy seeded at the end":
+                np.random.seed(4)
         return (x * k).sin()
 
     y = ck(fun, x)
     after = generator.get_state(), random.random(), np.random.rand()
     random.seed(1)
+    np.random.randn()
     y.sum().backward()
-    return y.detach(), x.grad, after, generator.get_state(), random.random()
+    return y.detach(), x.grad, after, generator.get_state(), random.random(), np.random.randn(3).tolist()
 
 
-@pytest.mark.parametrize("kind", ["generator", "python", "gauss"])
+NUMPY = ["numpy", "numpy normal", "numpy seeded", "numpy seeded at the end"]
+
+
+@pytest.mark.parametrize("kind", ["generator", "python", "gauss", *NUMPY])
 def test_draws_are_replayed(kind: str) -> None:
-    wrong(lambda ck: draws_from(kind, ck)[:2])
+    if kind != "numpy seeded":
+        wrong(lambda ck: draws_from(kind, ck)[:2])
     right(lambda ck: draws_from(kind, ck))
 
 
-def test_draws_from_numpy_are_an_error() -> None:
-    wrong(lambda ck: draws_from("numpy", ck)[:2])
-    fails(lambda ck: draws_from("numpy", ck), "NumPy's global generator", ours)
-    unchecked = functools.partial(ours, preserve_rng_state=False)
-    draws_from("numpy", unchecked)
+@pytest.mark.parametrize("variant", ["seeded", "not seeded"])
+def test_numpy_is_in_the_same_state_twice(variant: str) -> None:
+    """The forward leaves it as it has found it: there may have been draws all the same."""
+
+    def fun(x: Tensor) -> Tensor:
+        if variant == "seeded":
+            np.random.seed(0)
+        k = torch.from_numpy(np.random.rand(100))
+        if variant == "not seeded":
+            np.random.seed(0)
+        return (x * k).sin()
+
+    def run(ck: Any) -> Any:
+        x = leaf(numbers(100))
+        np.random.seed(0)
+        if variant == "seeded":
+            np.random.rand(100)
+        y = ck(fun, x)
+        np.random.rand()
+        y.sum().backward()
+        return x.grad
+
+    if variant == "seeded":
+        right(run)
+    else:
+        wrong(run)
+
+
+def test_a_normal_number_that_numpy_has_in_reserve() -> None:
+    def run(ck: Any) -> Any:
+        x = leaf(numbers(2))
+        np.random.seed(0)
+        np.random.randn()  # NumPy draws two, and gives the second to the function
+        y = ck(lambda x: (x * torch.from_numpy(np.random.randn(2))).sin(), x)
+        np.random.randn(3)
+        y.sum().backward()
+        return x.grad, np.random.randn(3).tolist()
+
+    wrong(lambda ck: run(ck)[0])
+    right(run)
+
+
+def test_draws_from_another_generator_of_numpy_are_an_error() -> None:
+    def fun(x: Tensor) -> Tensor:
+        return (x * torch.from_numpy(np.random.rand(2))).sin()
+
+    def run(ck: Any) -> Any:
+        x = leaf(numbers(2))
+        ck(fun, x).sum().backward()
+
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(0))
+    try:
+        fails(run, "NumPy's global generator, and its rerun has drawn something else", ours)
+        run(functools.partial(ours, preserve_rng_state=False))
+    finally:
+        np.random.set_bit_generator(before)
+
+
+@pytest.mark.parametrize("place", ["where it is", "unknown"])
+def test_the_state_of_numpy(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if place == "unknown":
+        monkeypatch.setattr(_numpy_generator, "_place_of_reserve", lambda: None)
+    np.random.seed(0)
+    for _ in range(3):
+        state = numpy_state()
+        drawn = np.random.randn(3), np.random.rand(2)
+        after = numpy_state()
+        assert after != state
+        set_numpy_state(state)
+        again = np.random.randn(3), np.random.rand(2)
+        assert [a.tolist() for a in again] == [d.tolist() for d in drawn]
+        assert numpy_state() == after
 
 
 def test_draws_inside_of_a_forked_generator() -> None:

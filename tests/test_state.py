@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_same, leaf, numbers, plain
@@ -230,6 +231,17 @@ def test_the_generator_of_python(transform: str) -> None:
         for _ in range(3):
             x = ck(lambda x: torch.sin(x * random.random() + random.gauss(0, 1)))(x)
         return x * random.random()
+
+    agree(program, transform)
+
+
+@CHECKED
+def test_the_generator_of_numpy(transform: str) -> None:
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        np.random.seed(0)
+        for _ in range(3):
+            x = ck(lambda x: torch.sin(x * np.random.rand() + np.random.randn()))(x)
+        return x * np.random.rand()
 
     agree(program, transform)
 

@@ -164,13 +164,13 @@ class Call:
                     rerun.finish()
         finally:
             if draws is not None and random_before is not None:
-                draws.end(random_before)
+                repeats_numpy = draws.end(random_before)
             if rerun is not None:
                 rerun.close()
             if thaw is not None:
                 thaw.empty()
         if draws is not None and random_before is not None:
-            draws.check(random_before)
+            draws.check(random_before, repeats_numpy)
         return out
 
 

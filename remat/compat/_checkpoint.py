@@ -58,7 +58,7 @@ def checkpoint(
     - `args`, `kwargs`: what to call it with.
     - `use_reentrant`: which variant; say it, the default is True with a warning.
     - `preserve_rng_state`: repeat the random draws of the forward in the rerun, those of torch's global and explicit
-        generators and of Python's `random`. A function that draws from NumPy's global generator can't be run again.
+        generators, of Python's `random` and of NumPy's global generator.
     - `context_fn`: returns two context managers, for the forward and for the rerun, as
         `create_selective_checkpoint_contexts` does. Not for the reentrant variant.
     - `determinism_check`: `"default"` compares shape, dtype and device of what both runs save, `"none"` only how many
