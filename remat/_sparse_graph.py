@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
+from remat import _tree
 from remat._errors import PURITY
 from remat._native import (
     WRONG_COUNT,
@@ -28,6 +31,7 @@ from remat._run import paused_runs
 
 _WORTH_A_STOP = 1000  # elements: to end a rerun early takes as long as a small op on them
 _version = operator.attrgetter("_version")
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -102,7 +106,8 @@ class SparseGraph(Graph):
 
     def _rerun(self, decorate: Callable[[Any], Any]) -> Saved:
         """`decorate`: the hook that collects what is saved."""
-        operands, expected = self.operands(), len(self._holders)
+        operands, expected = self._operands, len(self._holders)
+        were_changed = [*map(_version, operands)] != self._call.versions
         stops = self._early_stop and expected and self.metas[-1][0].numel() > _WORTH_A_STOP
         if [*map(_requires_grad, operands)] != self._required:
             operands = [
@@ -121,9 +126,10 @@ class SparseGraph(Graph):
             return tensor
 
         with internals.grad_enabled():
-            internals.push_saved_tensors_hooks(decorate(collect), same)
+            internals.push_saved_tensors_hooks(_unseen(collect) if were_changed else decorate(collect), same)
             try:
-                self._call.again(operands)
+                with _Refusing(operands, self._call.versions) if were_changed else _NOTHING:
+                    self._call.again(operands)
             except _Stop:
                 pass
             finally:
@@ -134,6 +140,27 @@ class SparseGraph(Graph):
             different = [(i, *pair) for i, pair in enumerate(zip(self.metas, metas, strict=True)) if pair[0] != pair[1]]
             raise self.error(f"{wrong_metadata(different)}\n{PURITY}")
         return [s if holder() is not None else None for s, holder in zip(saved, self._holders, strict=True)]
+
+
+class _Refusing(TorchFunctionMode):
+    """Within it, no torch function may be given tensors that were changed in place.
+
+    They are found by their names: the function may name a tensor of another module, and not read this one.
+    """
+
+    def __init__(self, operands: list[Tensor], versions: list[int]) -> None:
+        """`versions`: those that the operands had."""
+        super().__init__()
+        pairs = zip(operands, versions, strict=True)
+        self._changed = {id(t): (t, before) for t, before in pairs if t._version != before}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with internals.DisableTorchFunction():
+            for x in _tree.flatten((args, kwargs))[0]:
+                if id(x) in self._changed:
+                    check_version(*self._changed[id(x)])
+        return func(*args, **kwargs)
 
 
 def _unseen(hook: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CountOps, Fun, assert_same, in_turn, leaf, numbers
+from helpers import CountOps, Fun, assert_same, in_turn, leaf, numbers, plain
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, vmap
@@ -686,3 +686,55 @@ def test_tensors_that_are_keys(way: Way) -> None:
         key.add_(1)
     with pytest.raises(RuntimeError, match=r"in place|inplace"):
         y.backward()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x).softmax(-1)
+
+
+class Block(nn.Module):
+    """Two parts that both say `self.norm`, and mean two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm = Attention(), nn.LayerNorm(4, dtype=torch.float64)
+
+    def first(self, x: Tensor) -> Tensor:
+        return x + self.attention(x)
+
+    def second(self, x: Tensor) -> Tensor:
+        return x + self.norm(x).sin()
+
+
+@WAYS
+def test_a_parameter_of_the_same_name_that_an_optimizer_steps_in_the_backward(way: Way) -> None:
+    def run(wrap: Any) -> list[Tensor]:
+        block = Block()
+        for p in block.parameters():
+
+            def step(p: Tensor) -> None:
+                with torch.no_grad():
+                    p -= p.grad
+                p.grad = None
+
+            p.register_post_accumulate_grad_hook(step)
+        x = leaf(numbers(3, 4))
+        wrap(block.second)(wrap(block.first)(x)).square().sum().backward()
+        return [x.grad, *(p.detach() for p in block.parameters())]
+
+    assert_same(run(way), run(plain))
+
+
+@WAYS
+def test_a_parameter_that_is_read_and_was_changed_in_place(way: Way) -> None:
+    block = Block()
+    y = way(block.second)(leaf(numbers(3, 4)))
+    with torch.no_grad():
+        block.norm.weight += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
