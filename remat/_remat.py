@@ -86,10 +86,25 @@ class Remat(Generic[P, R]):
             see(out)
         return out
 
+    def __set_name__(self, owner: type, name: str) -> None:
+        if self._name.rpartition(".")[0] == owner.__qualname__:  # it is a method, and not the default of a field
+            setattr(owner, name, self._function)
+
+    @internals.left_alone_by_dynamo
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        return functools.partial(self, instance) if _compile.tracing() else types.MethodType(self, instance)
+        return functools.partial(self, instance) if _compile.tracing() else types.MethodType(self._function, instance)
+
+    @functools.cached_property
+    def _function(self) -> Any:
+        """What a method is made of: torch, `inspect` and `super()` in compiled code look for a plain function."""
+
+        def function(*args: P.args, **kwargs: P.kwargs) -> R:
+            return self(*args, **kwargs)
+
+        function.__code__ = function.__code__.replace()  # the compiler counts what it has compiled of each code
+        return functools.update_wrapper(function, self)
 
     def __reduce__(self) -> Any:
         # A decorated function is found by its name, as functions are; anything else is wrapped again.

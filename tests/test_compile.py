@@ -277,7 +277,33 @@ class MethodNet(Net):
         return self.step(x).sum()
 
 
-@pytest.mark.parametrize("net", [RematNet, MethodNet])
+class DecoratedNet(Net):
+    @remat
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x).sum()
+
+
+class ChildNet(DecoratedNet):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1
+
+
+class PatchedNet(PlainNet):
+    pass
+
+
+PatchedNet.forward = remat(PlainNet.forward)
+
+
+class CalledByClassNet(PatchedNet):
+    def forward(self, x: Tensor) -> Tensor:
+        return PatchedNet.forward(self, x) * 1
+
+
+NETS = [RematNet, MethodNet, DecoratedNet, ChildNet, PatchedNet, CalledByClassNet]
+
+
+@pytest.mark.parametrize("net", NETS)
 def test_modules(net: Any) -> None:
     """Parameters get their gradients, and statistics are changed once."""
     x = numbers(5, 8)
@@ -289,7 +315,25 @@ def test_modules(net: Any) -> None:
     assert_same(dict(model.named_buffers()), dict(expected.named_buffers()))
 
 
-@pytest.mark.parametrize("net", [RematNet, MethodNet])
+@pytest.mark.parametrize("patched", [False, True])
+def test_each_method_is_compiled_for_itself(patched: bool) -> None:
+    """No class counts against the limit that another one has."""
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for factor in (2, 3):
+
+            class Scaled(Net):
+                @(plain if patched else remat)
+                def forward(self, x: Tensor, factor: int = factor) -> Tensor:
+                    return self.linear(x).sin() * factor
+
+            if patched:
+                Scaled.forward = remat(Scaled.forward)
+            model = Scaled()
+            x = numbers(5, 8)
+            assert_same(compiled(model)(x), model.linear(x).sin() * factor)
+
+
+@pytest.mark.parametrize("net", NETS)
 def test_modules_under_transforms(net: Any) -> None:
     x = numbers(5, 8)
     model, expected = net().eval(), PlainNet().eval()
@@ -599,10 +643,11 @@ def test_make_fx_of_draws(transform: Any) -> None:
     assert_same(results[1], results[0])
 
 
+@pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("strict", [False, True])
-def test_export(strict: bool) -> None:
+def test_export(strict: bool, net: Any) -> None:
     x = numbers(5, 8)
-    model = RematNet().eval()
+    model = net().eval()
     exported = torch.export.export(model, (x,), strict=strict).module()
     for m in (exported, model):
         m(x.cos()).backward()
@@ -619,3 +664,11 @@ def test_export_of_vmap(strict: bool) -> None:
 
     program = torch.export.export(Mapped(), (WS[0], X), strict=strict)
     assert_same(program.module()(WS[1], X), block(WS[1], X))
+
+
+@pytest.mark.parametrize("model", [DecoratedNet, lambda: nn.Sequential(PatchedNet())], ids=["decorated", "patched"])
+def test_symbolic_trace(model: Any) -> None:
+    """The graph is that of the function alone."""
+    traced = torch.fx.symbolic_trace(model().eval())
+    assert_same(traced(X[:5, :8]), PlainNet().eval()(X[:5, :8]))
+    assert [str(n.target) for n in traced.graph.nodes if n.op == "call_method"] == ["sin", "sum"]

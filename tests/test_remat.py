@@ -2,12 +2,14 @@
 
 import abc
 import copy
+import dataclasses
 import functools
 import inspect
 import pickle
 import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +39,8 @@ class Holder:
     def method(self, x: Tensor) -> Tensor:
         """A method."""
         return x.tanh() * self.scale
+
+    alias = method
 
     @remat(preserve_rng_state=False)
     def with_options(self, x: Tensor) -> Tensor:
@@ -113,6 +117,7 @@ WAYS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "a method with options": lambda: Holder().with_options,
     "a method by the class": lambda: functools.partial(Holder.method, Holder()),
     "a method of a child": lambda: Child().method,
+    "a method by another name": lambda: Holder().alias,
     "a static method": lambda: Holder.static_outside,
     "a static method, of an instance": lambda: Holder().static_outside,
     "a static method inside": lambda: Holder().static_inside,
@@ -177,6 +182,31 @@ def test_a_method_is_bound_to_its_instance() -> None:
     assert holder.method.__self__ is holder
     assert inspect.ismethod(holder.method)
     assert not inspect.ismethod(Holder.method)
+
+
+@pytest.mark.parametrize("name", ["method", "with_options", "alias"])
+def test_a_method_is_made_of_a_function(name: str) -> None:
+    """Tools that look for code or a file find some."""
+    method = getattr(Holder(), name)
+    assert isinstance(method.__func__, types.FunctionType)
+    assert inspect.getsource(method).lstrip().startswith("@remat")
+    assert inspect.getfile(method) == remat.__code__.co_filename
+    assert method == getattr(method.__self__, name)
+
+
+@pytest.mark.parametrize("name", ["method", "plain"])
+def test_a_method_that_is_mocked(name: str) -> None:
+    with mock.patch.object(Holder, name, autospec=True, side_effect=getattr(Holder, name)) as mocked:
+        x = leaf(numbers(3))
+        getattr(Holder(), name)(x).sum().backward()
+    assert mocked.call_count == 1
+    assert_same(x.grad, grad(lambda x: undecorated(x).sum())(x.detach()))
+
+
+def test_a_function_as_the_default_of_a_field_is_no_method() -> None:
+    """It can be pickled with its object."""
+    made = dataclasses.make_dataclass("Made", [("fun", Any, dataclasses.field(default=remat(undecorated)))])()
+    assert_same(roundtrip(made.fun)(numbers(3)), undecorated(numbers(3)))
 
 
 def test_an_abstract_method_stays_abstract() -> None:
@@ -380,6 +410,7 @@ def roundtrip(obj: Any) -> Any:
         pytest.param(lambda: remat(Module()), id="a module"),
         pytest.param(lambda: Decorated(), id="a module with a decorated forward"),
         pytest.param(lambda: Holder().method, id="a bound decorated method"),
+        pytest.param(lambda: functools.partial(Holder.alias, Holder()), id="a method by another name"),
         pytest.param(lambda: remat(Holder().plain), id="a bound method"),
         pytest.param(lambda: Holder(), id="an object with decorated methods"),
         pytest.param(lambda: remat(torch.tanh), id="a builtin"),
