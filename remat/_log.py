@@ -17,8 +17,8 @@ class Signature(NamedTuple):
     """What is compared of a call."""
 
     func: Any
-    results: tuple[tuple[torch.Size, torch.dtype], ...]
-    """Shape and dtype of each tensor that it returned."""
+    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    """What `results_of` says of them."""
     reads: tuple[Any, ...]
     """Its arguments: a `Read` for each tensor from outside, None for one made inside, other values as they are."""
 
@@ -58,12 +58,12 @@ class Log:
         return self.calls[position] if position < len(self.calls) else None
 
 
-def results_of(out: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:
-    """Shape and dtype of each tensor that a call returned."""
+def results_of(out: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Shape and dtype of each tensor that a call returned. The lengths in a nested tensor are new symbols each time."""
     if isinstance(out, Tensor):
-        return ((out.shape, out.dtype),)
+        return ((() if out.is_nested else out.shape, out.dtype),)
     if isinstance(out, (tuple, list)):
-        return tuple((o.shape, o.dtype) for o in out if isinstance(o, Tensor))
+        return tuple((() if o.is_nested else o.shape, o.dtype) for o in out if isinstance(o, Tensor))
     return ()
 
 

@@ -95,6 +95,21 @@ def test_a_rerun_with_another_structure() -> None:
         (a + b).sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_a_nested_tensor_that_is_made_anew_is_no_difference(layout: torch.layout) -> None:
+    """Its lengths are symbols that no other one has, or can't be asked for."""
+
+    def fun(x: Tensor) -> Tensor:
+        nested = torch.nested.as_nested_tensor([x[:1], x[1:]], layout=layout)
+        return nested.sin().to_padded_tensor(0.0).sum(0)
+
+    x, expected = (leaf(numbers(3, 2)) for _ in range(2))
+    remat(fun)(x).cos().sum().backward()
+    fun(expected).cos().sum().backward()
+    assert_same(x.grad, expected.grad)
+
+
 def test_an_op_on_constants_alone_may_differ() -> None:
     """A table that is computed on first use and kept."""
     tables: list[Tensor] = []
