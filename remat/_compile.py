@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._errors import RematError
@@ -70,6 +71,8 @@ def _as_op(
             return remat(graph, preserve_rng_state=preserve_rng_state)(*args)
         decides = by_identity[policy] if isinstance(policy, int) else policy_of(policy)
         if internals.compiling():
+            if not any(isinstance(a, Tensor) and internals.requires_grad_at_any_level(a) for a in args):
+                return graph(*args)  # without a backward graph, torch refuses draws that are marked
             return internals.run_marked(graph, args, _marking(decides.start()))
         return remat(graph, policy=decides, preserve_rng_state=preserve_rng_state)(*args, **kwargs)
 

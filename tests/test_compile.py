@@ -496,6 +496,23 @@ def test_draws(what: str, backend: str) -> None:
     assert set(gradient.unique().tolist()) == {0.0, 4.0}  # (1/p)² where it was kept
 
 
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_draws_without_a_derivative(mapped: bool, captured: bool) -> None:
+    """`torch.utils.checkpoint` can't do that: torch refuses draws that are marked where there is no backward graph."""
+    for decorate in (
+        remat,
+        remat(policy=policies.dots_saveable),
+        lambda fun: functools.partial(checkpoint, fun, use_reentrant=False),
+    ):
+
+        def fun(x: Tensor, decorate: Any = decorate) -> Tensor:
+            return decorate(lambda *xs: F.dropout((*xs, x)[0] * 1.0))(*(() if captured else (x,)))
+
+        run = compiled(vmap(fun, randomness="different") if mapped else fun)
+        assert set(run(torch.ones(3, 100)).unique().tolist()) == {0.0, 2.0}
+
+
 @pytest.mark.parametrize("what", [".backward()", "grad", "vmap(grad)"])
 def test_draws_from_keys(what: str) -> None:
     def loss(decorate: Any) -> Any:
