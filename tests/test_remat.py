@@ -392,6 +392,39 @@ def test_bad_static_arguments(options: dict[str, Any], rule: str, got: str, hint
     assert hint in message
 
 
+# Side effects.
+
+
+@pytest.mark.parametrize("transform", ["backward", "grad"])
+def test_what_the_function_puts_into_containers(transform: str) -> None:
+    """Once where tensors are put into lists and dicts. Other things come as often as the function runs."""
+    tensors: list[Tensor] = []
+    named: dict[str, Tensor] = {}
+    numbered: list[float] = []
+    pairs: list[tuple[Tensor, int]] = []
+    kept: set[Tensor] = set()
+    holder = types.SimpleNamespace(tensors=[], numbers=[], count=0)
+
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin()
+        for container in (tensors, holder.tensors):
+            container.append(y)
+        for container in (numbered, holder.numbers):
+            container.append(1.0)
+        named[str(len(named))] = y
+        pairs.append((y, 1))
+        kept.add(y)
+        holder.count += 1
+        return y * y
+
+    if transform == "grad":
+        grad(lambda x: remat(fun)(x).sum())(numbers(3))
+    else:
+        remat(fun)(leaf(numbers(3))).sum().backward()
+    assert [len(tensors), len(holder.tensors), len(named), holder.count] == [1, 1, 1, 1]
+    assert [len(numbered), len(holder.numbers), len(pairs), len(kept)] == [2, 2, 2, 2]
+
+
 # Pickling and copying.
 
 
