@@ -98,4 +98,6 @@ def _leaked(call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor], sin
             if variable is None:
                 raise RematError(_OUT_OF_SIGHT.format(call.name, f"a result of {node.name()}"))
             call.suspect(variable)
+    if found & call.cut:
+        raise RematError(_OUT_OF_SIGHT.format(call.name, "a tensor"))
     return found

@@ -62,6 +62,8 @@ class Call:
         self._unread: set[int] = set()
         self.handed_on: set[int] = set()
         """Operands that no torch call may have read: arguments, and tensors in cells."""
+        self.cut: set[int] = set()
+        """Operands that the function has replaced and no torch call has read. No gradient goes to them."""
         self._written: set[int] = set()
         self._interior: set[int] = set()
         """Operands that were results of other ops: `is_leaf` tells, and hooks go by it."""
@@ -125,7 +127,9 @@ class Call:
         found = {id(t): t for i in self.positions if (t := leaves[i]) is not None}
         captured = len(found)
         in_cells = self.closure.tensors()
-        found.update((id(t), t) for t in (*in_cells, *self.closure.assigned()))
+        found.update((id(t), t) for t in in_cells)
+        replaced = {id(t): t for t in self.closure.assigned() if id(t) not in found}
+        found.update(replaced)
         inside = {id(t) for t in values}
         for ref in (*run.outside.values(), *run.constants.values()):
             tensor = ref()
@@ -134,6 +138,7 @@ class Call:
         read = run.outside.keys() - run.handed_on
         unread = {id(t) for t in in_cells if id(t) not in read and not run.is_made(t)}
         self._unread = {i for i, key in enumerate(found) if key in unread}
+        self.cut = {i for i, key in enumerate(found) if key in replaced.keys() - read}
         self.handed_on = self._unread | {i for i, key in enumerate(found) if i < captured or key in run.handed_on}
         originals = list(found.values())
         self._key = list(found).index(self._key) if self._drew_from is not None else 0
@@ -154,6 +159,8 @@ class Call:
                 if self.tape is not None:
                     self.tape.remember(i, t)
                 t = run.snapshots[id(t)]
+            if i in self.cut:
+                t = t.detach()  # the graph that it comes with may be gone
             operands.append(t.clone() if t.is_inference() else t)  # an inference tensor can't be saved
         if pair := internals.two_that_share_memory(originals[i] for i in self._written):
             raise RematError(CHANGES_SHARED.format(f"remat: {self.name}", *(list(t.shape) for t in pair)))

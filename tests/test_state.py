@@ -407,3 +407,24 @@ def test_draws_of_a_keyed_vmap_inside() -> None:
             x = leaf(numbers(3, 4))
             gradients += torch.autograd.grad(ck(keyed(fun))(key(seed), x).sum(), x)
         assert_same(gradients[1], gradients[0])
+
+
+class KeepsLast(nn.Module):
+    """It reads nothing of what it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.sin()
+        return self.last * self.last
+
+
+@pytest.mark.parametrize("call", [lambda m: remat(m), lambda m: remat(lambda x: m(x))], ids=["module", "closure"])
+def test_what_is_replaced_may_come_with_a_graph_that_is_gone(call: Any) -> None:
+    module, x = KeepsLast(), leaf(numbers(3))
+    module(x).sum().backward()
+    expected, x.grad = x.grad, None
+    call(module)(x).sum().backward()
+    assert_same(x.grad, expected)
