@@ -408,6 +408,25 @@ def test_reentrant_with_a_tensor_that_only_an_autograd_function_sees() -> None:
     right(run, VARIANTS["reentrant"][1])
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")  # in the forward
+def test_reentrant_with_that_of_torch_inside() -> None:
+    """As a library calls it."""
+
+    def run(ck: Any) -> Any:
+        torch.manual_seed(0)
+        layer, x, k = nn.Linear(3, 3).double(), leaf(numbers(3)), leaf(numbers(3, seed=1))
+
+        def block(x: Tensor) -> Tensor:
+            return TORCH.checkpoint(lambda x: layer(x).tanh() * k, layer(x).sin(), use_reentrant=True).cos() * k
+
+        ck(block, ck(block, x)).sum().backward()
+        return x.grad, k.grad, layer.weight.grad, layer.bias.grad
+
+    torchs, own = VARIANTS["reentrant"]
+    right(run, torchs)
+    right(run, own)
+
+
 # Values that are not there yet, and values that are not the same any more.
 
 

@@ -152,7 +152,7 @@ def _gradients(
     # What the forward has seen and did not differentiate may require grad by now: that is not this derivative's.
     constant = {id(o.tensor) for o in call.record.outside if o.tensor is not None} - {*map(id, originals)}
     own = [t for t in stand_ins if t is not None]
-    reached, leaves = _reached(outputs, own, originals, constant, since, create_graph, accumulates)
+    reached, leaves, is_closed = _reached(outputs, own, originals, constant, since, create_graph, accumulates)
     targets = {i: t for i, t in enumerate(stand_ins) if t is not None and t.requires_grad}
     if not accumulates:
         inputs = [*targets.values(), *reached.values()]
@@ -162,7 +162,9 @@ def _gradients(
     if reached:
         others = torch.autograd.grad(outputs, [*reached.values()], given, allow_unused=True, retain_graph=True)
     inputs = [*targets.values(), *leaves]
-    if inputs:
+    if is_closed:
+        torch.autograd.backward(outputs, given)  # as torch: its own reentrant checkpoint inside refuses `inputs`
+    elif inputs:
         torch.autograd.backward(outputs, given, inputs=inputs)
     own_grads = ((i, t.grad) for i, t in targets.items())
     return _sums(len(operands), (*own_grads, *zip(reached, others, strict=True)))
@@ -192,7 +194,7 @@ def _reached(
     since: int,
     create_graph: bool,
     accumulates: bool,
-) -> tuple[dict[int, Tensor], list[Tensor]]:
+) -> tuple[dict[int, Tensor], list[Tensor], bool]:
     """What the rerun's graph reaches itself: out of sight, by an `autograd.Function` or an extension.
 
     **Arguments:**
@@ -201,13 +203,16 @@ def _reached(
     - `since`: the sequence number of the first node of the rerun.
     - `accumulates`: whether the backward pass is one that accumulates into all leaves.
 
-    **Returns:** operands, and leaves that are none. `.backward()` accumulates into these straight away.
+    **Returns:** operands, and leaves that are none. `.backward()` accumulates into these straight away. And whether
+    these leaves are all: the graph leads to nothing else.
     """
     reached: dict[int, Tensor] = {}
     leaves: list[Tensor] = []
+    is_closed = True
     for node, number in foreign_edges(outputs, stand_ins, since):
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) in constant:
+            is_closed = False
             continue
         position = next(
             (i for i, t in enumerate(originals) if t is not None and internals.is_end_of(node, number, t)), None
@@ -225,7 +230,7 @@ def _reached(
                 "that torch.compile has made, or it did not require grad then. Pass it as an argument, use "
                 "use_reentrant=False, or call .backward() without inputs."
             )
-    return reached, leaves
+    return reached, leaves, is_closed and not reached
 
 
 def _what(variable: Tensor | None, node: Any) -> str:
