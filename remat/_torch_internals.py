@@ -41,6 +41,7 @@ from torch.autograd import forward_ad as fwad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed._composable_state import _module_state_mapping
 from torch.fx import Interpreter
 
 # Whether `make_fx` is at work.
@@ -849,6 +850,31 @@ def fully_shard_at_work() -> bool:
     They fill memory that they own, each time anew: the parameters that they gather.
     """
     return _FULLY_SHARD in sys.modules and _called_by(_FULLY_SHARD)
+
+
+def _states_of_fully_shard() -> list[Any]:
+    if not _module_state_mapping:
+        return []
+    states = {ref() for ref in list(_module_state_mapping.values())}
+    return [state for state in states if getattr(state, "_fsdp_param_groups", None)]
+
+
+def gathered_by_fully_shard() -> set[int]:
+    """By identity, the parameters that FSDP2's modules (2.13) have while their shards are gathered."""
+    groups = (group for state in _states_of_fully_shard() for group in state._fsdp_param_groups)
+    return {id(p._unsharded_param) for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")}
+
+
+def begin_forward_of_fully_shard() -> None:
+    """Make FSDP2's modules (2.13) that are done with a backward begin anew when they are called.
+
+    Until the whole backward pass is over, they take a call for a part of their backward, and register none of the hooks
+    that reduce gradients and free what they have gathered.
+    """
+    for state in _states_of_fully_shard():
+        done = all(group._training_state.name == "POST_BACKWARD" for group in state._fsdp_param_groups)
+        if done and state._training_state.name == "PRE_BACKWARD":
+            state._training_state = type(state._training_state).IDLE
 
 
 def is_hook_of_fully_shard(hook: Any) -> bool:

@@ -23,7 +23,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 import remat.compat
-from remat import CheckpointError
+from remat import CheckpointError, RematError
 from remat.debug import LiveBytes
 from remat.random import _numpy_generator
 from remat.random._numpy_generator import numpy_state, set_numpy_state
@@ -425,6 +425,65 @@ def test_reentrant_with_that_of_torch_inside() -> None:
     torchs, own = VARIANTS["reentrant"]
     right(run, torchs)
     right(run, own)
+
+
+def gathering(ck: Any, kind: str) -> Any:
+    """Hooks give parameters their memory when they are used, as those of DeepSpeed's ZeRO-3."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 3).double() for _ in range(2)]
+    for layer in layers:
+        shards = {p: p.data for p in layer.parameters()}
+
+        def gather(layer: Any, *_: Any, shards: Any = shards) -> None:
+            for p, shard in shards.items():
+                p.data = shard
+            if kind == "changed":
+                layer.weight.data.mul_(0.5)
+
+        def release(*_: Any, shards: Any = shards) -> None:
+            for p in shards:
+                p.data = numbers(0)
+
+        release()
+        layer.register_forward_pre_hook(gather)
+        if kind != "kept":
+            layer.register_forward_hook(release)
+        layer.register_full_backward_pre_hook(gather)
+        for p in shards:
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "data", numbers(0)))
+    layers[1].weight.requires_grad_(kind != "frozen")
+    net, x = nn.Sequential(layers[0], nn.Tanh(), layers[1]), leaf(numbers(2, 3))
+    if kind == "taken":
+        for p in layers[0].parameters():
+            p.data = numbers(3)
+    for _ in range(2):
+        y = ck(net, ck(lambda x: net(net(x)), x)).square().sum()
+        if kind == "autograd.grad":
+            grad_of(y, x)
+        else:
+            y.backward()
+    return x.grad, [p.grad for p in net.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["", "frozen"])
+def test_reentrant_with_parameters_that_hooks_gather(kind: str) -> None:
+    torchs, own = VARIANTS["reentrant"]
+    right(functools.partial(gathering, kind=kind), torchs)
+    right(functools.partial(gathering, kind=kind), own)
+
+
+GATHERED_OTHERWISE = {
+    "kept": "changes a tensor of shape",
+    "changed": "changes a tensor of shape",
+    "taken": "changes a tensor of shape",
+    "autograd.grad": "from .backward.. without inputs alone",
+}
+
+
+@pytest.mark.parametrize(("kind", "match"), GATHERED_OTHERWISE.items())
+def test_reentrant_with_parameters_that_are_not_as_before(kind: str, match: str) -> None:
+    with pytest.raises(RematError, match=f"{match}.* use_reentrant=False"):
+        gathering(VARIANTS["reentrant"][1], kind=kind)
 
 
 # Values that are not there yet, and values that are not the same any more.

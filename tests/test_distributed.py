@@ -4,6 +4,7 @@ The processes run all programs once; each test looks at one of them.
 """
 
 import datetime
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ from remat.nn import remat_module
 WIDTH, DEPTH, STEPS = 32, 3, 3
 SAMPLES = 80  # so large that reruns spare ops that nobody needs
 Train = Callable[[nn.Module], Any]
+Parts = Callable[[nn.Module], list[nn.Module]]
 
 
 class Mlp(nn.Module):
@@ -63,8 +65,49 @@ class CheckpointedBlock(Block):
         return x + scale * checkpoint(self.mlp, self.norm(x), use_reentrant=False)
 
 
+class ReentrantBlock(Block):
+    """Is called through the reentrant variant, which needs an input that requires grad."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        return checkpoint(super().forward, x, scale, use_reentrant=True)
+
+
+class ReentrantPartBlock(Block):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * checkpoint(self.mlp, self.norm(x), use_reentrant=True)
+
+
+class BatchNormBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+
+class ReentrantBatchNormBlock(BatchNormBlock, ReentrantBlock):
+    pass
+
+
+class ClampingBlock(ReentrantBlock):
+    """Changes a parameter within the region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp.register_forward_pre_hook(self.clamp)
+
+    def clamp(self, mlp: Mlp, args: Any) -> None:
+        mlp.up.weight.data.clamp_(-1, 1)
+
+
 class TwiceBlock(Block):
     """Calls a part twice."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(super().forward(x, scale / 2), scale)
+
+
+class TwiceReentrantBlock(ReentrantPartBlock):
+    """Calls a part in two regions."""
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         return super().forward(super().forward(x, scale / 2), scale)
@@ -161,11 +204,23 @@ def no_sync(rank: int, mesh: DeviceMesh, model: Callable[[], Net]) -> Any:
     return {n.removeprefix("module."): whole(p.grad) for n, p in distributed.named_parameters()}
 
 
+def itself(block: nn.Module) -> list[nn.Module]:
+    return [block]
+
+
+def inner(block: nn.Module) -> list[nn.Module]:
+    return [block.norm, block.mlp]
+
+
+def layers(block: nn.Module) -> list[nn.Module]:
+    return [block.norm, block.mlp.up, block.mlp.down]
+
+
 def shard(
     rank: int,
     mesh: DeviceMesh,
     model: Callable[[], Net],
-    parts: Callable[[nn.Module], list[nn.Module]] = lambda block: [block],
+    parts: Parts = itself,
     then: Callable[[nn.Module], Any] = lambda block: None,
     **options: Any,
 ) -> Any:
@@ -179,12 +234,33 @@ def shard(
     return train(network, mine(rank))
 
 
-def inner(block: nn.Module) -> list[nn.Module]:
-    return [block.norm, block.mlp]
+def reentrant_and_plain(rank: int, mesh: DeviceMesh, parts: Parts, **options: Any) -> list[dict[str, Any]]:
+    """Gradients of three backward passes, and buffers; some parameters are frozen."""
+    found = []
+    for block in (ReentrantBatchNormBlock, BatchNormBlock):
+        network = net(block)
+        del network.spare
+        network.blocks[1].mlp.up.requires_grad_(False)
+        network.blocks[2].requires_grad_(False)
+        for b in network.blocks:
+            for part in parts(b):
+                fully_shard(part, mesh=mesh, **options)
+        fully_shard(network, mesh=mesh, **options)
+        for x in batches(mine(rank)):
+            network(x).square().sum(1).mean().backward()
+        found.append({n: whole(p.grad) for n, p in network.named_parameters()} | dict(network.named_buffers()))
+    return found
 
 
-def layers(block: nn.Module) -> list[nn.Module]:
-    return [block.norm, block.mlp.up, block.mlp.down]
+def gradient_of_input(rank: int, mesh: DeviceMesh) -> None:
+    network = net(ReentrantBlock)
+    del network.spare
+    for block in network.blocks:
+        for part in inner(block):
+            fully_shard(part, mesh=mesh)
+    fully_shard(network, mesh=mesh)
+    x = batches(mine(rank))[0].requires_grad_()
+    torch.autograd.grad(network(x).sum(), x)
 
 
 def tensor_parallel(rank: int, mesh: DeviceMesh, model: Callable[[], Net]) -> Any:
@@ -248,6 +324,17 @@ for way, wrap in (("full", full), ("selective", selective)):
     program(shard, f"each layer a shard inside {way}", model=WAYS[way], parts=layers)
 program(shard, "shards inside of checkpoint", model=lambda: net(CheckpointedBlock), parts=inner)
 program(shard, "shards inside, called twice", model=lambda: net(TwiceBlock, full), parts=inner)
+REENTRANT = [
+    (f"reentrant{', kept gathered' * kept} {name}", parts, {"reshard_after_forward": not kept})
+    for kept in (False, True)
+    for name, parts in (("block", itself), ("parts", inner), ("layers", layers), ("root", lambda block: []))
+]
+for name, parts, options in REENTRANT:
+    program(shard, name, model=lambda: net(ReentrantBlock), parts=parts, **options)
+    program(reentrant_and_plain, f"compared: {name}", parts=parts, **options)
+program(shard, "shards inside, called twice, reentrant", model=lambda: net(TwiceReentrantBlock), parts=inner)
+program(error_of(gradient_of_input), "error: reentrant, gradient of input")
+program(error_of(shard), "error: reentrant, clamping", model=lambda: net(ClampingBlock))
 program(error_of(shard), "error: shards inside", model=WAYS["decorated"], parts=inner)
 program(error_of(tensor_parallel), "error: tensor parallel", model=WAYS["decorated"])
 program(dtensors, "dtensors")
@@ -287,7 +374,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-OTHERS = ("no_sync", "error", "dtensors", "ddp find", "shards inside, called")
+OTHERS = ("compared", "no_sync", "error", "dtensors", "ddp find", "shards inside, called")
 TRAINED = [name for name in PROGRAMS if not name.startswith(OTHERS)]
 
 
@@ -303,14 +390,22 @@ def test_training_is_that_of_one_process(results: list[dict[str, Any]], name: st
         assert result["runs"] == 2 * STEPS * DEPTH
 
 
-def test_a_sharded_part_that_is_called_twice(results: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", ["shards inside, called twice", "shards inside, called twice, reentrant"])
+def test_a_sharded_part_that_is_called_twice(results: list[dict[str, Any]], name: str) -> None:
     model = net(TwiceBlock)
     del model.spare
     expected = train(model, slice(SAMPLES))
-    for result in (r["shards inside, called twice"] for r in results):
+    for result in (r[name] for r in results):
         assert isinstance(result, dict), result
         assert_close(result["gradients"], expected["gradients"])
         assert result["runs"] == 2 * expected["runs"]
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in REENTRANT])
+def test_the_reentrant_variant_accumulates_as_without_it(results: list[dict[str, Any]], name: str) -> None:
+    for result in (r[f"compared: {name}"] for r in results):
+        assert isinstance(result, list), result
+        assert_close(*result)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -355,3 +450,16 @@ def test_what_a_decorated_function_can_not_do_is_an_error(
     for result in results:
         assert reason in result[f"error: {name}"]
         assert "remat_module" in result[f"error: {name}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("gradient of input", r"\.backward\(\) without inputs alone"), ("clamping", r"in place .* read from outside")],
+)
+def test_what_the_reentrant_variant_can_not_do_is_an_error(
+    results: list[dict[str, Any]], name: str, reason: str
+) -> None:
+    for result in results:
+        error = result[f"error: reentrant, {name}"]
+        assert re.search(reason, error)
+        assert "use_reentrant=False" in error

@@ -17,6 +17,12 @@ from remat.compat._call import Call, UsesTransforms
 from remat.compat._devices import warn_without_grad
 from remat.compat._rerun import CHANGES, Rerun, rebuilt
 
+_GATHERED = (
+    "checkpoint: with use_reentrant=True, parameters that are gathered inside of the function, as fully_shard does, "
+    "get gradients from .backward() without inputs alone; got another backward pass and a parameter of shape {}. Use "
+    "use_reentrant=False."
+)
+
 
 class CheckpointFunction(torch.autograd.Function):
     """The node of the reentrant variant; `checkpoint(fn, *args, use_reentrant=True)` applies it.
@@ -61,17 +67,24 @@ class CheckpointFunction(torch.autograd.Function):
         if forward.saw_wrappers:
             call.undo(forward)
             raise UsesTransforms
-        call.finish(forward)
         identities = set(map(id, given))
-        captured = [
+        with internals.DisableTorchFunction():
+            whole = _taken_whole(call, identities)
+        call.finish(forward)
+        read = [
             t
             for outside in call.record.outside
             if (t := outside.ref()) is not None and t.requires_grad and id(t) not in identities
         ]
+        gathered = [t for t in read if id(t) in whole]
+        captured = [t for t in read if id(t) not in whole]
         written = call.record.written
         for t, before, now in zip(given, versions, _versions(given), strict=True):
             is_changed, is_known = now != before, id(t) in written
             if (is_changed or is_known) if t.requires_grad else (is_changed and not is_known):
+                raise RematError(CHANGES.format(list(t.shape), t.dtype))
+        for t in gathered:
+            if id(t) in written:
                 raise RematError(CHANGES.format(list(t.shape), t.dtype))
         returned = out if isinstance(out, tuple) else (out,)
         positions = [forward.made.get(id(v), 0) for v in returned if isinstance(v, Tensor)]
@@ -81,13 +94,15 @@ class CheckpointFunction(torch.autograd.Function):
                 v.detach() if isinstance(v, Tensor) and id(v) not in forward.made else v  # it belongs to somebody else
                 for v in returned
             ]
-        results = super().apply(call, len(given), values, *call.unwritten(given), *captured)
+        results = super().apply(call, gathered, len(given), values, *call.unwritten(given), *captured)
         return rebuilt(type(out), results) if isinstance(out, tuple) else results[0]
 
     @staticmethod
-    def forward(ctx: Any, call: Call, count: int, values: list[Any], *operands: Tensor | None) -> Any:
+    def forward(
+        ctx: Any, call: Call, gathered: list[Tensor], count: int, values: list[Any], *operands: Tensor | None
+    ) -> Any:
         """Attach the node to the values of the forward run, which is over."""
-        ctx.call, ctx.count = call, count
+        ctx.call, ctx.gathered, ctx.count = call, gathered, count
         # What is unpacked may be another object.
         ctx.originals = [None if t is None else weakref.ref(t) for t in operands]
         ctx.save_for_backward(*operands)
@@ -100,7 +115,26 @@ class CheckpointFunction(torch.autograd.Function):
         """Run the function again, and differentiate that."""
         with at_the_base():
             originals = [None if ref is None else ref() for ref in ctx.originals]
-            return (None, None, None, *_gradients(ctx.call, ctx.saved_tensors, originals, ctx.count, cotangents))
+            found = _gradients(ctx.call, ctx.saved_tensors, originals, ctx.gathered, ctx.count, cotangents)
+            return (None, None, None, None, *found)
+
+
+def _taken_whole(call: Call, given: set[int]) -> set[int]:
+    """By identity, parameters that hooks gather inside of the function: NOTE [gathered parameters].
+
+    FSDP2's are known. ZeRO-3 gives a parameter its memory with `p.data = ...`, and takes it away after each use.
+    """
+    found = internals.gathered_by_fully_shard()
+    written = call.record.written
+    for key, (ref, before) in [*written.items()]:
+        t = ref()
+        if t is None or t.numel() or not t.is_leaf or not t.requires_grad or key in given:
+            continue
+        if before.numel():
+            raise RematError(CHANGES.format(list(before.shape), before.dtype))
+        found.add(key)
+        del written[key]
+    return found
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -112,14 +146,24 @@ def _gradients(
     call: Call,
     operands: Sequence[Tensor | None],
     originals: Sequence[Tensor | None],
+    gathered: Sequence[Tensor],
     count: int,
     cotangents: Sequence[Any],
 ) -> list[Tensor | None]:
     """The gradients of the operands: the tensors that the function was given, `count` of them, and those it read.
 
     None are those that the function changes, which are not differentiated.
+
+    NOTE [gathered parameters]: hooks inside of the function gather whole parameters for it and, in the backward pass of
+    the rerun, reduce their `.grad` and free them. So they are no operands, whose gradients come later: the rerun reads
+    them themselves, and its backward pass accumulates into them.
     """
     create_graph = torch.is_grad_enabled()
+    accumulates = not create_graph and internals.accumulates_into_all_leaves()
+    if gathered:
+        if not accumulates:
+            raise RematError(_GATHERED.format(list(gathered[0].shape)))
+        internals.begin_forward_of_fully_shard()
     stand_ins: list[Any] = [None if t is None else _stand_in(t, create_graph) for t in operands]
     # What the function reads and has written to can't begin again: perhaps the first call alone does that.
     has_begun = any(id(t) in call.record.written for t in originals[count:])
@@ -130,7 +174,7 @@ def _gradients(
         for original, stand_in in zip(originals[count:], stand_ins[count:], strict=True):
             if original is not None:
                 rerun.swap(original, stand_in)
-        rerun.unwritable = memory
+        rerun.unwritable, rerun.gathered = memory, gathered
         since = internals.next_sequence_number()
         try:
             out = call.rerun(rerun, given)
@@ -148,9 +192,9 @@ def _gradients(
     if not pairs:
         raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
     outputs, given = [o for o, _ in pairs], [c for _, c in pairs]
-    accumulates = not create_graph and internals.accumulates_into_all_leaves()
     # What the forward has seen and did not differentiate may require grad by now: that is not this derivative's.
-    constant = {id(o.tensor) for o in call.record.outside if o.tensor is not None} - {*map(id, originals)}
+    known = {id(o.tensor) for o in call.record.outside if o.tensor is not None}
+    constant = known.difference(map(id, originals), map(id, gathered))
     own = [t for t in stand_ins if t is not None]
     reached, leaves, is_closed = _reached(outputs, own, originals, constant, since, create_graph, accumulates)
     targets = {i: t for i, t in enumerate(stand_ins) if t is not None and t.requires_grad}

@@ -28,6 +28,7 @@ from remat.compat._torch_calls import (
     BACKWARDS,
     CONTAINERS,
     RENORMALIZING,
+    SET_DATA,
     cuttable,
     looks_up,
     may_change,
@@ -40,7 +41,8 @@ from remat.compat._torch_calls import (
 
 CHANGES = (
     "checkpoint: with use_reentrant=True, the function changes a tensor of shape {}, {} in place that it was given or "
-    "has read from outside. Its rerun would start from the changed value. Change a copy instead: x = x.clone()."
+    "has read from outside. Its rerun would start from the changed value. Change a copy instead: x = x.clone(), or use "
+    "use_reentrant=False."
 )
 STATE_WAS_SET_UP = (
     "checkpoint: the function writes to a tensor of shape {}, {} that it {}, and its rerun makes other calls than its "
@@ -176,6 +178,8 @@ class Rerun(Collector, TorchFunctionMode):
     """Whether a module has a tensor."""
     unwritable: Container[int] = ()
     """The memory of tensors from outside that are differentiated: a copy can't take the place of those."""
+    gathered: Sequence[Tensor] = ()
+    """Such tensors that are themselves read in the rerun: hooks give them their memory with `.data = ...`."""
     _position = -1
     """The number of the call that is running, or was the last."""
     _aligned = True
@@ -334,11 +338,15 @@ class Rerun(Collector, TorchFunctionMode):
             if func is not torch.autograd.grad:
                 self._before_backward()
             return args, kwargs
+        if func == SET_DATA and any(t is args[0] for t in self.gathered):
+            return args, kwargs
         with internals.DisableTorchFunction(), self._unseen():
             targets = targets_of(func, args, kwargs)
-            for t in targets if self.unwritable and func not in RENORMALIZING else ():
-                if internals.memory_of(t) in self.unwritable:
-                    raise RematError(CHANGES.format(list(t.shape), t.dtype))
+            if (self.unwritable or self.gathered) and func not in RENORMALIZING:
+                gathered = {*map(internals.memory_of, self.gathered)}
+                for t in targets:
+                    if (memory := internals.memory_of(t)) in self.unwritable or memory in gathered:
+                        raise RematError(CHANGES.format(list(t.shape), t.dtype))
             strange = [t for t in targets if id(t) not in self.made and self._was_there(t)]
             for t in strange:
                 self.swap(t, copy_of(t))

@@ -22,7 +22,7 @@ BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _TELLING = {"generator", "inplace", "out"}
 """Arguments that tell that a call writes, or draws from a generator of the user's."""
 RENORMALIZING = (F.embedding, F.embedding_bag)  # with `max_norm`, their fourth parameter
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OPS = (torch.ops.aten.mm.__class__, torch.ops.aten.mm.default.__class__)
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, *_OPS)
 
@@ -39,7 +39,7 @@ def mutable(func: Any) -> bool:
         return any(getattr(func, name)._schema.is_mutable for name in func.overloads())
     if isinstance(func, _OPS[1]):
         return bool(func._schema.is_mutable)
-    return may_write(func) or func in BACKWARDS or func in RENORMALIZING or func == _SET_DATA
+    return may_write(func) or func in BACKWARDS or func in RENORMALIZING or func == SET_DATA
 
 
 def writes(func: Any, kwargs: dict[str, Any] | None) -> bool:
@@ -71,7 +71,7 @@ def targets_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     found = written_by(func, args, kwargs)
     if args and isinstance(args[0], (list, tuple)) and may_write(func):  # `_foreach_add_`
         found += tensors_in(args[:1])
-    if func == _SET_DATA:
+    if func == SET_DATA:
         found = [args[0]]
     if func in RENORMALIZING and (kwargs.get("max_norm") or any(args[3:4])):
         found = [args[1] if len(args) > 1 else kwargs["weight"]]
