@@ -859,6 +859,11 @@ def _states_of_fully_shard() -> list[Any]:
     return [state for state in states if getattr(state, "_fsdp_param_groups", None)]
 
 
+def uses_fully_shard() -> bool:
+    """Whether FSDP2 (2.13) has sharded a module. `replicate` and others count as well."""
+    return bool(_module_state_mapping)
+
+
 def gathered_by_fully_shard() -> set[int]:
     """By identity, the parameters that FSDP2's modules (2.13) have while their shards are gathered."""
     groups = (group for state in _states_of_fully_shard() for group in state._fsdp_param_groups)

@@ -70,6 +70,7 @@ class Forward(TorchFunctionMode):
         self._outside: dict[int, Outside] = {}
         self._held: list[Tensor] = []  # a state that the function replaces has to live on
         self._since = internals.next_sequence_number()
+        self._is_sharded = internals.uses_fully_shard()
         self._alone = not internals.function_modes_active()
         self._goes_backward = self._went_backward = False
 
@@ -91,6 +92,11 @@ class Forward(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         if looks_up(func):
             return func(*args)
+        if self._is_sharded and internals.fully_shard_at_work():  # its hooks make other calls in the rerun
+            out = func(*args, **(kwargs or {}))
+            with internals.DisableTorchFunction():
+                self._result(out)
+            return out
         made = self.made
         record = self.record
         for arg in args if not kwargs else (*args, *kwargs.values()):

@@ -164,6 +164,7 @@ class Rerun(Collector, TorchFunctionMode):
         self._inner = inner or {}
         self._outside = {id(o.tensor): o for o in record.outside if o.tensor is not None}
         self.trusting = trusting
+        self._is_sharded = internals.uses_fully_shard()
         self._swaps: dict[int, Tensor] = {}
         self._swapped: list[Tensor] = []  # keeps the identities
         self._unseen: Any = internals.DisableTorchDispatch if under_context else contextlib.nullcontext
@@ -215,6 +216,10 @@ class Rerun(Collector, TorchFunctionMode):
         if looks_up(func):
             return func(self.stand_in(args[0]), *args[1:])
         kwargs = kwargs or {}
+        if self._is_sharded and not self._done and internals.fully_shard_at_work():
+            out = func(*args, **kwargs)
+            self._adopt(out, args)
+            return out
         record = self._record
         self._position = position = self._position + 1
         self._aligned = aligned = self._aligned and position < len(record.calls) and record.calls[position] == func
