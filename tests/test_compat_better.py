@@ -767,7 +767,7 @@ def test_draws_from_another_generator_of_numpy_are_an_error() -> None:
 @pytest.mark.parametrize("place", ["where it is", "unknown"])
 def test_the_state_of_numpy(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if place == "unknown":
-        monkeypatch.setattr(_numpy_generator, "_place_of_reserve", lambda: None)
+        monkeypatch.setattr(_numpy_generator, "_places", lambda generator: None)
     np.random.seed(0)
     for _ in range(3):
         state = numpy_state()

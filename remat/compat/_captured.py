@@ -350,9 +350,13 @@ _Container = list[Any] | dict[Any, Any]
 def _containers(objects: Sequence[Any], namespaces: Sequence[dict[str, Any]]) -> list[_Container]:
     """Where state may be that belongs to no module: lists, dicts and attributes near to what is captured."""
     found: dict[int, _Container] = {}
-    values = [*objects, *(v for names in namespaces for name, v in names.items() if name not in PRIVATE)]
+    values = [*objects]
+    for names in namespaces:
+        values += [v for name, v in names.items() if type(v) not in _KEPT and name not in PRIVATE]
     for _ in range(_STEPS):
         new = [c for v in values if (c := _container_of(v)) is not None and id(c) not in found]
+        if not new:
+            break
         found.update((id(c), c) for c in new[: _CONTAINERS - len(found)])
         values = [v for c in new for v in (c.values() if isinstance(c, dict) else c)]
     return [*found.values()]

@@ -33,20 +33,33 @@ def _place_of_reserve() -> int | None:
     return at if found and sys.implementation.name == "cpython" else None
 
 
+@functools.lru_cache(1)
+def _places(generator: Any) -> tuple[int, int] | None:
+    """The addresses of the words of NumPy's global generator, and of its reserve; None if they can't be told."""
+    at = _place_of_reserve() if type(generator).__name__ == "MT19937" else None
+    return (
+        None
+        if at is None
+        else (
+            generator.ctypes.state_address,
+            id(sys.modules["numpy.random"].rand.__self__) + at,
+        )
+    )
+
+
 def numpy_state() -> Any:
     """Something to tell the state by, and to put it back. None where NumPy has not been imported."""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is None:
         return None
     generator = numpy_random.get_bit_generator()
+    places = _places(generator)
+    if places is not None:
+        return ctypes.string_at(places[0], _KEY + 4), ctypes.string_at(places[1], _RESERVE.size)
     if type(generator).__name__ != "MT19937":
         return repr(generator.state)
-    at = _place_of_reserve()
-    if at is None:
-        _, key, position, *reserve = numpy_random.get_state()
-        return key.tobytes() + position.to_bytes(4, sys.byteorder), _RESERVE.pack(*reserve)
-    words = ctypes.string_at(generator.ctypes.state_address, _KEY + 4)
-    return words, ctypes.string_at(id(numpy_random.rand.__self__) + at, _RESERVE.size)
+    _, key, position, *reserve = numpy_random.get_state()
+    return key.tobytes() + position.to_bytes(4, sys.byteorder), _RESERVE.pack(*reserve)
 
 
 def set_numpy_state(state: Any) -> None:

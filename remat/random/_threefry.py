@@ -97,10 +97,10 @@ def _fill(key: Tensor, shape: list[int], dtype: torch.dtype, write: Callable[[Te
 
 def _block_size(nbytes: int, device: torch.device) -> int:
     # An element of a block takes up to 32 bytes while it is made: together, at most three times the result. The caps
-    # are what a CPU's caches hold (the hash's three buffers take 6 MB, more where more cores share the work), and what
+    # are what a CPU's caches hold (the hash's three buffers take 3 MB, more where more cores share the work), and what
     # keeps a GPU's launches few. A power of two, so that no block crosses a multiple of 2**32, where the high word of
     # the counter changes.
-    cap = max(19, 15 + torch.get_num_threads().bit_length()) if device.type == "cpu" else 24
+    cap = max(18, 15 + torch.get_num_threads().bit_length()) if device.type == "cpu" else 24
     return 1 << min(max(16, (3 * nbytes // 32).bit_length() - 1), cap)
 
 
