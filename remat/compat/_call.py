@@ -63,7 +63,7 @@ class Call:
             leaves[i] = None
         self._captured.freeze(leaves, self.tensors)
         self._identities = [*map(id, self.tensors)]
-        self._versions = _versions(self.tensors)
+        self._versions = versions_of(self.tensors)
         self._writes: list[int] = []  # to each of them, when the forward is over
         self._ambient = Ambient.current()
         self._draws = Draws(self.tensors) if preserve_rng_state else None
@@ -77,7 +77,7 @@ class Call:
         forward.finish()
         self._captured.finish({*self._identities, *(id(o.tensor) for o in self.record.outside)})
         self.record.is_simple = self.record.is_simple and not self._captured.has_other_buffers
-        self._writes = [now - before for now, before in zip(_versions(self.tensors), self._versions, strict=True)]
+        self._writes = [now - before for now, before in zip(versions_of(self.tensors), self._versions, strict=True)]
         self.tensors = []
         if self._draws is not None:
             self._draws.finish(device for _, _, device in self.record.metas)
@@ -112,7 +112,7 @@ class Call:
 
     def _check_writes(self, tensors: Sequence[Tensor], before: list[int]) -> None:
         """Raise where the rerun, which made other calls, has not written as often to what was given."""
-        writes = [now - then for now, then in zip(_versions(tensors), before, strict=True)]
+        writes = [now - then for now, then in zip(versions_of(tensors), before, strict=True)]
         for key, t, now, then in zip(self._identities, tensors, writes, self._writes, strict=True):
             if key in self.record.written and now != then:
                 raise CheckpointError(STATE_WAS_SET_UP.format(list(t.shape), t.dtype, "is given"))
@@ -150,7 +150,7 @@ class Call:
         random_before = None if draws is None else draws.begin()
         try:
             with internals.grad_enabled(), ambient, context:
-                versions = [] if trusting else _versions(tensors)
+                versions = [] if trusting else versions_of(tensors)
                 with rerun or NOTHING, restored:
                     out = fun(*args, **kwargs)
                 if versions and self._writes:
@@ -174,6 +174,7 @@ class Call:
         return out
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was written to, unseen by modes."""
     with internals.DisableTorchFunction():
         return [*map(version, tensors)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._frozen import ATOMS, Freezer, Table, Thawer, cell_contents, parts, written_names
-from remat._stock import PRIVATE
+from remat._stock import PRIVATE, is_stock
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _Slot = tuple[Any, Any, Any]  # a cell and None, or a namespace and a name; and what it held
@@ -143,13 +143,9 @@ class Captured:
         if self._contents is not None:
             if type(fun) is types.FunctionType:
                 self._take_slots(fun)
-            elif isinstance(fun, torch.nn.Module):
-                self._look_at_module(fun)
             for content in self._contents:
                 if isinstance(content, Tensor):
                     self.tensors.append(content)
-                elif isinstance(content, torch.nn.Module):
-                    self._look_at_module(content)
                 else:
                     self._take_object(content)
         else:
@@ -157,15 +153,10 @@ class Captured:
             self._contents = cell_contents(self._given)
             self._look_at((*self._given, *(content for _, content in self._contents.values())))
         for leaf in (fun, *leaves):
-            if isinstance(leaf, torch.nn.Module):
-                self._look_at_module(leaf)
-            else:
-                self._take_object(leaf)
+            self._take_object(leaf)
         hooked = self._has_hooks or internals.has_global_module_hooks()
         # torch's own assign nothing, but hooks may.
-        self._namespaces = [
-            vars(m) for m in self._modules.values() if hooked or not type(m).__module__.startswith("torch.nn.modules.")
-        ]
+        self._namespaces = [vars(m) for m in self._modules.values() if hooked or not is_stock(type(m))]
         self._attributes = [*map(dict, self._namespaces)]
         self._sizes = [internals.hooks_so_far(), *map(_sizes, self._namespaces)]
 
@@ -179,8 +170,6 @@ class Captured:
                     self._take_slots(obj)
             elif isinstance(obj, Tensor):
                 self.tensors.append(obj)
-            elif isinstance(obj, torch.nn.Module):
-                self._look_at_module(obj)
             elif isinstance(obj, tuple):
                 todo += obj
             else:
@@ -190,13 +179,13 @@ class Captured:
     def _take_slots(self, fun: types.FunctionType) -> None:
         for slot in _slots(fun):
             self._slots.append(slot)
-            if isinstance(slot[2], torch.nn.Module):
-                self._look_at_module(slot[2])
-            else:
-                self._take_object(slot[2])
+            self._take_object(slot[2])
 
     def _take_object(self, obj: Any) -> None:
-        if _container_of(obj) is not None:
+        """A module, or something else that may hold state."""
+        if isinstance(obj, torch.nn.Module):
+            self._look_at_module(obj)
+        elif _container_of(obj) is not None:
             self._objects.append(obj)
 
     def _look_at_module(self, module: torch.nn.Module) -> None:

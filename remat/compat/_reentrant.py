@@ -12,8 +12,8 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._errors import RematError
 from remat._leaks import foreign_edges
-from remat._native import at_the_base, version
-from remat.compat._call import Call, UsesTransforms
+from remat._native import at_the_base
+from remat.compat._call import Call, UsesTransforms, versions_of
 from remat.compat._devices import warn_without_grad
 from remat.compat._rerun import CHANGES, Rerun, rebuilt
 
@@ -60,7 +60,7 @@ class CheckpointFunction(torch.autograd.Function):
                 return function(*args)
         call = Call(function, args, {}, preserve_rng_state)
         given = call.tensors
-        versions = _versions(given)
+        versions = versions_of(given)
         forward = call.watch()
         with torch.no_grad(), forward:
             out = function(*args)
@@ -79,7 +79,7 @@ class CheckpointFunction(torch.autograd.Function):
         gathered = [t for t in read if id(t) in whole]
         captured = [t for t in read if id(t) not in whole]
         written = call.record.written
-        for t, before, now in zip(given, versions, _versions(given), strict=True):
+        for t, before, now in zip(given, versions, versions_of(given), strict=True):
             is_changed, is_known = now != before, id(t) in written
             if (is_changed or is_known) if t.requires_grad else (is_changed and not is_known):
                 raise RematError(CHANGES.format(list(t.shape), t.dtype))
@@ -135,11 +135,6 @@ def _taken_whole(call: Call, given: set[int]) -> set[int]:
         found.add(key)
         del written[key]
     return found
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    with internals.DisableTorchFunction():
-        return [*map(version, tensors)]
 
 
 def _gradients(
