@@ -1,6 +1,7 @@
 """Native graphs that save nothing: what their nodes would save is computed again when it is asked for.
 
-Saved-tensor hooks put a `Holder` in the place of each tensor that the graph would save. The first one to be unpacked in
+Saved-tensor hooks put a `Holder` in the place of each tensor that the graph would save, unless something else holds its
+memory anyway: that is `Held`. The first `Holder` to be unpacked in
 a backward pass runs the function again, which collects those tensors by position. They belong to the backward pass:
 each goes as it is unpacked, and the rest go when the pass ends or fails. Nothing else holds them.
 """
@@ -38,9 +39,17 @@ class Holder:
         self.index = index
 
 
-def unpack(holder: Holder) -> Tensor:
+Held = tuple[Tensor, int]
+"""What the graph keeps of a tensor in memory that is held anyway: itself, and how often it had been written to."""
+
+
+def unpack(packed: Holder | Held) -> Tensor:
     """The hook."""
-    return holder.owner.unpack(holder.index)
+    if isinstance(packed, Holder):
+        return packed.owner.unpack(packed.index)
+    tensor, before = packed
+    check_version(tensor, before)
+    return tensor
 
 
 def same(tensor: Tensor) -> Tensor:

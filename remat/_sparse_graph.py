@@ -17,6 +17,7 @@ from remat._errors import PURITY
 from remat._native import (
     WRONG_COUNT,
     Graph,
+    Held,
     Holder,
     Meta,
     Saved,
@@ -55,11 +56,13 @@ class SparseGraph(Graph):
     def __init__(self, call: _Call, early_stop: bool, under_node: bool = False) -> None:
         self._call = call
         self._operands = operands = call.operands
+        self._held = {*map(id, operands)}
         self._required = [*map(_requires_grad, operands)]
         self._early_stop = early_stop
         self._under_node = under_node
         self.joins_groups = not under_node  # what one result does not need is unpacked all the same
-        self._holders: list[weakref.ref[Holder]] = []
+        self._holders: dict[int, weakref.ref[Holder]] = {}
+        """By number, what is computed again."""
         self.metas = []
         self.compares = True
         self.may_skip = False
@@ -86,10 +89,13 @@ class SparseGraph(Graph):
         finally:
             internals.pop_saved_tensors_hooks()
 
-    def _pack(self, tensor: Tensor) -> Holder:
-        holder = Holder(self, len(self._holders))
-        self._holders.append(weakref.ref(holder))
+    def _pack(self, tensor: Tensor) -> Holder | Held:
+        number = len(self.metas)
         self.metas.append(meta_of(tensor))
+        if id(tensor) in self._held:
+            return tensor, tensor._version
+        holder = Holder(self, number)
+        self._holders[number] = weakref.ref(holder)
         return holder
 
     def skip(self) -> None:
@@ -106,22 +112,26 @@ class SparseGraph(Graph):
 
     def _rerun(self, decorate: Callable[[Any], Any]) -> Saved:
         """`decorate`: the hook that collects what is saved."""
-        operands, expected = self._operands, len(self._holders)
+        operands, expected, last = self._operands, len(self.metas), max(self._holders)
         were_changed = [*map(_version, operands)] != self._call.versions
-        stops = self._early_stop and expected and self.metas[-1][0].numel() > _WORTH_A_STOP
+        stops = self._early_stop and self.metas[last][0].numel() > _WORTH_A_STOP
         if [*map(_requires_grad, operands)] != self._required:
             operands = [
                 t if t.requires_grad is before else t.detach().requires_grad_(before)
                 for t, before in zip(operands, self._required, strict=True)
             ]
-        saved: list[tuple[Tensor, int]] = []
+        held = self._held if operands is self._operands else {*map(id, operands)}
+        saved: Saved = []
         metas: list[Meta] = []
 
         def collect(tensor: Tensor) -> Tensor:
+            metas.append(meta_of(tensor))
+            if id(tensor) in held:
+                saved.append(None)
+                return tensor
             tensor = tensor.detach()
             saved.append((tensor, tensor._version))
-            metas.append(meta_of(tensor))
-            if stops and len(saved) == expected:
+            if stops and len(metas) > last:
                 raise _Stop
             return tensor
 
@@ -131,15 +141,18 @@ class SparseGraph(Graph):
                 with _Refusing(operands, self._call.versions) if were_changed else _NOTHING:
                     self._call.again(operands)
             except _Stop:
-                pass
+                expected = last + 1
             finally:
                 internals.pop_saved_tensors_hooks()
         if len(saved) != expected:
             raise self.error(f"{WRONG_COUNT.format(expected, len(saved))}\n{PURITY}")
-        if metas != self.metas and self.compares:
-            different = [(i, *pair) for i, pair in enumerate(zip(self.metas, metas, strict=True)) if pair[0] != pair[1]]
-            raise self.error(f"{wrong_metadata(different)}\n{PURITY}")
-        return [s if holder() is not None else None for s, holder in zip(saved, self._holders, strict=True)]
+        if metas != self.metas[:expected] and self.compares:
+            pairs = zip(self.metas, metas, strict=False)
+            raise self.error(f"{wrong_metadata([(i, a, b) for i, (a, b) in enumerate(pairs) if a != b])}\n{PURITY}")
+        for number, holder in self._holders.items():
+            if holder() is None:
+                saved[number] = None
+        return saved
 
 
 class _Refusing(TorchFunctionMode):
