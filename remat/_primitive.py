@@ -40,25 +40,14 @@ Values = list[Tensor]
 class _Link:
     """What a node knows besides its saved operands."""
 
-    def __init__(self, fn: Derived, outs: Sequence[int], values: Values, operands: Values) -> None:
+    def __init__(self, fn: Derived, outs: Sequence[int], operands: Values | None = None, level: int = 0) -> None:
+        """`level`: of the node. `operands`: those that it saves at a level of a transform."""
         self.fn = fn
         self.outs = outs
-        self.shared = internals.sharing_memory(values, operands)
-        self.level = internals.stack_depth()  # of the node
+        self.level = level
         self.thread = threading.get_ident()
         # The wrappers that a level saves have version counters of their own.
-        self.versions = [internals.innermost(t)._version for t in operands] if internals.transforms_active() else []
-
-    def unshared(self, values: Values) -> tuple[Tensor, ...]:
-        """What a node returns for its values.
-
-        A view that a custom node returns can't be changed in place: torch raises. Where values share memory with each
-        other or with an operand, a change of one would have to reach the derivatives of the others.
-        """
-        if not self.shared:
-            return tuple(values)
-        with torch.enable_grad():  # for the levels below: their nodes are attached already
-            return tuple(v.view_as(v) if i in self.shared else v for i, v in enumerate(values))
+        self.versions = [internals.innermost(t)._version for t in operands or ()]
 
     def check_versions(self, saved: Sequence[Tensor]) -> None:
         """See that nobody has written to the operands since."""
@@ -71,15 +60,27 @@ class _Link:
                 )
 
 
+def _unshared(values: Values, shared: set[int]) -> tuple[Tensor, ...]:
+    """What a node returns for its values. `shared`: those that share memory with each other or with an operand.
+
+    A view that a custom node returns can't be changed in place: torch raises. A change of a shared one would have to
+    reach the derivatives of the others.
+    """
+    if not shared:
+        return tuple(values)
+    with torch.enable_grad():  # for the levels below: their nodes are attached already
+        return tuple(v.view_as(v) if i in shared else v for i, v in enumerate(values))
+
+
 class RematNode(internals.SingleLevelFunction):  # type: ignore[misc]
     """Values with the derivative of `link.fn`."""
 
     @staticmethod
-    def forward(ctx: Any, link: _Link, values: Values, *operands: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, link: _Link, values: Values, shared: set[int], *operands: Tensor) -> tuple[Tensor, ...]:
         ctx.link = link
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)
-        return link.unshared(values)
+        return _unshared(values, shared)
 
     @staticmethod
     @internals.left_alone_by_dynamo
@@ -89,10 +90,10 @@ class RematNode(internals.SingleLevelFunction):  # type: ignore[misc]
         if link.versions:
             with internals.DisableTorchFunction():
                 link.check_versions(operands)
-        grads = _gradients(link, operands, ctx.needs_input_grad[2:], cotangents)
+        grads = _gradients(link, operands, ctx.needs_input_grad[3:], cotangents)
         if not internals.graph_is_retained():
             ctx.link = None  # what the function closes over goes with the saved operands
-        return None, None, *grads
+        return None, None, None, *grads
 
 
 class RematOverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
@@ -102,30 +103,34 @@ class RematOverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
     """
 
     @staticmethod
-    def forward(ctx: Any, link: _Link, graph: OwnGraph, values: Values, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.link, ctx.graph = link, graph
+    def forward(
+        ctx: Any, fn: Derived, graph: OwnGraph, values: Values, shared: set[int], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.fn, ctx.graph = fn, graph
         ctx.set_materialize_grads(False)
-        return link.unshared(values)
+        return _unshared(values, shared)
 
     @staticmethod
     @internals.left_alone_by_dynamo
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        link, graph = ctx.link, ctx.graph
-        needed = ctx.needs_input_grad[3 + len(cotangents) :]
+        fn, graph = ctx.fn, ctx.graph
+        count = len(cotangents)
+        needed = ctx.needs_input_grad[4 + count :]
         if not internals.graph_is_retained():
-            ctx.link = ctx.graph = None
+            ctx.fn = ctx.graph = None
         if not (
             torch.is_grad_enabled()
             or internals.transforms_active()
             or internals.forward_ad_active()
             or internals.saved_tensors_hooks_refused()
-            or any(c is not None and internals.is_legacy_batched(c) for c in cotangents)
+            or any([c is not None and internals.is_legacy_batched(c) for c in cotangents])
         ):
-            return None, None, None, *cotangents, *[None] * len(needed)
+            return None, None, None, None, *cotangents, *[None] * len(needed)
         if graph is None:
             _ = ctx.saved_tensors  # raises: the graph has been freed
         graph.skip()
-        return None, None, None, *[None] * len(cotangents), *_gradients(link, graph.operands(), needed, cotangents)
+        grads = _gradients(_Link(fn, range(count)), graph.operands(), needed, cotangents)
+        return None, None, None, None, *[None] * count, *grads
 
 
 def _gradients(
@@ -239,7 +244,9 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
     if not _reaches(fn, operands):
         return _replace(values, outs, [v.detach() for v in kept])
     with internals.forward_ad_disabled():  # for the node, the tangents of its operands are constants
-        nodes = RematNode.apply(_Link(fn, outs, kept, operands), [v.detach() for v in kept], *operands)
+        nodes = RematNode.apply(
+            _Link(fn, outs), [v.detach() for v in kept], internals.sharing_memory(kept, operands), *operands
+        )
     return _replace(values, outs, nodes)
 
 
@@ -249,8 +256,8 @@ def attach_over_graph(fn: Derived, values: Values, operands: Values, graph: OwnG
     torch's engine runs over that graph faster than over one that a node has to build. But where the derivative is
     recorded, all that is computed again would be kept, so there the node takes the place of the graph.
     """
-    link = _Link(fn, range(len(values)), values, operands)
-    return RematOverGraph.apply(link, graph, [v.detach() for v in values], *values, *operands)
+    shared = internals.sharing_memory(values, operands)
+    return RematOverGraph.apply(fn, graph, [v.detach() for v in values], shared, *values, *operands)
 
 
 def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
@@ -266,9 +273,10 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
     lifted_operands = [internals.wrap_grad(t, level) for t in operands]
     if not outs or not _reaches(fn, lifted_operands):
         return lifted
-    link = _Link(fn, outs, [values[i] for i in outs], operands)
+    link = _Link(fn, outs, operands, level)
+    shared = internals.sharing_memory([values[i] for i in outs], operands)
     with internals.forward_ad_disabled():
-        nodes = internals.apply_at_level(RematNode, link, [lifted[i] for i in outs], *lifted_operands)
+        nodes = internals.apply_at_level(RematNode, link, [lifted[i] for i in outs], shared, *lifted_operands)
     return _replace(lifted, outs, nodes)
 
 

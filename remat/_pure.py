@@ -351,16 +351,22 @@ def reads(fun: Any, roots: list[Any] | None = None) -> Reads | None:
     return found if found.is_known else None
 
 
-def still(fun: Any, before: Reads, parts: list[list[Any]], hooks_count: bool) -> bool:
+def roots_of(fun: Any) -> list[Any]:
+    """The function and, in order, the functions and modules in its cells; none where one of these is of another kind."""
+    roots: list[Any] = []
+    return [] if _key(fun, roots) is None else roots
+
+
+def still(fun: Any, roots: list[Any], before: Reads, parts: list[list[Any]], hooks_count: bool) -> bool:
     """Whether a function does what it did.
 
     **Arguments:**
 
-    - `parts`: what its roots were made of.
+    - `roots`: of the function.
+    - `parts`: what they were made of.
     - `hooks_count`: whether modules may not have got hooks.
     """
-    roots: list[Any] = []
-    if _key(fun, roots) is None or not _are_made_of(roots, parts):
+    if not _are_made_of(roots, parts):
         return False
     if before.has_modules and are_called_otherwise(hooks_count):
         return False

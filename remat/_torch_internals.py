@@ -416,10 +416,11 @@ def run_backward(
 
 
 _OUR_ENGINE = run_backward.__code__
+_OWN_FRAMES = 5  # at least, between `_engine_frame` and `BackwardCFunction.apply`: Python makes objects of those asked for
 
 
 def _engine_frame(thread: int) -> Any:
-    frame = _engine_frame_behind(sys._getframe(1))
+    frame = _engine_frame_behind(sys._getframe(_OWN_FRAMES))
     if frame is None and thread != threading.get_ident():
         frame = _engine_frame_behind(sys._current_frames().get(thread))
     return frame

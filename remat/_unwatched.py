@@ -92,10 +92,13 @@ class UnwatchedCall:
     - `versions`: how often each had been written to.
     - `random`: the draws to repeat.
     - `tape`: what a policy keeps.
+    - `needs_node`: whether a node has to take the place of the native graph from the start.
     """
 
     last_rerun = False
     level: int | None = None
+    needs_node = False
+    _under_transforms = False
     hooked: frozenset[int] = frozenset()
 
     def __init__(
@@ -126,7 +129,6 @@ class UnwatchedCall:
         self.versions: list[int] = []
         self.random: RandomState | None = None
         self.tape: Tape | None = None
-        self._under_transforms = internals.transforms_active()
         self.returned: list[int] = []
         position: dict[int, int] = {}
         for t in tensors:
@@ -150,6 +152,7 @@ class UnwatchedCall:
         self._repeats_draws = reads.draws
         self._written = _pure.written(reads) if reads.statistics else ()
         self._parts = [*map(_pure.made_of, roots)]
+        self._roots = None if contents else roots  # else those of what is put together again
         self._as_checkpoint = False
         self._context = _NOTHING
         self._fun = fun
@@ -196,10 +199,12 @@ class UnwatchedCall:
         - `policy`: what is kept, or None.
         """
         operands, graph, recorder = self.operands, None, None
+        if policy is not None or self.needs_node:
+            self._under_transforms = internals.transforms_active()
         if policy is not None:
             recorder = Recorder(policy.start(), self._repeats_draws)
             out = self.forward(fun, args, kwargs, recorder)
-        elif _needs_node():
+        elif self.needs_node:
             is_large = max(map(Tensor.numel, operands), default=0) > _WORTH_A_MODE
             search = Search() if is_large else None
             out = self.forward(fun, args, kwargs, search)
@@ -294,7 +299,8 @@ class UnwatchedCall:
 
     def _check(self, fun: Any) -> None:
         """Raise where a function does not do any more what it did."""
-        if not _pure.still(fun, self._reads, self._parts, hooks_count=not self._as_checkpoint):
+        roots = _pure.roots_of(fun) if self._roots is None else self._roots
+        if not _pure.still(fun, roots, self._reads, self._parts, hooks_count=not self._as_checkpoint):
             raise CheckpointError(_REPLACED.format(self.name))
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
@@ -334,8 +340,10 @@ def _holds_none_but(operands: list[Tensor], arguments: Any) -> bool:
 
 def _is_computed(result: Tensor, operands: list[Tensor]) -> bool:
     """Whether a result is differentiated, and neither an operand nor a view of one."""
-    if not internals.requires_grad_at_any_level(result) and not (
-        internals.forward_ad_active() and (result.is_floating_point() or result.is_complex())
+    if not (
+        result.requires_grad
+        or internals.requires_grad_at_any_level(result)
+        or (internals.forward_ad_active() and (result.is_floating_point() or result.is_complex()))
     ):
         return False
     if result._is_view() and any(result._base is t or result._base is t._base for t in operands):
@@ -431,4 +439,6 @@ def unwatched(
         or any(map(internals.is_dead, tensors))
     ):
         return None
-    return UnwatchedCall(name, fun, reads, roots, leaves, spec, contents, places, tensors)
+    call = UnwatchedCall(name, fun, reads, roots, leaves, spec, contents, places, tensors)
+    call.needs_node = needs_node
+    return call
