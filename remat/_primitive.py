@@ -37,7 +37,7 @@ Values = list[Tensor]
 # Nodes.
 
 
-class _Link:
+class Link:
     """What a node knows besides its saved operands."""
 
     def __init__(self, fn: Derived, outs: Sequence[int], operands: Values | None = None, level: int = 0) -> None:
@@ -76,7 +76,7 @@ class RematNode(internals.SingleLevelFunction):  # type: ignore[misc]
     """Values with the derivative of `link.fn`."""
 
     @staticmethod
-    def forward(ctx: Any, link: _Link, values: Values, shared: set[int], *operands: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, link: Link, values: Values, shared: set[int], *operands: Tensor) -> tuple[Tensor, ...]:
         ctx.link = link
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)
@@ -85,12 +85,12 @@ class RematNode(internals.SingleLevelFunction):  # type: ignore[misc]
     @staticmethod
     @internals.left_alone_by_dynamo
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        link: _Link = ctx.link
+        link: Link = ctx.link
         operands: tuple[Tensor, ...] = ctx.saved_tensors
         if link.versions:
             with internals.DisableTorchFunction():
                 link.check_versions(operands)
-        grads = _gradients(link, operands, ctx.needs_input_grad[3:], cotangents)
+        grads = gradients(link, operands, ctx.needs_input_grad[3:], cotangents)
         if not internals.graph_is_retained():
             ctx.link = None  # what the function closes over goes with the saved operands
         return None, None, None, *grads
@@ -123,18 +123,18 @@ class RematOverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
             or internals.transforms_active()
             or internals.forward_ad_active()
             or internals.saved_tensors_hooks_refused()
-            or any([c is not None and internals.is_legacy_batched(c) for c in cotangents])
+            or any(c is not None and internals.is_legacy_batched(c) for c in cotangents)
         ):
             return None, None, None, None, *cotangents, *[None] * len(needed)
         if graph is None:
             _ = ctx.saved_tensors  # raises: the graph has been freed
         graph.skip()
-        grads = _gradients(_Link(fn, range(count)), graph.operands(), needed, cotangents)
+        grads = gradients(Link(fn, range(count)), graph.operands(), needed, cotangents)
         return None, None, None, None, *[None] * count, *grads
 
 
-def _gradients(
-    link: _Link, operands: Sequence[Tensor], needed: Sequence[bool], cotangents: Sequence[Tensor | None]
+def gradients(
+    link: Link, operands: Sequence[Tensor], needed: Sequence[bool], cotangents: Sequence[Tensor | None]
 ) -> list[Any]:
     """The gradients of a node's operands."""
     wrt = [i for i, n in enumerate(needed) if n]
@@ -159,7 +159,7 @@ def _gradients(
 
 
 def _differentiate(
-    link: _Link,
+    link: Link,
     operands: Sequence[Tensor],
     wrt: Sequence[int],
     outs: Sequence[int],
@@ -245,7 +245,7 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
         return _replace(values, outs, [v.detach() for v in kept])
     with internals.forward_ad_disabled():  # for the node, the tangents of its operands are constants
         nodes = RematNode.apply(
-            _Link(fn, outs), [v.detach() for v in kept], internals.sharing_memory(kept, operands), *operands
+            Link(fn, outs), [v.detach() for v in kept], internals.sharing_memory(kept, operands), *operands
         )
     return _replace(values, outs, nodes)
 
@@ -273,7 +273,7 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
     lifted_operands = [internals.wrap_grad(t, level) for t in operands]
     if not outs or not _reaches(fn, lifted_operands):
         return lifted
-    link = _Link(fn, outs, operands, level)
+    link = Link(fn, outs, operands, level)
     shared = internals.sharing_memory([values[i] for i in outs], operands)
     with internals.forward_ad_disabled():
         nodes = internals.apply_at_level(RematNode, link, [lifted[i] for i in outs], shared, *lifted_operands)

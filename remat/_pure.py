@@ -352,7 +352,7 @@ def reads(fun: Any, roots: list[Any] | None = None) -> Reads | None:
 
 
 def roots_of(fun: Any) -> list[Any]:
-    """The function and, in order, the functions and modules in its cells; none where one of these is of another kind."""
+    """The function and, in order, functions and modules in its cells; nothing where one of these is of another kind."""
     roots: list[Any] = []
     return [] if _key(fun, roots) is None else roots
 

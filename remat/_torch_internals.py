@@ -416,7 +416,9 @@ def run_backward(
 
 
 _OUR_ENGINE = run_backward.__code__
-_OWN_FRAMES = 5  # at least, between `_engine_frame` and `BackwardCFunction.apply`: Python makes objects of those asked for
+_OWN_FRAMES = (
+    5  # at least, between `_engine_frame` and `BackwardCFunction.apply`: Python makes objects of those asked for
+)
 
 
 def _engine_frame(thread: int) -> Any:

@@ -183,13 +183,30 @@ class UnwatchedCall:
         - `determinism_check`: whether to compare the metadata of what both save.
         - `contexts`: of the forward, and of each rerun.
         """
-        self._repeats_draws = self._reads.draws and preserve_rng_state
-        self._as_checkpoint = True
+        self._be_checkpoint(preserve_rng_state)
         graph = SparseGraph(self, early_stop)
         graph.compares = determinism_check
         forward_context, self._context = contexts
         with forward_context:
             return graph.record(fun, args, kwargs)
+
+    def record_nothing(self, fun: Any, args: tuple[Any, ...], *, preserve_rng_state: bool) -> tuple[Any, _tree.Picked]:
+        """The user's own call in `no_grad`: its result, and what a node has to differentiate of it.
+
+        That is what it returns by itself or in a tuple, but not an operand: that has a gradient of its own.
+        """
+        self._be_checkpoint(preserve_rng_state)
+        known = {*map(id, self.operands)}
+        with torch.no_grad():
+            out = self.forward(fun, args, {})
+        new = {id(r) for r in (out if isinstance(out, tuple) else (out,))} - known
+        results = _tree.Picked(out, lambda r: id(r) in new and (r.is_floating_point() or r.is_complex()))
+        self.returned = results.positions
+        return out, results
+
+    def _be_checkpoint(self, preserve_rng_state: bool) -> None:
+        self._repeats_draws = self._reads.draws and preserve_rng_state
+        self._as_checkpoint = True
 
     def run(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Any) -> Any:
         """The user's own call, and its result with the remat'd derivative.

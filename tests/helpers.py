@@ -35,18 +35,18 @@ def plain(fun: Any) -> Any:
     return fun
 
 
-def known_and_watched(module: Any) -> Any:
+def known_and_watched(*modules: Any) -> Any:
     """A fixture: all tests of a file twice, as it is, and as if nothing were known of any function.
 
     **Arguments:**
 
-    - `module`: that which asks whether a function need not be watched.
+    - `modules`: those which ask whether a function need not be watched.
     """
 
     @pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["", "watched"])
     def watched(request: pytest.FixtureRequest) -> Iterator[bool]:
         with pytest.MonkeyPatch.context() as patch:
-            if request.param:
+            for module in modules if request.param else ():
                 patch.setattr(module, "unwatched", lambda *args, **options: None)
             yield request.param
 

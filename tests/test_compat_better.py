@@ -24,12 +24,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import remat.compat
 from remat import CheckpointError, RematError
+from remat.compat import _checkpoint, _reentrant
 from remat.debug import LiveBytes
 from remat.random import _numpy_generator
 from remat.random._numpy_generator import numpy_state, set_numpy_state
-from tests.helpers import SIZE, UNIT, CountOps, activation, assert_same, leaf, numbers
+from tests.helpers import SIZE, UNIT, CountOps, activation, assert_same, known_and_watched, leaf, numbers
 from tests.test_compat_same import Calls, debugs, mismatch, plain
 
+watched = known_and_watched(_checkpoint, _reentrant)
 TORCH, REMAT = torch.utils.checkpoint, remat.compat
 of_torch = functools.partial(TORCH.checkpoint, use_reentrant=False)
 ours = functools.partial(REMAT.checkpoint, use_reentrant=False)
@@ -275,6 +277,45 @@ def test_script_modules(use: Any, make: Any, variant: str) -> None:
 
     right(run, torchs)
     right(run, own)
+
+
+RESULTS: dict[str, Callable[[nn.Module], Callable[[Tensor], Any]]] = {
+    "a parameter": lambda layer: lambda x: layer.weight,
+    "a parameter and more": lambda layer: lambda x: (layer.weight, layer(x)),
+    "an argument": lambda layer: lambda x: x,
+    "an argument and more": lambda layer: lambda x: (layer(x), x),
+    "a view of an argument": lambda layer: lambda x: x.t(),
+    "the same twice": lambda layer: lambda x: (lambda y: (y, y))(layer(x)),
+    "nothing that is differentiated": lambda layer: lambda x: (x, None, 3, x.argmax()),
+}
+
+
+@pytest.mark.parametrize("results", RESULTS)
+def test_reentrant_results_that_are_not_new(results: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        layer = nn.Linear(3, 3, dtype=torch.float64)
+        nn.init.constant_(layer.weight, 0.3), nn.init.zeros_(layer.bias)
+        x = leaf(numbers(3, 3))
+        out = checkpoint(RESULTS[results](layer), x * 2)
+        out = out if isinstance(out, tuple) else (out,)
+        sum((o.sin() * numbers(3, 3)).sum() for o in out if isinstance(o, Tensor) and o.requires_grad).backward()
+        return x.grad, layer.weight.grad, [o for o in out if isinstance(o, Tensor)]
+
+    right(run, VARIANTS["reentrant"][1])
+
+
+def test_reentrant_calls_of_known_functions_are_not_watched(watched: bool, monkeypatch: Any) -> None:
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("watched")
+
+    monkeypatch.setattr(_reentrant, "Call", refuse)
+    x = leaf(numbers(3))
+    if watched:
+        with pytest.raises(AssertionError, match="watched"):
+            REMAT.checkpoint(torch.sin, x, use_reentrant=True)
+        return
+    REMAT.checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
+    assert_same(x.grad, x.detach().cos())
 
 
 def test_reentrant_under_a_counter_of_flops() -> None:

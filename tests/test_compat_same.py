@@ -15,9 +15,13 @@ from torch import Tensor, nn
 from torch.autograd import grad as grad_of
 
 import remat.compat
-from tests.helpers import CountOps, assert_same, leaf, numbers
+from remat.compat import _checkpoint, _reentrant
+from tests.helpers import CountOps, assert_same, known_and_watched, leaf, numbers
 
 MODULES = {"torch": torch.utils.checkpoint, "remat": remat.compat}
+
+
+watched = known_and_watched(_checkpoint, _reentrant)
 
 
 @pytest.fixture(params=MODULES)

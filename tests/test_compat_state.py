@@ -17,11 +17,13 @@ from torch.func import grad
 
 import remat.compat
 from remat import CheckpointError, _context
-from remat.compat import _draws
+from remat.compat import _checkpoint, _draws, _reentrant
 from remat.debug import LiveBytes
-from tests.helpers import UNIT, activation, assert_same, leaf, numbers
+from tests.helpers import UNIT, activation, assert_same, known_and_watched, leaf, numbers
 from tests.test_compat_better import VARIANTS, both_variants, fails, of_torch, ours, right, wrong
 from tests.test_compat_same import plain
+
+watched = known_and_watched(_checkpoint, _reentrant)
 
 # In-place changes.
 

@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._derived import Derived
 from remat._errors import RematError
 from remat._leaks import foreign_edges
 from remat._native import at_the_base
+from remat._primitive import Link, gradients
+from remat._unwatched import UnwatchedCall, unwatched
 from remat.compat._call import Call, UsesTransforms, versions_of
 from remat.compat._devices import warn_without_grad
 from remat.compat._rerun import CHANGES, Rerun, rebuilt
 
+_NOT_NECESSARY = "none of output has requires_grad=True, this checkpoint() is not necessary"
 _GATHERED = (
     "checkpoint: with use_reentrant=True, parameters that are gathered inside of the function, as fully_shard does, "
     "get gradients from .backward() without inputs alone; got another backward pass and a parameter of shape {}. Use "
@@ -58,6 +62,11 @@ class CheckpointFunction(torch.autograd.Function):
         if not warn_without_grad(args) or not torch.is_grad_enabled():
             with torch.no_grad():
                 return function(*args)
+        known = unwatched(function, getattr(function, "__qualname__", type(function).__qualname__), args, {})
+        if isinstance(known, UnwatchedCall):
+            operands = known.operands
+            out, new = known.record_nothing(function, args, preserve_rng_state=preserve_rng_state)
+            return new.replaced(super().apply(known, [], 0, new.tensors, *operands)) if new.tensors else out
         call = Call(function, args, {}, preserve_rng_state)
         given = call.tensors
         versions = versions_of(given)
@@ -99,7 +108,12 @@ class CheckpointFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, gathered: list[Tensor], count: int, values: list[Any], *operands: Tensor | None
+        ctx: Any,
+        call: Call | UnwatchedCall,
+        gathered: list[Tensor],
+        count: int,
+        values: list[Any],
+        *operands: Tensor | None,
     ) -> Any:
         """Attach the node to the values of the forward run, which is over."""
         ctx.call, ctx.gathered, ctx.count = call, gathered, count
@@ -113,6 +127,12 @@ class CheckpointFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """Run the function again, and differentiate that."""
+        if isinstance(ctx.call, UnwatchedCall):
+            link = Link(Derived(ctx.call, ctx.call), range(len(cotangents)))
+            found = gradients(link, ctx.saved_tensors, ctx.needs_input_grad[4:], cotangents)
+            if all(g is None for g in found):
+                raise RuntimeError(_NOT_NECESSARY)
+            return (None, None, None, None, *found)
         with at_the_base():
             originals = [None if ref is None else ref() for ref in ctx.originals]
             found = _gradients(ctx.call, ctx.saved_tensors, originals, ctx.gathered, ctx.count, cotangents)
@@ -185,7 +205,7 @@ def _gradients(
         if isinstance(o, Tensor) and o.requires_grad
     ]
     if not pairs:
-        raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
+        raise RuntimeError(_NOT_NECESSARY)
     outputs, given = [o for o, _ in pairs], [c for _, c in pairs]
     # What the forward has seen and did not differentiate may require grad by now: that is not this derivative's.
     known = {id(o.tensor) for o in call.record.outside if o.tensor is not None}
