@@ -3,7 +3,7 @@
 A run of such a function need not be watched. It reads its arguments, tensors in its cells and those of the modules that
 it uses, and draws from the global generators at most. So that this can be told, all that the code names has to be
 known: the operations and the methods of containers in `remat._code`, globals and cells that hold modules, numbers or
-functions of the same kind, and attributes of those modules. Anything else (another library, an attribute that is set,
+functions of the same kind, and attributes of those modules, and of settings: objects that do nothing by themselves. Anything else (another library, an attribute that is set,
 an assignment to a slice) is not known, and the function is watched. An operation that is told to work in place by a
 value that the code gets from elsewhere can still change a tensor: who relies on the answer has to look at the versions
 of those that the function reads.
@@ -19,7 +19,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from remat._stock import (
     calls_of,
     has_operators,
     is_of_torch,
+    is_settings,
     is_stock,
     operations,
 )
@@ -73,6 +74,11 @@ def _still(meaning: _Meaning, value: Any) -> bool:
     return type(value) is meaning if isinstance(meaning, type) else value is meaning
 
 
+def _size(owner: Any) -> tuple[int, int]:
+    """What changes with the class of an object, and with the number of its names."""
+    return id(type(owner)), len(getattr(owner, "__dict__", ()))
+
+
 class Reads:
     """What is known of a function, and what that depends on.
 
@@ -98,7 +104,7 @@ class Reads:
         self.statistics: list[weakref.ref[nn.Module]] = []
         self.names: list[tuple[Any, str]] = []
         self._shapes: list[tuple[weakref.ref[nn.Module], Any]] = []
-        self._kinds: dict[weakref.ref[type], int] = {}  # classes of modules, and how many names they have
+        self._sizes: list[tuple[weakref.ref[Any], tuple[int, int]]] = []  # of classes and settings
         self._globals: list[tuple[Any, str, _Meaning]] = []  # of a root, by its number, or of another function
         self._attributes: list[tuple[weakref.ref[Any], str, _Meaning]] = []
         self._operations: list[tuple[Mapping[str, Any], str]] = []
@@ -107,6 +113,8 @@ class Reads:
         self._names: set[str] = set()
         self._functions: dict[int, types.FunctionType] = {}
         self._modules: dict[int, nn.Module] = {}
+        self._settings: dict[int, Any] = {}
+        self._kinds: set[type] = set()
         self._stock: set[int] = set()
         self._looked_up: set[tuple[int, str]] = set()
         self._uses_super = False
@@ -120,7 +128,8 @@ class Reads:
                 self.tensors += [(weakref.ref(module), is_parameter, name) for name in read]
         self.draws = bool(self._names & DRAWS)
         self.may_write = bool(self._names & MAY_BE_INPLACE)
-        del self._functions, self._modules, self._stock, self._roots, self._names, self._looked_up
+        del self._functions, self._modules, self._settings, self._kinds, self._stock, self._roots, self._names
+        del self._looked_up
 
     @property
     def has_modules(self) -> bool:
@@ -135,8 +144,8 @@ class Reads:
                 return False
         if self._shapes and not internals.have_shapes(self._shapes, hooks_count):
             return False
-        for kind, size in self._kinds.items():
-            if len(vars(kind() or object)) != size:
+        for ref, size in self._sizes:
+            if _size(ref()) != size:
                 return False
         for function_ref, parts in self._codes:  # a notebook that reloads puts others there
             function = function_ref()
@@ -169,10 +178,11 @@ class Reads:
     def _search(self, roots: list[Any]) -> None:
         for root in roots:
             self._take(root)
-        while new := set(itertools.product(self._modules, self._names)) - self._looked_up:
+        while new := set(itertools.product((*self._modules, *self._settings), self._names)) - self._looked_up:
             self._looked_up |= new
             for key, name in new:
-                self._attribute(self._modules[key], name, is_known=name == "forward" and key in self._stock)
+                owner = self._settings[key] if key in self._settings else self._modules[key]
+                self._attribute(owner, name, is_known=name == "forward" and key in self._stock)
         for name in self._names & OPS:
             now = [space.get(name) for space in SPACES]
             found = zip(SPACES, now, strict=True)
@@ -186,7 +196,7 @@ class Reads:
         if any(not self._names.isdisjoint(vars(other)) for other in others):
             raise _Unknown  # what is asked for may be an attribute of a function, or of a parameter
         unknown = self._names - KNOWN_NAMES
-        owned = {n for m in self._modules.values() for n in _names_of(m)}
+        owned = {n for o in (*self._modules.values(), *self._settings.values()) for n in _names_of(o)}
         if unknown <= owned and not any(map(is_of_torch, unknown)):
             self.is_known = True
 
@@ -203,7 +213,18 @@ class Reads:
         elif id(value) in operations():
             self._names |= {getattr(value, "__name__", "")} & DRAWS
         elif type(value) not in _CONSTANTS:
-            raise _Unknown
+            if not is_settings(value):
+                raise _Unknown
+            if id(value) not in self._settings:
+                self._settings[id(value)] = value
+                self._sizes.append((_meaning(value), _size(value)))
+                self._take_kinds(type(value).__mro__[:-1])
+
+    def _take_kinds(self, kinds: Iterable[type]) -> None:
+        """Classes: what they have got is known."""
+        new = [kind for kind in kinds if kind not in self._kinds]
+        self._kinds.update(new)
+        self._sizes += [(weakref.ref(kind), _size(kind)) for kind in new]
 
     def _function(self, function: types.FunctionType) -> None:
         names = names_of(function.__code__)
@@ -234,7 +255,7 @@ class Reads:
     def _module(self, module: nn.Module) -> None:
         kind, shape = type(module), internals.shape_of_module(module)
         self._shapes.append((weakref.ref(module), shape))
-        self._kinds |= {weakref.ref(k): len(vars(k)) for k in kind.__mro__ if not is_stock(k)}
+        self._take_kinds(k for k in kind.__mro__ if not is_stock(k))
         if (
             calls_of(kind) != CALLS
             or "_call_impl" in vars(module)
@@ -274,8 +295,8 @@ class Reads:
         for child in module.children():
             self._take(child)
 
-    def _attribute(self, module: nn.Module, name: str, is_known: bool = False) -> None:
-        """What the function finds if it looks for a name in a module, or in its `super()`.
+    def _attribute(self, module: Any, name: str, is_known: bool = False) -> None:
+        """What the function finds if it looks for a name in a module, or in its `super()`, or in settings.
 
         **Arguments:**
 
@@ -299,7 +320,7 @@ class Reads:
             # Of the module itself, its shape tells that it has got a name.
             absent = [(weakref.ref(kind), name, type(_MISSING)) for kind in missing if kind is not module]
             for e in (*absent, entry):
-                if e not in self._attributes:  # modules have their classes in common
+                if owner is module or e not in self._attributes:  # modules have their classes in common
                     self._attributes.append(e)
             for item in value if type(value) is tuple else () if is_known else (value,):
                 self._take(item)
@@ -310,7 +331,7 @@ class Reads:
             if not self._uses_super:
                 break
         else:
-            child = module._modules.get(name)
+            child = module._modules.get(name) if isinstance(module, nn.Module) else None
             if child is not None:
                 self._take(child)
 
@@ -319,12 +340,11 @@ class _Unknown(Exception):  # noqa: N818
     """Something is not known."""
 
 
-def _names_of(module: nn.Module) -> Iterator[str]:
-    yield from vars(module)
-    yield from module._parameters
-    yield from module._buffers
-    yield from module._modules
-    for kind in type(module).__mro__:
+def _names_of(owner: Any) -> Iterator[str]:
+    yield from vars(owner)
+    if isinstance(owner, nn.Module):
+        yield from (*owner._parameters, *owner._buffers, *owner._modules)
+    for kind in type(owner).__mro__:
         if kind is not nn.Module and kind is not object:
             yield from vars(kind)
 

@@ -80,6 +80,27 @@ def has_operators(kind: type) -> bool:
     )
 
 
+_OF_DATACLASSES = words("""
+    __dataclass_fields__ __dataclass_params__ __delattr__ __eq__ __match_args__ __post_init__ __replace__ __setattr__
+    """)
+
+
+def is_settings(value: Any) -> bool:
+    """Whether an object has attributes and methods, and does nothing else, as a dataclass of options does."""
+    kind = type(value)
+    return (
+        type(kind) is type
+        and hasattr(value, "__dict__")
+        and kind.__mro__[-2].__module__ != "builtins"
+        and all(
+            n in _HARMLESS or n in _OF_DATACLASSES
+            for k in kind.__mro__[:-1]
+            for n in vars(k)
+            if n.startswith("__") and n.endswith("__")
+        )
+    )
+
+
 @functools.cache
 def is_of_torch(name: str) -> bool:
     """Whether it means something elsewhere, so that `self.rrelu` does not make `F.rrelu` known; nor `_modules`.

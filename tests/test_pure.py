@@ -7,6 +7,7 @@ import random
 import types
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from remat import CheckpointError, RematError, _code, _pure, policies, remat
 from remat.compat import checkpoint
 
+WAYS = pytest.mark.parametrize(
+    "way", [lambda f, x: remat(f)(x), functools.partial(checkpoint, use_reentrant=False)], ids=["remat", "checkpoint"]
+)
 LAYERS = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
 WEIGHT = numbers(3, 3, seed=7)
 SCALE = 2.0
@@ -342,6 +346,66 @@ def hooked() -> nn.Module:
     return module
 
 
+@dataclass
+class Scale:
+    factor: float = 2.0
+
+    def of(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Options:
+    def __init__(self, **options: Any) -> None:
+        self.scale, self.power = Scale(), 2
+        vars(self).update(options)
+
+
+OPTIONS = Options()
+
+
+def reads_global_settings(x: Tensor) -> Tensor:
+    return x.sin() * OPTIONS.scale.factor**OPTIONS.power
+
+
+class Configured(nn.Module):
+    def __init__(self, options: Any) -> None:
+        super().__init__()
+        self.options, self.linear = options, nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.options.scale.of(self.linear(x)) ** self.options.power
+
+
+class Called(Scale):
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Asked(Options):
+    def __getattr__(self, name: str) -> Any:
+        return 2
+
+
+class WithProperty(Options):
+    @property
+    def scale(self) -> Scale:  # type: ignore[override]
+        return Scale()
+
+    @scale.setter
+    def scale(self, scale: Scale) -> None:
+        pass
+
+
+class Entries(dict[str, Any]):
+    scale, power = Scale(), 2
+
+
+class Counted(Scale):
+    def of(self, x: Tensor) -> Tensor:
+        self.factor = self.factor + 1
+        return x * self.factor
+
+
 def with_attribute(of: nn.Module | None = None, **attributes: Any) -> nn.Module:
     module = of or nn.ReLU()
     for name, value in attributes.items():
@@ -376,6 +440,8 @@ KNOWN: dict[str, Any] = {
     "a stock module": nn.ReLU(),
     "one that has a stride": nn.AvgPool1d(1),
     "modules by name": ByName(),
+    "settings": Configured(Options()),
+    "global settings": reads_global_settings,
 }
 UNKNOWN: dict[str, Any] = {
     f.__name__: f
@@ -497,6 +563,59 @@ CHANGES: dict[str, Callable[[Block], Any]] = {
 }
 
 
+NO_SETTINGS: dict[str, Any] = {
+    "with an operator": Options(scale=Called()),
+    "that make attributes": Asked(),
+    "with a property": WithProperty(),
+    "of a container": Entries(),
+    "with a list": Options(power=[2]),
+    "with a tensor": Options(power=WEIGHT),
+    "with a method that assigns": Options(scale=Counted()),
+    "with another method": Options(scale=random.Random()),
+}
+
+
+@pytest.mark.parametrize("options", NO_SETTINGS.values(), ids=NO_SETTINGS)
+def test_objects_that_are_no_settings(options: Any) -> None:
+    assert _pure.reads(Configured(options)) is None
+
+
+CHANGES_OF_SETTINGS: dict[str, Callable[[Options], Any]] = {
+    "a list": lambda options: setattr(options, "power", [2]),
+    "another object": lambda options: setattr(options, "scale", Called()),
+    "another class": lambda options: setattr(options, "__class__", Asked),
+    "another name": lambda options: setattr(options.scale, "of", draws_by_hand),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_SETTINGS.values(), ids=CHANGES_OF_SETTINGS)
+def test_settings_that_come_to_be_something_else(change: Callable[[Options], Any]) -> None:
+    module = Configured(Options())
+    assert _pure.reads(module) is not None
+    change(module.options)
+    assert _pure.reads(module) is None
+
+
+@WAYS
+def test_settings_count_as_they_were(way: Any) -> None:
+    module, x = Configured(Options()), leaf(numbers(3, 3))
+    assert _pure.reads(module) is not None
+    inputs = [x, *module.parameters()]
+    expected = torch.autograd.grad(module(x).sin().sum(), inputs)
+    y = way(module, x)
+    module.options.scale.factor, module.options.power = 5.0, 1
+    assert_same(torch.autograd.grad(y.sin().sum(), inputs), expected)
+    assert (module.options.scale.factor, module.options.power) == (5.0, 1)
+
+
+def test_two_settings_that_are_equal() -> None:
+    first, second = Configured(Options()), Configured(Options())
+    both = nn.Sequential(first, second)
+    assert _pure.reads(both) is not None
+    second.options.scale.factor = [2.0]
+    assert _pure.reads(both) is None
+
+
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_was_known_before_a_change(change: Callable[[Block], Any]) -> None:
     module = Block()
@@ -590,10 +709,6 @@ def test_nothing_is_kept_alive() -> None:
 
 
 # Where it is relied on.
-
-WAYS = pytest.mark.parametrize(
-    "way", [lambda f, x: remat(f)(x), functools.partial(checkpoint, use_reentrant=False)], ids=["remat", "checkpoint"]
-)
 
 
 def gradients(fun: Any, x: Tensor, between: Callable[[], Any] = lambda: None) -> Any:
