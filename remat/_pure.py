@@ -3,10 +3,10 @@
 A run of such a function need not be watched. It reads its arguments, tensors in its cells and those of the modules that
 it uses, and draws from the global generators at most. So that this can be told, all that the code names has to be
 known: the operations and the methods of containers in `remat._code`, globals and cells that hold modules, numbers or
-functions of the same kind, and attributes of those modules, and of settings: objects that do nothing by themselves. Anything else (another library, an attribute that is set,
-an assignment to a slice) is not known, and the function is watched. An operation that is told to work in place by a
-value that the code gets from elsewhere can still change a tensor: who relies on the answer has to look at the versions
-of those that the function reads.
+functions of the same kind, and attributes of those modules and of settings, which are objects that do nothing by
+themselves. Anything else (another library, an attribute that is set, an assignment to a slice) is not known, and the
+function is watched. An operation that is told to work in place by a value that the code gets from elsewhere can still
+change a tensor: who relies on the answer has to look at the versions of those that the function reads.
 
 The answer belongs to the code and to what it found. It is kept, and checked at each call.
 """
