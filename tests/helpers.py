@@ -53,6 +53,12 @@ def known_and_watched(*modules: Any) -> Any:
     return watched
 
 
+def at_an_address_of(died: set[int], make: Callable[[], Tensor], is_one: bool = True) -> Tensor:
+    """What `make` makes, where one of the tensors was that have died, or elsewhere."""
+    made = [make() for _ in range(200)]
+    return next(t for t in made if (id(t) in died) is is_one)
+
+
 def in_turn(*steps: Fun) -> Fun:
     """One function after the other."""
 

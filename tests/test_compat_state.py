@@ -19,7 +19,7 @@ import remat.compat
 from remat import CheckpointError, _context
 from remat.compat import _checkpoint, _draws, _reentrant
 from remat.debug import LiveBytes
-from tests.helpers import UNIT, activation, assert_same, known_and_watched, leaf, numbers
+from tests.helpers import UNIT, activation, assert_same, at_an_address_of, known_and_watched, leaf, numbers
 from tests.test_compat_better import VARIANTS, both_variants, fails, of_torch, ours, right, wrong
 from tests.test_compat_same import plain
 
@@ -644,6 +644,53 @@ def test_memory_that_is_made_out_of_sight_and_written_to_in_sight(variant: str) 
         return x.grad
 
     right(run, VARIANTS[variant][1])
+
+
+# Identities of tensors that have died, which others have got.
+
+MEMORY = numbers(3).numpy()
+
+
+@pytest.mark.parametrize("early_stop", [False, True])
+@pytest.mark.parametrize("addresses", [(True, False), (False, True), (True, True)], ids=["forward", "rerun", "both"])
+def test_a_tensor_where_one_was_that_the_region_around_made(addresses: tuple[bool, bool], early_stop: bool) -> None:
+    def run(checkpoint: Any) -> Any:
+        of_each_run = iter(addresses)
+        x = leaf(numbers(3))
+
+        def fun(x: Tensor) -> Tensor:
+            died = {id(t) for t in [x * 1 for _ in range(50)]}
+            held = [at_an_address_of(died, lambda: torch.from_numpy(MEMORY), next(of_each_run))]
+            return checkpoint(lambda x: (x * held[0]).sin(), x).exp()
+
+        checkpoint(fun, x).sum().backward()
+        return x.grad
+
+    right(run, functools.partial(ours, early_stop=early_stop))
+
+
+def test_a_state_where_a_tensor_was_that_was_written_to() -> None:
+    def run(checkpoint: Any) -> Any:
+        x, parameters = leaf(numbers(3)), [leaf(numbers(3)) for _ in range(200)]
+        for p in parameters:
+            p.exp().sum().backward()
+        states: dict[str, Any] = {}
+
+        def fun(x: Tensor) -> Tensor:
+            with torch._C.DisableTorchFunction():  # as an extension does it
+                memory = [torch.empty(3, dtype=torch.float64) for _ in range(50)]
+            died = {*map(id, memory)}
+            torch._foreach_zero_(memory)
+            del memory
+            with torch._C.DisableTorchFunction():
+                state = states.setdefault("", next((p.grad for p in parameters if id(p.grad) in died), None))
+            state.add_(1)
+            return (x * state.clone()).sin()
+
+        checkpoint(fun, x).sum().backward()
+        return x.grad, states[""]
+
+    right(run)
 
 
 # Devices of several types. The machine of the tests has a CPU alone, so the others are stand-ins that only count.

@@ -65,6 +65,13 @@ class CheckpointedBlock(Block):
         return x + scale * checkpoint(self.mlp, self.norm(x), use_reentrant=False)
 
 
+class NestedBlock(CheckpointedBlock):
+    """The same, in a region of its own."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return checkpoint(super().forward, x, scale, use_reentrant=False)
+
+
 class ReentrantBlock(Block):
     """Is called through the reentrant variant, which needs an input that requires grad."""
 
@@ -325,6 +332,13 @@ for way, wrap in (("full", full), ("selective", selective)):
     program(shard, f"each layer a shard inside {way}", model=WAYS[way], parts=layers)
 program(shard, "shards inside of checkpoint", model=lambda: net(CheckpointedBlock), parts=inner)
 program(shard, "shards inside, called twice", model=lambda: net(TwiceBlock, full), parts=inner)
+NESTED = [
+    (f"nested{', kept gathered' * kept} {name}", parts, {"reshard_after_forward": not kept})
+    for kept in (False, True)
+    for name, parts in (("block", itself), ("parts", inner), ("layers", layers))
+]
+for name, parts, options in NESTED:
+    program(shard, name, model=lambda: net(NestedBlock), parts=parts, **options)
 REENTRANT = [
     (f"reentrant{', kept gathered' * kept} {name}", parts, {"reshard_after_forward": not kept})
     for kept in (False, True)
@@ -375,7 +389,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-OTHERS = ("compared", "no_sync", "error", "dtensors", "ddp find", "shards inside, called")
+OTHERS = ("compared", "nested", "no_sync", "error", "dtensors", "ddp find", "shards inside, called")
 TRAINED = [name for name in PROGRAMS if not name.startswith(OTHERS)]
 
 
@@ -400,6 +414,17 @@ def test_a_sharded_part_that_is_called_twice(results: list[dict[str, Any]], name
         assert isinstance(result, dict), result
         assert_close(result["gradients"], expected["gradients"])
         assert result["runs"] == 2 * expected["runs"]
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in NESTED])
+def test_shards_inside_of_nested_regions(results: list[dict[str, Any]], name: str) -> None:
+    model = net()
+    del model.spare
+    expected = train(model, slice(SAMPLES))
+    for result in (r[name] for r in results):
+        assert isinstance(result, dict), result
+        assert_close(result["gradients"], expected["gradients"])
+        assert result["runs"] == 3 * STEPS * DEPTH  # the forward, and a rerun of each of the two regions
 
 
 @pytest.mark.parametrize("name", [name for name, *_ in REENTRANT])

@@ -56,8 +56,9 @@ class Forward(TorchFunctionMode):
         self.record = record
         self._given = given
         self.given = set(map(id, given))
-        self.made = dict.fromkeys(self.given, 0)
-        """By identity, and by how many calls."""
+        self.made = {id(t): (weakref.ref(t), 0) for t in given}
+        """By identity, what was given or made inside, and by how many calls. The identity of what has died since may be
+        another tensor's by now."""
         self.last_change = 0
         """By how many calls the last change in place of a tensor was made that was made inside."""
         self.saw_wrappers = False
@@ -100,9 +101,14 @@ class Forward(TorchFunctionMode):
         made = self.made
         record = self.record
         for arg in args if not kwargs else (*args, *kwargs.values()):
-            if (id(arg) not in made) if isinstance(arg, Tensor) else type(arg) in CONTAINERS:
-                self._note_reads(args, kwargs, writes(func, kwargs))
-                break
+            if isinstance(arg, Tensor):
+                known = made.get(id(arg))
+                if known is not None and known[0]() is arg:
+                    continue
+            elif type(arg) not in CONTAINERS:
+                continue
+            self._note_reads(args, kwargs, writes(func, kwargs))
+            break
         if may_change(func, kwargs):
             self._before_write(func, args, kwargs or {})
         record.calls.append(func)
@@ -117,12 +123,20 @@ class Forward(TorchFunctionMode):
                 record.tail.append(self._result(out))
         return out
 
+    def is_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor was given or made inside."""
+        known = self.made.get(id(tensor))
+        return known is not None and known[0]() is tensor
+
+    def _note_made(self, tensor: Tensor) -> None:
+        self.made[id(tensor)] = weakref.ref(tensor), len(self.record.calls)
+
     def _result(self, out: Any) -> Any:
         """What is noted of the result of a call; None: the call can't be spared."""
         if isinstance(out, Tensor):
             known = self._outside.get(id(out))
             if known is None or known.ref() is not out:  # `x.to(x.dtype)` is `x`
-                self.made[id(out)] = len(self.record.calls)
+                self._note_made(out)
             if type(out) is not Tensor or out.layout is not torch.strided:
                 return None
             return make_result((out.shape, out.stride(), out.dtype, out.device, out.requires_grad, out._is_view()))
@@ -137,7 +151,7 @@ class Forward(TorchFunctionMode):
         """A call is about to read tensors from outside, perhaps."""
         reads = {}
         for number, tensor in enumerate(tensors_in(args if not kwargs else (*args, *kwargs.values()))):
-            if id(tensor) not in self.made:
+            if not self.is_made(tensor):
                 known = self._outside.get(id(tensor))
                 if known is None or known.ref() is not tensor:
                     if internals.is_wrapper(tensor):
@@ -146,7 +160,7 @@ class Forward(TorchFunctionMode):
                     with internals.DisableTorchFunction():
                         node = tensor.grad_fn
                         if node is not None and internals.sequence_number(node) >= self._since:
-                            self.made[id(tensor)] = len(self.record.calls)  # out of sight: by an autograd.Function, say
+                            self._note_made(tensor)  # out of sight: by an autograd.Function, say
                             continue
                         self._outside[id(tensor)] = known = Outside(tensor)
                         self.record.outside.append(known)
@@ -173,9 +187,13 @@ class Forward(TorchFunctionMode):
         with internals.DisableTorchFunction(), self._unseen(), torch.no_grad():
             for target in targets_of(func, args, kwargs):
                 t = self._source(target)
-                if id(t) in self.made:
+                is_made = self.is_made(t)
+                if is_made:
                     self.last_change = len(self.record.calls) + 1
-                if (id(t) in self.given or id(t) not in self.made) and id(t) not in written:
+                if is_made and id(t) not in self.given:
+                    continue
+                known = written.get(id(t))
+                if known is None or known[0]() is not t:
                     written[id(t)] = weakref.ref(t), self._seen(t).clone().requires_grad_(t.requires_grad)
 
     def _seen(self, tensor: Tensor) -> Tensor:
@@ -189,7 +207,7 @@ class Forward(TorchFunctionMode):
 
     def _source(self, target: Tensor) -> Tensor:
         """The tensor from outside that a target is `.data` of, or detached from; else the target itself."""
-        if id(target) in self.made and id(target) not in self.given and target.grad_fn is None:
+        if self.is_made(target) and id(target) not in self.given and target.grad_fn is None:
             for t in (*self._given, *(o.ref() for o in self.record.outside)):
                 if t is not None and target.is_set_to(t):
                     return t

@@ -61,7 +61,7 @@ class Outside:
     def keep(self, around: Any) -> None:
         """The forward is over: hold the tensor. What the run around it made is for that to hold."""
         tensor = self.ref()
-        if tensor is not None and around is not None and id(tensor) in around.made and id(tensor) not in around.given:
+        if tensor is not None and around is not None and around.is_made(tensor) and id(tensor) not in around.given:
             self.saved = internals.save(tensor)
         else:
             self.tensor = tensor

@@ -96,11 +96,11 @@ class CheckpointFunction(torch.autograd.Function):
             if id(t) in written:
                 raise RematError(CHANGES.format(list(t.shape), t.dtype))
         returned = out if isinstance(out, tuple) else (out,)
-        positions = [forward.made.get(id(v), 0) for v in returned if isinstance(v, Tensor)]
+        positions = [forward.made[id(v)][1] for v in returned if isinstance(v, Tensor) and forward.is_made(v)]
         call.record.needed = 0 if forward.saw_compiled else max(forward.last_change, *positions, 0)
         with internals.DisableTorchFunction():
             values = [
-                v.detach() if isinstance(v, Tensor) and id(v) not in forward.made else v  # it belongs to somebody else
+                v.detach() if isinstance(v, Tensor) and not forward.is_made(v) else v  # it belongs to somebody else
                 for v in returned
             ]
         results = super().apply(call, gathered, len(given), values, *call.unwritten(given), *captured)

@@ -159,7 +159,7 @@ class Rerun(Collector, TorchFunctionMode):
         """Whether nobody needs what the function returns: spared memory in it need not be computed."""
         self._given = given
         self.given = set(map(id, given))
-        self.made = set(self.given)
+        self.made = {id(t): weakref.ref(t) for t in given}  # by identity, as in the forward
         self._since = internals.next_sequence_number()
         self._inner = inner or {}
         self._outside = {id(o.tensor): o for o in record.outside if o.tensor is not None}
@@ -228,11 +228,16 @@ class Rerun(Collector, TorchFunctionMode):
         self._writes = not self.trusting and writes(func, kwargs)
         made = self.made
         for arg in args if not kwargs else (*args, *kwargs.values()):
-            if (id(arg) not in made) if isinstance(arg, Tensor) else type(arg) in CONTAINERS:
-                reads = record.reads.get(position) if aligned else None
-                if kwargs or not self._reads_the_same(args, reads):
-                    args, kwargs = self._resolve(args, kwargs, reads)
-                break
+            if isinstance(arg, Tensor):
+                known = made.get(id(arg))
+                if known is not None and known() is arg:
+                    continue
+            elif type(arg) not in CONTAINERS:
+                continue
+            reads = record.reads.get(position) if aligned else None
+            if kwargs or not self._reads_the_same(args, reads):
+                args, kwargs = self._resolve(args, kwargs, reads)
+            break
         if may_change(func, kwargs):
             args, kwargs = self._before_write(func, args, kwargs)
         if self._done:
@@ -247,10 +252,15 @@ class Rerun(Collector, TorchFunctionMode):
         self._adopt(out, args)
         return out
 
+    def is_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor was given or made inside."""
+        known = self.made.get(id(tensor))
+        return known is not None and known() is tensor
+
     def _adopt(self, out: Any, args: tuple[Any, ...] = ()) -> None:
         for item in out if isinstance(out, (list, tuple)) else (out,):
-            if isinstance(item, Tensor) and id(item) not in self.made and not _is_among(item, args):
-                self.made.add(id(item))
+            if isinstance(item, Tensor) and not self.is_made(item) and not _is_among(item, args):
+                self.made[id(item)] = weakref.ref(item)
 
     @property
     def was_misled(self) -> bool:
@@ -271,7 +281,7 @@ class Rerun(Collector, TorchFunctionMode):
         number = 0
         for arg in args:
             if isinstance(arg, Tensor):
-                if id(arg) not in self.made:
+                if not self.is_made(arg):
                     outside = reads.get(number)
                     if outside is None or outside.tensor is not arg or outside.version != version(arg):
                         return False
@@ -292,11 +302,11 @@ class Rerun(Collector, TorchFunctionMode):
 
     def _read(self, tensor: Tensor, expected: Outside | None) -> Tensor | None:
         """What to read in the place of a tensor; None: itself."""
-        if id(tensor) in self.made:
+        if self.is_made(tensor):
             return None
         found = None
         if expected is not None and self._made_out_of_sight(tensor, expected):
-            self.made.add(id(tensor))
+            self.made[id(tensor)] = weakref.ref(tensor)
             return None
         if expected is not None and self.trusting:
             found = self._inner.get(id(expected), expected.tensor)
@@ -352,7 +362,7 @@ class Rerun(Collector, TorchFunctionMode):
                 for t in targets:
                     if (memory := internals.memory_of(t)) in self.unwritable or memory in gathered:
                         raise RematError(CHANGES.format(list(t.shape), t.dtype))
-            strange = [t for t in targets if id(t) not in self.made and self._was_there(t)]
+            strange = [t for t in targets if not self.is_made(t) and self._was_there(t)]
             for t in strange:
                 self.swap(t, copy_of(t))
         if strange:
@@ -373,8 +383,8 @@ class Rerun(Collector, TorchFunctionMode):
         """From now on `stand_in` is read and written in the place of `tensor`."""
         self._swapped.append(tensor)
         self._swaps[id(tensor)] = stand_in
-        self.made.discard(id(tensor))
-        self.made.add(id(stand_in))
+        self.made.pop(id(tensor), None)
+        self.made[id(stand_in)] = weakref.ref(stand_in)
 
     def _before_backward(self) -> None:
         """A backward inside of the function has added to `.grad` in the forward: once is enough."""
