@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Container
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ class Log:
         """The position of the last product, if no later call reads values. See `remat._tail`."""
         self.hooks: list[int | None] = []
         """Of each hook that was put on a tensor: the level of that, 0 below all; None in a transform of its own."""
-        self.constant_reads: set[tuple[Any, int]] = set()
+        self.constant_reads: dict[tuple[Any, int], weakref.ref[Tensor]] = {}
         """Of the calls that touch constants alone: the function, and the identity of a tensor that it read."""
 
     def note(self, signature: Signature, out: Any) -> None:
@@ -52,6 +53,10 @@ class Log:
         if not _differentiated(out):
             self.incidental.add(len(self.calls))
         self.calls.append(signature)
+
+    def finish(self) -> None:
+        """The run is over. What has died since counts no more: an operand may have its identity."""
+        self.constant_reads = {pair: ref for pair, ref in self.constant_reads.items() if ref() is not None}
 
     def call(self, position: int) -> Signature | None:
         """The call at a position, None after the last."""

@@ -102,6 +102,7 @@ class Call:
         with internals.without_saved_tensors_hooks(), run, self._recorder or draws or contextlib.nullcontext():
             out = self.closure.call(*args, **kwargs)
         self._log = run.log
+        self._log.finish()
         self.hooked = {level for level in run.log.hooks if level is not None}
         with internals.DisableTorchFunction():
             if run.random is not None:

@@ -89,7 +89,7 @@ class Run(TorchFunctionMode):
         self._since = internals.next_sequence_number()
         self._live_reads = 0
         self._wrapped_memory: set[int] = set()  # that what it made under a transform of its own is a wrapper of
-        self._owners: dict[int, weakref.ref[Tensor]] = {}  # of what `.data` gave
+        self._owners: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}  # what `.data` gave, and of what
         self._numbers = len(self.given)
         self.spared: Spared | None = None
         """In a rerun, what follows a product that was not computed."""
@@ -128,8 +128,7 @@ class Run(TorchFunctionMode):
 
     def is_made(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on what was given."""
-        ref = self.made.get(id(tensor))
-        return ref is not None and ref() is tensor
+        return _has(self.made, tensor)
 
     def swapped(self, tensor: Tensor) -> Tensor:
         """The operand that stands for `tensor`, or itself."""
@@ -156,9 +155,9 @@ class Run(TorchFunctionMode):
             elif type(arg) not in _PLAIN and isinstance(arg, (list, tuple, dict, torch.Generator)):
                 known = False
         if not known:
-            strangers = len(self.outside)
+            strangers = self._numbers
             live, args, kwargs = self._look_closer(args, kwargs or {})
-            if self._comparison is not None and len(self.outside) > strangers:
+            if self._comparison is not None and self._numbers > strangers:
                 args, kwargs = self._comparison.as_in_forward(func, args, kwargs, self.outside)
         if kwargs or kind.writes:
             self._before_write(written_by(func, args, kwargs or {}))
@@ -179,7 +178,7 @@ class Run(TorchFunctionMode):
             result = out if live else None
             self.log.tail = last_product(self.log.tail, len(self.log.calls), func, args, kwargs or {}, result)
         if kind.gives_data:
-            self._owners[id(out)] = weakref.ref(args[0])
+            self._owners[id(out)] = weakref.ref(out), weakref.ref(args[0])
         with internals.DisableTorchFunction():  # the runs around this one look on
             results = results_of(out)
             if results and func is not Tensor.requires_grad_:  # where the rerun may find that it is so already
@@ -235,10 +234,12 @@ class Run(TorchFunctionMode):
             raise stranger(self.name, tensor, f" at {call_site()}")
         if key in self._swaps:
             return self._swaps[key]
-        constant = self.constants.get(key)
-        if constant is not None and constant() is tensor:
+        if _has(self.constants, tensor):
             return tensor
         self.log.tail = None  # somebody unseen may have read values
+        if key in self.outside and not _has(self.outside, tensor):
+            self._forget(key)
+            self.reads.pop(key, None)
         if internals.is_wrapper(tensor) and not self._known_outside(key):
             # Wrapped by a transform inside of the function, which may be over by now.
             inside = internals.level_of(tensor) > self._depth
@@ -252,11 +253,11 @@ class Run(TorchFunctionMode):
                 raise RematError(TAKEN_APART.format(self.name))
             if not read and self._comparison is not None:
                 return tensor.detach()  # nothing in the forward was differentiated by it
-        if key not in self.outside or self.outside[key]() is not tensor:
+        if key not in self.outside:
             self.outside[key] = weakref.ref(tensor)
             self.versions[key] = version(tensor)
+            self._numbers += 1
             if self._comparison is None:
-                self._numbers += 1
                 self.reads[key] = Read(self._numbers)
             if not read:
                 self.handed_on.add(key)
@@ -272,8 +273,7 @@ class Run(TorchFunctionMode):
 
     def _knows(self, tensor: Tensor) -> bool:
         """Whether a tensor was given, or seen to be made."""
-        constant = self.constants.get(id(tensor))
-        return self.is_made(tensor) or (constant is not None and constant() is tensor)
+        return self.is_made(tensor) or _has(self.constants, tensor)
 
     def _known_outside(self, key: int) -> bool:
         # Below its forward's stack, a level of that stack may have the number of one that began since.
@@ -335,9 +335,10 @@ class Run(TorchFunctionMode):
         with internals.DisableTorchFunction():
             for written in tensors:
                 base = written._base if written._is_view() else written
-                owner = self._owners.get(id(base), lambda: None)()
+                known = self._owners.get(id(base))
+                owner = known[1]() if known is not None and known[0]() is base else None
                 for t in (written, base, owner):
-                    if t is None or id(t) in self.snapshots or not (id(t) in self.given or id(t) in self.outside):
+                    if t is None or id(t) in self.snapshots or not (_has(self.given, t) or _has(self.outside, t)):
                         continue
                     if internals.requires_grad_at_any_level(t):
                         made_here = MADE_HERE if isinstance(t, torch.nn.Parameter) else ""
@@ -368,7 +369,7 @@ class Run(TorchFunctionMode):
             if not isinstance(arg, Tensor):
                 continue
             if self._comparison is None:
-                self.log.constant_reads.add((func, id(arg)))
+                self.log.constant_reads[func, id(arg)] = weakref.ref(arg)
             elif id(arg) in self._originals and not self._comparison.has_read(func, self._originals[id(arg)]):
                 raise stranger(self.name, arg, f" at {call_site()}")
 
@@ -402,10 +403,7 @@ class Run(TorchFunctionMode):
             return
         given = self.given.get(key)
         if given is None or given() is not tensor:
-            for table in (self.outside, self.given, self.versions, self.snapshots):
-                if key in table:
-                    del table[key]  # it was of a tensor that has died since
-            self.handed_on.discard(key)
+            self._forget(key)
             if key not in self._originals:
                 read = self.reads.get(id(same_as))
                 if read is not None:
@@ -419,19 +417,24 @@ class Run(TorchFunctionMode):
             self.made.pop(key, None)
             self.constants[key] = weakref.ref(tensor)
 
+    def _forget(self, key: int) -> None:
+        """Another tensor has got the identity of one that has died since."""
+        for table in (self.outside, self.given, self.versions, self.snapshots):
+            if key in table:
+                del table[key]
+        self.handed_on.discard(key)
+
     def computed(self, result: Tensor) -> bool:
         """Whether a result has a derivative of this run: not where it is, or views, a tensor from outside."""
         with internals.DisableTorchFunction():
             return self._computed(result)
 
     def _computed(self, result: Tensor) -> bool:
-        key = id(result)
-        constant = self.constants.get(key)
-        if key in self.given or (constant is not None and constant() is result) or self._views_outside(result):
+        if _has(self.given, result) or _has(self.constants, result) or self._views_outside(result):
             return False
         if not (result.requires_grad or internals.is_wrapper(result)):
             return False
-        if not self.is_made(result) and (key in self.in_cells or self._was_there(result)):
+        if not self.is_made(result) and (id(result) in self.in_cells or self._was_there(result)):
             return False  # never read, and returned as it is
         self.resolve(result)  # made out of sight, or never read: then it is an operand as well
         return result.is_floating_point() or result.is_complex()
@@ -456,6 +459,12 @@ class Run(TorchFunctionMode):
         """Check that a rerun ran to the end of what the forward ran."""
         if self._comparison is not None:
             self._comparison.finish()
+
+
+def _has(table: dict[int, weakref.ref[Tensor]], tensor: Tensor) -> bool:
+    """Whether a table by identity has a tensor, not one that has died and had the same identity."""
+    ref = table.get(id(tensor))
+    return ref is not None and ref() is tensor
 
 
 def stranger(name: str, tensor: Tensor, where: str = "") -> CheckpointError:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same, leaf, numbers, plain
+from helpers import assert_same, at_an_address_of, leaf, numbers, plain
 from torch import Tensor, nn
 from torch.func import grad, vjp, vmap
 from torch.nn import functional as F
@@ -428,3 +428,91 @@ def test_what_is_replaced_may_come_with_a_graph_that_is_gone(call: Any) -> None:
     expected, x.grad = x.grad, None
     call(module)(x).sum().backward()
     assert_same(x.grad, expected)
+
+
+# Tensors that die inside of the function, and others, made out of sight, that get their identities.
+
+ONES = np.ones(3)
+
+
+def out_of_sight() -> Tensor:
+    return torch.from_numpy(ONES)
+
+
+def after_one_that_was_written_to(ck: Decorator, x: Tensor) -> Tensor:
+    def fun(x: Tensor) -> Tensor:
+        written = [torch.from_numpy(np.zeros(3)) for _ in range(50)]
+        torch._foreach_add_(written, 2)
+        died = {*map(id, written)}
+        del written
+        ones = at_an_address_of(died, out_of_sight)
+        return x.sin() * ones
+
+    return ck(fun)(x)
+
+
+def after_a_parameter(ck: Decorator, x: Tensor) -> Tensor:
+    def fun(x: Tensor) -> Tensor:
+        parameters = [nn.Parameter(out_of_sight()) for _ in range(50)]
+        scale = torch.stack(parameters).sum().detach()
+        died = {*map(id, parameters)}
+        del parameters
+        ones = at_an_address_of(died, out_of_sight)
+        return x.sin() * scale * ones
+
+    return ck(fun)(x)
+
+
+def after_the_data_of_a_parameter(ck: Decorator, x: Tensor) -> Tensor:
+    def fun(x: Tensor, weight: Tensor) -> Tensor:
+        died = {id(data) for data in [weight.data for _ in range(50)]}
+        count = at_an_address_of(died, lambda: torch.zeros((), dtype=torch.float64))
+        count += 1
+        return x.sin() * weight * count
+
+    return ck(fun)(x, x.cos())
+
+
+@CHECKED
+@pytest.mark.parametrize(
+    "program",
+    [after_one_that_was_written_to, after_a_parameter, after_the_data_of_a_parameter],
+    ids=lambda p: p.__name__,
+)
+def test_a_tensor_where_another_one_was(program: Any, transform: str) -> None:
+    agree(program, transform)
+
+
+def test_a_constant_that_is_found_where_another_one_was_is_an_error() -> None:
+    found: deque[Tensor] = deque()
+
+    def fun(x: Tensor) -> Tensor:
+        if found:
+            return x.sin() * found[0].cos()
+        read = [torch.ones(3, dtype=torch.float64) for _ in range(50)]
+        for t in read:
+            t.cos()
+        died = {*map(id, read)}
+        del read, t
+        found.append(at_an_address_of(died, lambda: torch.full((3,), 2.0, dtype=torch.float64)))
+        return x.sin() * found[0].sin()
+
+    y = remat(fun)(leaf(numbers(3))).sum()
+    with pytest.raises(CheckpointError, match="that its forward run was not seen to read"):
+        y.backward()
+
+
+def test_a_result_that_is_where_a_parameter_was_is_computed_again() -> None:
+    runs = []
+
+    def fun(x: Tensor) -> Tensor:
+        runs.append(1)
+        parameters = [nn.Parameter(out_of_sight()) for _ in range(50)]
+        torch.stack(parameters)
+        died = {*map(id, parameters)}
+        del parameters
+        with torch._C.DisableTorchFunction():  # as an extension does it
+            return at_an_address_of(died, lambda: x.sin())
+
+    remat(fun)(leaf(numbers(3))).sum().backward()
+    assert len(runs) == 2
