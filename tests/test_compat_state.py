@@ -483,6 +483,24 @@ class FillsParameterWithoutGrad(nn.Module):
         return torch.sin(x / self.scale)
 
 
+class ReplacesParameter(nn.Module):
+    """By one that gets its identity, if that is free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ready = False
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            mean, before = x.detach().mean(0), id(self.scale)
+            del self.scale
+            made = [nn.Parameter(mean) for _ in range(200)]
+            self.scale = next((p for p in made if id(p) == before), made[0])
+            self.is_ready = True
+        return torch.sin(x / self.scale)
+
+
 class FillsTable(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -512,6 +530,7 @@ FIRST_CALLS: dict[str, Callable[[], nn.Module]] = {
     "another buffer": ReplacesBuffer,
     "a parameter's data": FillsParameter,
     "a parameter": FillsParameterWithoutGrad,
+    "another parameter": ReplacesParameter,
     "a table": FillsTable,
     "a layer": MakesLayers,
     "the shape of a layer": lambda: nn.LazyLinear(4, dtype=torch.float64),

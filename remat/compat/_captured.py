@@ -114,6 +114,7 @@ class Captured:
         "_modules",
         "_namespaces",
         "_objects",
+        "_parameters",
         "_sizes",
         "_slots",
         "_table",
@@ -130,6 +131,7 @@ class Captured:
         self._attributes: list[dict[str, Any]] = []  # what these were, until the forward is over
         self._assigned: list[_Slot] = []  # those that the forward assigned to
         self._sizes: list[Any] = []  # of what these hold, until the forward is over
+        self._parameters: list[list[Any]] = []  # keeps the identities in these
         self._objects: list[Any] = []  # others, which may hold state
         self._has_hooks = False
         self.tensors: list[Tensor] = []
@@ -159,6 +161,7 @@ class Captured:
         self._namespaces = [vars(m) for m in self._modules.values() if hooked or not is_stock(type(m))]
         self._attributes = [*map(dict, self._namespaces)]
         self._sizes = [internals.hooks_so_far(), *map(_sizes, self._namespaces)]
+        self._parameters = [*map(_parameters, self._namespaces)]
 
     def _look_at(self, objects: Sequence[Any]) -> None:
         seen = set()
@@ -217,7 +220,7 @@ class Captured:
                         self._assigned.append((names, name, old))
         if self._assigned and self._has_built():
             self._assigned = []
-        self._attributes, self._sizes = [], []
+        self._attributes, self._sizes, self._parameters = [], [], []
         self._buffers = [
             (names, name, buffer)
             for names, name, buffer in self._buffers
@@ -314,7 +317,11 @@ class Captured:
 def _sizes(attributes: dict[str, Any]) -> list[int]:
     """What changes where a module is given parameters, or where its lists and dicts grow."""
     sizes = [len(v) for v in attributes.values() if type(v) in _SIZED]
-    return [*sizes, *map(id, attributes.get("_parameters", {}).values())]
+    return [*sizes, *map(id, _parameters(attributes))]
+
+
+def _parameters(attributes: dict[str, Any]) -> list[Any]:
+    return list(attributes.get("_parameters", {}).values())
 
 
 _SIZED = {list, dict, set, collections.deque, collections.OrderedDict}
