@@ -189,6 +189,15 @@ def test_a_storage_is_listed_once() -> None:
     assert sum("exp" in w for w in whys(fun, x)) == 1
 
 
+def test_what_hooks_unpack_is_listed_each_time() -> None:
+    def fun(x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.tolist(), torch.tensor):
+            return x.exp().exp().exp()
+
+    residuals = saved_residuals(fun, numbers(3).requires_grad_())
+    assert len(residuals) == 3
+
+
 def test_gradients_are_those_of_what_requires_grad() -> None:
     x, w = numbers(3, 3), numbers(3, 3).requires_grad_()
     assert whys(torch.matmul, x, w) in (["from the argument input"], ["from the argument args[0]"])

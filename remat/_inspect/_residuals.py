@@ -57,11 +57,11 @@ class Held:
         self.origins = origins
         self.residuals: list[Residual] = []
         """Each storage once."""
-        self._seen: set[int] = set()
+        self._seen: dict[int, Any] = {}  # by identity: hooks of the user's may unpack what nobody else holds
 
     def _add(self, shape: Any, dtype: Any, storage: Any, why: str, where: str) -> None:
         if id(storage) not in self._seen and storage.nbytes():
-            self._seen.add(id(storage))
+            self._seen[id(storage)] = storage
             self.residuals.append(Residual(tuple(shape), dtype, storage.device, storage.nbytes(), why, where))
 
     def add_saved(self, tensor: Tensor, where: str) -> None:
