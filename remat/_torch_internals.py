@@ -416,13 +416,10 @@ def run_backward(
 
 
 _OUR_ENGINE = run_backward.__code__
-_OWN_FRAMES = (
-    5  # at least, between `_engine_frame` and `BackwardCFunction.apply`: Python makes objects of those asked for
-)
 
 
-def _engine_frame(thread: int) -> Any:
-    frame = _engine_frame_behind(sys._getframe(_OWN_FRAMES))
+def _engine_frame(behind: Any, thread: int) -> Any:
+    frame = _engine_frame_behind(behind)
     if frame is None and thread != threading.get_ident():
         frame = _engine_frame_behind(sys._current_frames().get(thread))
     return frame
@@ -441,7 +438,8 @@ def called_by_grad_transform(thread: int) -> bool:
 
     - `thread`: the thread that ran the forward: on accelerators the engine calls nodes from threads of its own.
     """
-    frame = _engine_frame(thread)
+    # Python makes an object of each frame that is asked for: not of those of the node's own backward.
+    frame = _engine_frame(sys._getframe(4), thread)
     if frame is None:
         return False
     caller = frame.f_back
@@ -649,7 +647,7 @@ def saved_tensors(nodes: Iterable[Any]) -> Iterator[Tensor]:
 
 def running_backward(thread: int) -> list[Any]:
     """The nodes at which the backward pass starts that is running now, empty where it can't be found."""
-    frame = _engine_frame(thread)
+    frame = _engine_frame(sys._getframe(1), thread)
     outputs = () if frame is None else frame.f_locals["t_outputs"]
     return [n for t in outputs for n in (nodes_of(t) if isinstance(t, Tensor) else [t.node])]
 
