@@ -39,16 +39,21 @@ class Holder:
         self.index = index
 
 
-Held = tuple[Tensor, int]
-"""What the graph keeps of a tensor in memory that is held anyway: itself, and how often it had been written to."""
+Held = tuple[Tensor, int, weakref.ref[Tensor]]
+"""What the graph keeps of a tensor in memory that is held anyway: itself, and how often it had been written to.
+
+The weak reference makes `swap_tensors` refuse to put another one in its place, as it does where a plain graph has
+saved it.
+"""
 
 
 def unpack(packed: Holder | Held) -> Tensor:
     """The hook."""
     if isinstance(packed, Holder):
         return packed.owner.unpack(packed.index)
-    tensor, before = packed
-    check_version(tensor, before)
+    tensor, before, _ = packed
+    if tensor._version != before:
+        raise modified(tensor, before)
     return tensor
 
 
@@ -123,13 +128,9 @@ class Graph(ABC):
             recomputed.saved[index] = None
         if entry is None:
             raise self.error(_UNPACKED_TWICE if group is None else _UNPACKED_TWICE_IN_GROUP)
-        tensor, version = entry
-        if version != -1 and version != tensor._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{tensor.type()} {list(tensor.shape)}], saved inside of a checkpointed function, is at version "
-                f"{tensor._version}; expected version {version} instead."
-            )
+        tensor, before = entry
+        if before != -1 and before != tensor._version:
+            raise modified(tensor, before)
         return tensor
 
 
@@ -141,11 +142,16 @@ def version(tensor: Tensor) -> int:
 def check_version(tensor: Tensor, before: int) -> None:
     """Raise if a tensor that a function was given, or has read, was written to."""
     if version(tensor) != before:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}], which a checkpointed function was given or reads from outside, "
-            f"is at version {tensor._version}; expected version {before} instead. Change a copy: x = x.clone()."
-        )
+        raise modified(tensor, before)
+
+
+def modified(tensor: Tensor, before: int) -> RuntimeError:
+    """The error for a tensor that was written to since it was at a version."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}], which a checkpointed function was given, reads from outside or "
+        f"saves, is at version {tensor._version}; expected version {before} instead. Change a copy: x = x.clone()."
+    )
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

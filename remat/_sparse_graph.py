@@ -56,7 +56,7 @@ class SparseGraph(Graph):
     def __init__(self, call: _Call, early_stop: bool, under_node: bool = False) -> None:
         self._call = call
         self._operands = operands = call.operands
-        self._held = {*map(id, operands)}
+        self._held = {id(t): weakref.ref(t) for t in operands}
         self._required = [*map(_requires_grad, operands)]
         self._early_stop = early_stop
         self._under_node = under_node
@@ -93,7 +93,7 @@ class SparseGraph(Graph):
         number = len(self.metas)
         self.metas.append(meta_of(tensor))
         if id(tensor) in self._held:
-            return tensor, tensor._version
+            return tensor, tensor._version, self._held[id(tensor)]
         holder = Holder(self, number)
         self._holders[number] = weakref.ref(holder)
         return holder
@@ -120,8 +120,9 @@ class SparseGraph(Graph):
                 t if t.requires_grad is before else t.detach().requires_grad_(before)
                 for t, before in zip(operands, self._required, strict=True)
             ]
-        held = self._held if operands is self._operands else {*map(id, operands)}
+        held = {*map(id, operands)}
         saved: Saved = []
+        changed: Saved = []
         metas: list[Meta] = []
 
         def collect(tensor: Tensor) -> Tensor:
@@ -138,10 +139,10 @@ class SparseGraph(Graph):
         with internals.grad_enabled():
             internals.push_saved_tensors_hooks(_unseen(collect) if were_changed else decorate(collect), same)
             try:
-                with _Refusing(operands, self._call.versions) if were_changed else _NOTHING:
+                with _Refusing(operands, self._call.versions, changed) if were_changed else _NOTHING:
                     self._call.again(operands)
             except _Stop:
-                expected = last + 1
+                expected = min(expected, len(saved))
             finally:
                 internals.pop_saved_tensors_hooks()
         if len(saved) != expected:
@@ -149,6 +150,7 @@ class SparseGraph(Graph):
         if metas != self.metas[:expected] and self.compares:
             pairs = zip(self.metas, metas, strict=False)
             raise self.error(f"{wrong_metadata([(i, a, b) for i, (a, b) in enumerate(pairs) if a != b])}\n{PURITY}")
+        saved += changed * (last + 1 - len(saved))
         for number, holder in self._holders.items():
             if holder() is None:
                 saved[number] = None
@@ -156,23 +158,26 @@ class SparseGraph(Graph):
 
 
 class _Refusing(TorchFunctionMode):
-    """Within it, no torch function may be given tensors that were changed in place.
+    """Within it, a rerun stops where a torch function is given a tensor that was changed in place.
 
-    They are found by their names: the function may name a tensor of another module, and not read this one.
+    They are found by their names: the function may name a tensor of another module, and not read this one. What comes
+    before is right, and may be all that is needed: an optimizer steps in the backward as gradients arrive.
     """
 
-    def __init__(self, operands: list[Tensor], versions: list[int]) -> None:
-        """`versions`: those that the operands had."""
+    def __init__(self, operands: list[Tensor], versions: list[int], met: Saved) -> None:
+        """`versions`: those that the operands had. `met`: where to put the one that was given."""
         super().__init__()
         pairs = zip(operands, versions, strict=True)
         self._changed = {id(t): (t, before) for t, before in pairs if t._version != before}
+        self._met = met
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with internals.DisableTorchFunction():
             for x in _tree.flatten((args, kwargs))[0]:
                 if id(x) in self._changed:
-                    check_version(*self._changed[id(x)])
+                    self._met.append(self._changed[id(x)])
+                    raise _Stop
         return func(*args, **kwargs)
 
 
@@ -187,4 +192,4 @@ def _unseen(hook: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 class _Stop(BaseException):
-    """All that the graph needs is there."""
+    """All that the graph needs is there, or nothing more can be computed."""

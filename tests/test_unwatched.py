@@ -738,3 +738,62 @@ def test_a_parameter_that_is_read_and_was_changed_in_place(way: Way) -> None:
         block.norm.weight += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+EARLY_OR_LATE = pytest.mark.parametrize(
+    "way",
+    [*WAYS.args[1], lambda f: functools.partial(checkpoint, f, use_reentrant=False, early_stop=False)],
+    ids=["remat", "checkpoint", "no early stop"],
+)
+
+
+def with_a_product(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
+    return tanh(x, w) + a * b
+
+
+def with_another_result(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
+    return tanh(x, w) + a * b, x.sin()
+
+
+@EARLY_OR_LATE
+@pytest.mark.parametrize("fun", [with_a_product, with_another_result])
+def test_an_optimizer_that_steps_before_the_rerun_meets_the_parameter(way: Way, fun: Any) -> None:
+    """The product saves parameters alone, which have their gradients before the first of what is computed again."""
+
+    def run(fun: Any) -> list[Tensor]:
+        x, w, a, b = (leaf(numbers(3, 3, seed=i)) for i in range(4))
+        y = fun(x, w, a, b)
+        for p in (a, b):
+
+            def step(p: Tensor) -> None:
+                with torch.no_grad():
+                    p -= p.grad
+
+            p.register_post_accumulate_grad_hook(step)
+        (y[0] if isinstance(y, tuple) else y).square().sum().backward()
+        return [x.grad, w.grad, a.detach(), b.detach()]
+
+    assert_same(run(way(fun)), run(fun))
+
+
+@EARLY_OR_LATE
+def test_what_is_computed_from_a_changed_argument_is_asked_for(way: Way) -> None:
+    x, a = leaf(numbers(3)), leaf(numbers(3, seed=1))
+    y, z = way(lambda x, a: (x.sin(), (a * 2).cos()))(x, a)
+    with torch.no_grad():
+        a += 1
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[torch.DoubleTensor \[3\]\]"):
+        (y + z).sum().backward()
+
+
+@WAYS
+@pytest.mark.parametrize("fun", [torch.mul, lambda x, w: torch.sin(x * w)], ids=["operands", "more"])
+def test_a_tensor_that_the_graph_holds_can_not_be_swapped(way: Way, fun: Any) -> None:
+    """As in plain autograd: another one in its place would give another gradient."""
+    x, w = numbers(3), leaf(numbers(3, seed=1))
+    y = way(lambda x, w: fun(x, w))(x, w).sum()
+    with pytest.raises(RuntimeError, match="Cannot swap"):
+        torch.utils.swap_tensors(x, torch.ones(3).double())
+    y.backward()
+    torch.utils.swap_tensors(x, torch.ones(3).double())
+    assert_same(x, torch.ones(3).double())
