@@ -32,6 +32,10 @@ from remat._run import paused_runs
 from remat._typing import OwnGraph
 
 Values = list[Tensor]
+_DETACHED = (
+    "remat: an input of {} (shape {}, {}) was detached in place between its forward run and this backward, whose "
+    "result is differentiated again (create_graph=True). Detach a copy instead: x = x.detach()."
+)
 
 
 # Nodes.
@@ -118,6 +122,8 @@ class RematOverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
         needed = ctx.needs_input_grad[4 + count :]
         if not internals.graph_is_retained():
             ctx.fn = ctx.graph = None
+        if graph is not None and all(c is None for c in cotangents):
+            graph.skip()
         if not (
             torch.is_grad_enabled()
             or internals.transforms_active()
@@ -129,7 +135,12 @@ class RematOverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
         if graph is None:
             _ = ctx.saved_tensors  # raises: the graph has been freed
         graph.skip()
-        grads = gradients(Link(fn, range(count)), graph.operands(), needed, cotangents)
+        operands = graph.operands()
+        if torch.is_grad_enabled():
+            for (node, number), operand in zip(ctx.next_functions[count:], operands, strict=True):
+                if node is not None and not internals.is_end_of(node, number, operand):
+                    raise CheckpointError(_DETACHED.format(fn.call.name, list(operand.shape), operand.dtype))
+        grads = gradients(Link(fn, range(count)), operands, needed, cotangents)
         return None, None, None, None, *[None] * count, *grads
 
 

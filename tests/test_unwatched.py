@@ -797,3 +797,21 @@ def test_a_tensor_that_the_graph_holds_can_not_be_swapped(way: Way, fun: Any) ->
     y.backward()
     torch.utils.swap_tensors(x, torch.ones(3).double())
     assert_same(x, torch.ones(3).double())
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_an_argument_that_was_detached_in_place_is_an_error_at_higher_orders(requires_grad: bool) -> None:
+    x, w = leaf(numbers(3, 3)) * 2, leaf(numbers(3, 3, seed=1))
+    y = remat(tanh)(x, w).sum()
+    x.detach_().requires_grad_(requires_grad)
+    with pytest.raises(CheckpointError, match=r"tanh \(shape \[3, 3\], torch.float64\) was detached in place"):
+        torch.autograd.grad(y, w, create_graph=True)
+
+
+def test_what_only_an_unneeded_result_needs_is_not_computed() -> None:
+    x = leaf(numbers(3))
+    y = remat(torch.tanh)(x)
+    z, _ = remat(lambda x, y: (x.sin(), y.cos()))(x, y)
+    with CountOps() as ops:
+        z.sum().backward()
+    assert ops["tanh"] == 0
