@@ -601,8 +601,8 @@ def dispatch_modes_active() -> bool:
 
 
 @functools.cache
-def _saved_names(kind: type) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("_saved_")]
+def _saved_names(kind: type, prefix: str = "_saved_") -> list[str]:
+    return [name for name in dir(kind) if name.startswith(prefix)]
 
 
 def _saved_by(node: Any) -> Iterator[Tensor]:
@@ -667,10 +667,11 @@ def saves_output(tensor: Tensor) -> bool:
                 continue
             if hasattr(node, "saved_tensors"):
                 return True  # an autograd.Function: it may
-            for name in _saved_names(type(node)):
+            for name in _saved_names(type(node), "_raw_saved_"):
                 saved = getattr(node, name)
                 for s in saved if isinstance(saved, (list, tuple)) else (saved,):
-                    raw = innermost(s) if isinstance(s, Tensor) else None
+                    held = s.data  # not unpacked: a checkpoint inside would run its function
+                    raw = innermost(held) if isinstance(held, Tensor) else None
                     if raw is not None and raw.layout is torch.strided and raw.untyped_storage() is storage:
                         return True
     return False

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import grad, jacrev, jvp, vjp, vmap
 from torch.nn import functional as F
 
-from remat import CheckpointError, _remat, checkpoint_name, policies, remat
+from remat import CheckpointError, _remat, checkpoint, checkpoint_name, policies, remat
 from remat import _offload as offload
 from remat import _torch_internals as internals
 from remat.debug import LiveBytes
@@ -966,3 +966,17 @@ def test_a_sparse_product_of_a_result_that_is_saved(policy: Any) -> None:
         return torch.sparse.mm(SPARSE, torch.relu(x @ x))
 
     assert_same(backward(remat(fun, policy=policy)), backward(fun))
+
+
+def test_a_checkpoint_at_the_end_is_not_run_again_to_see_what_it_saves() -> None:
+    def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = checkpoint(torch.tanh, x, use_reentrant=False)
+        return y, y
+
+    fun = remat(twice, policy=policies.dots_saveable)
+    x = leaf(numbers(3))
+    with CountOps() as ops:
+        fun(x)
+    assert ops["tanh"] == 1
+    y = checkpoint(lambda x: fun(x)[0].sin(), x, use_reentrant=False)  # nor in the rerun of this one
+    assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(x.tanh().sin().sum(), x))
