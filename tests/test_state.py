@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import grad, vjp, vmap
 from torch.nn import functional as F
 
-from remat import CheckpointError, RematError, remat
+from remat import CheckpointError, RematError, checkpoint, remat
 from remat.debug import LiveBytes
 from remat.random import key, keyed
 
@@ -516,3 +516,15 @@ def test_a_result_that_is_where_a_parameter_was_is_computed_again() -> None:
 
     remat(fun)(leaf(numbers(3))).sum().backward()
     assert len(runs) == 2
+
+
+def test_draws_three_deep() -> None:
+    """The states of generators, which the innermost call compares, are nothing that those around it read."""
+
+    def fun(wrap: Decorator, inner: Decorator) -> Tensor:
+        torch.manual_seed(0)
+        x = leaf(numbers(3))
+        y = wrap(lambda x: inner(lambda x: inner(F.dropout)(x).sin())(x).cos())(x)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    assert_same(fun(checkpoint(use_reentrant=False), remat), fun(plain, plain))
