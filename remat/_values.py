@@ -235,6 +235,7 @@ class OpMode(internals.BareDispatchMode):
         """The torch call that is running: function, args, kwargs. None between two."""
         return self._calls.current
 
+    @internals.left_alone_by_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with internals.DisableTorchFunction():  # the user has not called what is called here
             return self.op(func, args, kwargs or {})

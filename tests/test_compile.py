@@ -12,6 +12,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from helpers import assert_same, numbers, plain
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -590,6 +591,21 @@ def test_checkpoint_of_what_was_compiled(what: str, backend: str, use_reentrant:
 
     expected = gradients(lambda fun, x: fun(x))
     assert_same(gradients(functools.partial(checkpoint, use_reentrant=use_reentrant)), expected)
+
+
+@pytest.mark.parametrize("kind", ["remat", "policy"])
+def test_a_policy_around_what_was_compiled(kind: str) -> None:
+    """What a policy looks on with is not compiled along."""
+
+    def loss(ws: Any, x: Tensor) -> Tensor:
+        fun = torch.compile(block, backend="eager")
+        if kind == "remat":
+            return remat(fun, policy=policies.dots_saveable)(ws[0], x).sum()
+        return checkpoint(fun, ws[0], x, use_reentrant=False, context_fn=CONTEXTS[kind]).sum()
+
+    counters.clear()
+    assert_same(backward(loss)(WS[:1], X), backward(lambda ws, x: block(ws[0], x).sum())(WS[:1], X))
+    assert not counters["frames"]
 
 
 @pytest.mark.parametrize("kind", CONTEXTS)

@@ -172,6 +172,7 @@ class Selective(_Counter):
             kept.settle()
         self._unsettled = []
 
+    @internals.left_alone_by_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.ignores(func):
@@ -222,6 +223,7 @@ class _GivenBack(_Counter):
         super().__init__()
         self._cache = cache
 
+    @internals.left_alone_by_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.ignores(func):
