@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import UNIT, CountOps, activation, numbers
+from helpers import SOME_TRANSFORMS, TRANSFORMS, UNIT, CountOps, activation, assert_same, numbers
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, stack_module_state, vmap
 from torch.nn.utils import parametrizations
@@ -201,6 +201,17 @@ def test_jvp_and_second_order() -> None:
         gradient = grad(loss_of(model), argnums=1)
         results.append(jvp(lambda x, p=params, g=gradient: g(p, x), (x,), (x.cos(),)))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("transform", SOME_TRANSFORMS)
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=str)
+def test_wrapped_modules_in_a_wrapped_one(policy: Any, transform: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, 3))) for _ in range(2)))
+    expected = TRANSFORMS[transform](model.double(), numbers(3, 3))
+    apply_remat(model, nn.Sequential, policy=policy)
+    assert_same(TRANSFORMS[transform](model, numbers(3, 3)), expected)
+    assert_same(TRANSFORMS[transform](remat(lambda x: model(x)), numbers(3, 3)), expected)
 
 
 def test_an_ensemble() -> None:

@@ -216,7 +216,7 @@ def _remember(function: Any, arguments: Any) -> None:
 
 
 def _needs_transforms(function: Any, arguments: Any) -> bool:
-    if internals.transforms_active() or internals.forward_ad_active():
+    if internals.transforms_active() or internals.forward_ad_active() or internals.saved_tensors_hooks_refused():
         return True
     refs = _transforming.get(tuple(_called(function, arguments))) if _transforming else None
     return refs is not None and all(ref() is not None for ref in refs)
