@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,11 @@ class _Space:
         self.before = self.now()
         self._others: dict[Any, Any] = {}
 
+    @property
+    def place(self) -> Any:
+        """What holds the names."""
+        return self.names
+
     def now(self) -> dict[str, Any]:
         return dict(self.names) if self.only is None else {n: self.names.get(n, _GONE) for n in self.only}
 
@@ -68,6 +74,21 @@ class _Space:
                 self.names.pop(name, None)
             elif self.names.get(name, _GONE) is not value:
                 self.names[name] = value
+
+    def put_back(self, value: Callable[[Any, Any], Any]) -> Any:
+        """Make the names mean what they meant at the call. What it returns is for `restore`.
+
+        **Arguments:**
+
+        - `value`: what a name has to mean, by what it meant and what it means now.
+        """
+        now = self.now()
+        self.assign({n: value(v, now.get(n, _GONE)) for n, v in self.before.items()})
+        return now
+
+    def restore(self, found: Any) -> None:
+        """Undo that, and what the rerun has assigned."""
+        self.assign({n: found.get(n, _GONE) for n in self.before})
 
 
 class _CellSpace(_Space):
@@ -96,24 +117,49 @@ class _Tensors(_Space):
         super().__init__({})
         self._others = {k: v for k, v in self._items() if k not in self.before}
 
+    @property
+    def place(self) -> Any:
+        return self.held
+
     def _items(self) -> Iterable[tuple[Any, Any]]:
         return self.held.items() if isinstance(self.held, dict) else enumerate(self.held)
 
     def now(self) -> dict[Any, Any]:
         return {k: v for k, v in self._items() if isinstance(v, Tensor)}
 
-    def assign(self, wanted: dict[Any, Any]) -> None:
-        now = self.now()
-        changed = {k: v for k, v in wanted.items() if now.get(k, _GONE) is not v}
-        if not changed:
-            return
-        items = {**dict(self._items()), **changed}
-        left = {k: v for k, v in items.items() if v is not _GONE}
+    def put_back(self, value: Callable[[Any, Any], Any]) -> Any:
+        now, items = dict(self._items()), {}
+        for key, v in {**now, **self.before}.items():
+            if key in self.before:
+                v = value(v, now.get(key, _GONE))
+            elif isinstance(v, Tensor):  # somebody has put it there since
+                continue
+            if v is not _GONE:
+                items[key] = v
+        self._fill(items)
+        return now, items
+
+    def restore(self, found: Any) -> None:
+        items, before = found
+        keys = list(before)
+        for key, v in self._items():
+            if isinstance(self.held, list):
+                key = keys[key] if key < len(keys) else len(items)
+            if not isinstance(v, Tensor) and before.get(key, _GONE) is not v:
+                items[key] = v
+        self._fill(items)
+
+    def _fill(self, items: dict[Any, Any]) -> None:
         if isinstance(self.held, list):
-            self.held[:] = left.values()
-        else:
+            if not _are_same(self.held, items.values()):
+                self.held[:] = items.values()
+        elif not (_are_same(self.held, items) and _are_same(self.held.values(), items.values())):
             self.held.clear()
-            self.held.update(left)
+            self.held.update(items)
+
+
+def _are_same(some: Collection[Any], others: Collection[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _spaces(roots: Iterable[Any]) -> list[_Space]:
@@ -277,13 +323,14 @@ class Closure:
         self._replaced = {i for i, t in enumerate(originals) if in_rerun or internals.is_wrapper(t)}
         freezer = Freezer(self._contents, position)
         wanted = {id(originals[i]): i for i in self._replaced if in_rerun or i >= captured}
-        if wanted:
-            self._slots = list(_slots(self._live, wanted, freezer))
+        slots = list(_slots(self._live, wanted, freezer)) if wanted else []
         self._frozen = [freezer(x) for x in self._live]
         self._table = freezer.table
         self._live, self._contents = [], {}
         for space in self._spaces:
             space.freeze(position)
+        if slots:
+            self._slots = self._not_put_back(slots)
 
     def replace(self, positions: Iterable[int]) -> None:
         """From now on put the operands at `positions` wherever their originals are held."""
@@ -291,8 +338,13 @@ class Closure:
         originals = [ref() for ref in self._originals]
         wanted = {id(originals[i]): i for i in positions}
         thaw = self.thawer(originals)
-        self._slots = list(_slots([thaw(x) for x in self._frozen], wanted, Freezer({}, wanted)))
+        self._slots = self._not_put_back(_slots([thaw(x) for x in self._frozen], wanted, Freezer({}, wanted)))
         thaw.empty()
+
+    def _not_put_back(self, slots: Iterable[_Slot]) -> list[_Slot]:
+        """Those where no space puts a tensor back: what is there now, the function may have put there itself."""
+        put_back = {(id(s.place), n) for s in self._spaces for n, v in s.before.items() if isinstance(v, Held)}
+        return [slot for slot in slots if (id(slot[0]), slot[1]) not in put_back]
 
     def thawer(self, operands: Sequence[Any]) -> Thawer:
         """What puts functions together again for one rerun."""
@@ -306,11 +358,11 @@ class Closure:
 
     @contextlib.contextmanager
     def _restored(self, operands: Sequence[Tensor], thaw: Thawer) -> Iterator[list[Any]]:
-        spaces = [(space, space.now()) for space in self._spaces]
+        found: list[tuple[_Space, Any]] = []
         slots = []
         try:
-            for space, now in spaces:
-                space.assign({n: self._value(v, now.get(n, _GONE), operands) for n, v in space.before.items()})
+            for space in self._spaces:
+                found.append((space, space.put_back(lambda before, now: self._value(before, now, operands))))
             for container, key, held in self._slots:
                 before = _at(container, key)
                 if before is not _GONE:  # it is, where the function put it there itself
@@ -321,8 +373,8 @@ class Closure:
             for container, key, before, value in slots:
                 if _at(container, key) is value:
                     container[key] = before
-            for space, now in spaces:
-                space.assign({n: now.get(n, _GONE) for n in space.before})
+            for space, what in found:
+                space.restore(what)
 
     def _value(self, before: Any, now: Any, operands: Sequence[Tensor]) -> Any:
         """What a name has to mean in the rerun."""

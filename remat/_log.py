@@ -47,6 +47,8 @@ class Log:
         """Of each hook that was put on a tensor: the level of that, 0 below all; None in a transform of its own."""
         self.constant_reads: dict[tuple[Any, int], weakref.ref[Tensor]] = {}
         """Of the calls that touch constants alone: the function, and the identity of a tensor that it read."""
+        self.known_reads: set[tuple[Any, Read]] = set()
+        """The same, by what the tensor has come from."""
 
     def note(self, signature: Signature, out: Any) -> None:
         """One more call, which returned `out`."""
@@ -149,16 +151,16 @@ class Comparison:
         expected = self._forward.call(self._position)
         if expected is None or expected.func is not func or len(expected.reads) != len(args) + len(kwargs):
             return args, kwargs
+        found = self._as_read((*args, *kwargs.values()), expected.reads, outside)
+        return found[: len(args)], dict(zip(kwargs, found[len(args) :], strict=True))
 
-        def read(arg: Any, then: Any) -> Any:
-            if isinstance(arg, Tensor):
-                return self.operands.get(then, arg) if id(arg) in outside else arg
-            if type(arg) in (tuple, list) and type(then) is tuple and len(arg) == len(then):
-                return type(arg)(map(read, arg, then))
-            return arg
-
-        found = list(map(read, (*args, *kwargs.values()), expected.reads))
-        return tuple(found[: len(args)]), dict(zip(kwargs, found[len(args) :], strict=True))
+    def _as_read(self, arg: Any, then: Any, outside: Container[int]) -> Any:
+        """An argument, by what the forward read. No function in a function: one that calls itself is a cycle."""
+        if isinstance(arg, Tensor):
+            return self.operands.get(then, arg) if id(arg) in outside else arg
+        if type(arg) in (tuple, list) and type(then) is tuple and len(arg) == len(then):
+            return type(arg)(self._as_read(a, t, outside) for a, t in zip(arg, then, strict=True))
+        return arg
 
     def at_tail(self, func: Any) -> bool:
         """Whether the next call is the last product, of which nobody reads the value."""
@@ -172,9 +174,10 @@ class Comparison:
         """The level of the tensor that the forward has put the next hook on."""
         return next(self._hooks, None)
 
-    def has_read(self, func: Any, key: int) -> bool:
-        """Whether a call of `func` that touched constants alone read the tensor with this identity."""
-        return (func, key) in self._forward.constant_reads
+    def has_read(self, func: Any, key: int, read: Read | None) -> bool:
+        """Whether a call of `func` that touched constants alone read the tensor with this identity, or this `Read`."""
+        log = self._forward
+        return (func, key) in log.constant_reads or (read is not None and (func, read) in log.known_reads)
 
     def finish(self) -> None:
         """Check that the rerun ran to the end of what the forward ran."""

@@ -155,10 +155,9 @@ class Run(TorchFunctionMode):
             elif type(arg) not in _PLAIN and isinstance(arg, (list, tuple, dict, torch.Generator)):
                 known = False
         if not known:
-            strangers = self._numbers
             live, args, kwargs = self._look_closer(args, kwargs or {})
-            if self._comparison is not None and self._numbers > strangers:
-                args, kwargs = self._comparison.as_in_forward(func, args, kwargs, self.outside)
+        if self._comparison is not None and self.outside:
+            args, kwargs = self._comparison.as_in_forward(func, args, kwargs or {}, self.outside)
         if kwargs or kind.writes:
             self._before_write(written_by(func, args, kwargs or {}))
         if func is Tensor.register_hook:
@@ -332,24 +331,35 @@ class Run(TorchFunctionMode):
 
     def _before_write(self, tensors: list[Tensor]) -> None:
         """Keep the value that a tensor from outside had before this run changed it: the rerun starts from it."""
-        with internals.DisableTorchFunction():
-            for written in tensors:
-                base = written._base if written._is_view() else written
+        for written in tensors:
+            with internals.DisableTorchFunction():
+                base = written if written._base is None else written._base
                 known = self._owners.get(id(base))
                 owner = known[1]() if known is not None and known[0]() is base else None
-                for t in (written, base, owner):
-                    if t is None or id(t) in self.snapshots or not (_has(self.given, t) or _has(self.outside, t)):
-                        continue
-                    if internals.requires_grad_at_any_level(t):
-                        made_here = MADE_HERE if isinstance(t, torch.nn.Parameter) else ""
-                        raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, call_site()) + made_here)
-                    self.snapshots[id(t)] = t.clone()
+            for t in (written, self._held(base), owner):
+                if t is None or id(t) in self.snapshots or not (_has(self.given, t) or _has(self.outside, t)):
+                    continue
+                with internals.DisableTorchFunction():
+                    differentiated = internals.requires_grad_at_any_level(t)
+                if differentiated:
+                    made_here = MADE_HERE if isinstance(t, torch.nn.Parameter) else ""
+                    raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, call_site()) + made_here)
+                # The runs around this one see it: in a rerun of theirs another tensor stands for it.
+                self.snapshots[id(t)] = t.clone()
+
+    def _held(self, tensor: Tensor) -> Tensor:
+        """The tensor from outside that `tensor` stands for in the rerun of an outer run, or itself."""
+        for run in self._outer:
+            held = self.outside.get(run._originals.get(id(tensor), 0), lambda: None)()
+            if held is not None and self._for_outer_runs(held) is tensor:
+                return held
+        return tensor
 
     def _note(self, func: Any, args: Any, kwargs: Any, results: Any, out: Any, live: bool) -> None:
         reads = self._reads((*args, *kwargs.values()) if kwargs else args) if live else ()
         for tensor in (out,) if isinstance(out, Tensor) else out:
             if isinstance(tensor, Tensor):
-                self.adopt(tensor, live, same_as=tensor if id(tensor) in map(id, args) else None)
+                self.adopt(tensor, live, same_as=self._given_back(tensor, args))
         if not live:
             self._note_constant(func, args)
         # Inside of an autograd.Function grad mode is off. Under a transform, unlike at the base, all of it is one call.
@@ -363,14 +373,43 @@ class Run(TorchFunctionMode):
         else:
             self._comparison.next(signature, out)
 
+    def _given_back(self, tensor: Tensor, args: Iterable[Any]) -> Tensor | None:
+        """The argument that a call has returned as it is: `x.to(x.dtype)`, `x.add_(1)`.
+
+        Where something stands for it in the rerun of an outer run, that comes back; `grad` and `jvp` wrap it.
+        """
+        for arg in args:
+            if arg is tensor:
+                return tensor
+        if not (self._outer or internals.is_wrapper(tensor)):
+            return None
+        layers = [tensor]
+        while internals.is_wrapper(layers[-1]):
+            layers.append(internals.unwrapped(layers[-1]))
+        for arg in args:
+            if isinstance(arg, Tensor):
+                stands = self._for_outer_runs(arg)
+                if any(stands is layer for layer in layers):
+                    return arg
+        return None
+
+    def _for_outer_runs(self, tensor: Tensor) -> Tensor:
+        """What stands for a tensor in the reruns around this run."""
+        for run in reversed(self._outer):
+            tensor = run.swapped(tensor)
+        return tensor
+
     def _note_constant(self, func: Any, args: Iterable[Any]) -> None:
         """What a rerun finds computed may be read in the place where the forward read it, not where it came from."""
         for arg in args:
             if not isinstance(arg, Tensor):
                 continue
+            read = self.reads.get(id(arg))
             if self._comparison is None:
                 self.log.constant_reads[func, id(arg)] = weakref.ref(arg)
-            elif id(arg) in self._originals and not self._comparison.has_read(func, self._originals[id(arg)]):
+                if read is not None:
+                    self.log.known_reads.add((func, read))
+            elif id(arg) in self._originals and not self._comparison.has_read(func, self._originals[id(arg)], read):
                 raise stranger(self.name, arg, f" at {call_site()}")
 
     def _reads(self, args: Iterable[Any]) -> tuple[Any, ...]:

@@ -237,6 +237,27 @@ def test_same_as_plain(hold: Callable[[Tensor], Fun], transform: str) -> None:
     assert_same(actual, TRANSFORMS[transform](lambda w: hold(w)(x), w))
 
 
+TABLE = numbers(3, seed=2)
+
+# What gives back its argument as it is, where there is nothing to do.
+GIVEN_BACK: dict[str, Fun] = {
+    "to": lambda x: x.sin() * TABLE.to(x.dtype),
+    "to, and only then read": lambda x: x.sin() * TABLE.to(x.dtype).exp(),
+    "of the type of another": lambda x: TABLE.type_as(x) * x.double().sin(),
+    "atleast_1d": lambda x: x.sin() * torch.atleast_1d(TABLE).exp(),
+    "contiguous": lambda x: x.contiguous().sin() * TABLE.contiguous(),
+}
+
+
+@SOME
+@pytest.mark.parametrize("fun", GIVEN_BACK.values(), ids=GIVEN_BACK)
+def test_what_comes_back_as_it_is(fun: Fun, transform: str) -> None:
+    """`grad` and `jvp` wrap it, and a rerun below them does not."""
+    expected = TRANSFORMS[transform](fun, numbers(3))
+    for ck in (remat, lambda fun: remat(lambda x: remat(fun)(x))):
+        assert_same(TRANSFORMS[transform](ck(fun), numbers(3)), expected)
+
+
 @EACH
 def test_argument_and_captured_at_different_levels(hold: Callable[[Tensor], Fun]) -> None:
     w, x = numbers(3, 3), numbers(3, 3, seed=1)

@@ -207,7 +207,9 @@ def test_jvp_and_second_order() -> None:
 @pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=str)
 def test_wrapped_modules_in_a_wrapped_one(policy: Any, transform: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, 3))) for _ in range(2)))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, 3))) for _ in range(2))
+    )
     expected = TRANSFORMS[transform](model.double(), numbers(3, 3))
     apply_remat(model, nn.Sequential, policy=policy)
     assert_same(TRANSFORMS[transform](model, numbers(3, 3)), expected)

@@ -1,5 +1,6 @@
 """What a function reads besides its arguments changes between forward and rerun: right, or an error, never silent."""
 
+import gc
 import random
 import threading
 from collections import deque
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import grad, vjp, vmap
 from torch.nn import functional as F
 
-from remat import CheckpointError, RematError, checkpoint, remat
+from remat import CheckpointError, RematError, checkpoint, policies, remat
 from remat.debug import LiveBytes
 from remat.random import key, keyed
 
@@ -97,6 +98,149 @@ def test_statistics_in_containers() -> None:
         modules.append(module)
     assert_same(gradients[1], gradients[0])
     assert_same((modules[1].now, modules[1].last), (modules[0].now, modules[0].last))
+
+
+class Stateful(nn.Module):
+    """A state in a buffer, a dict and a list, which a program reads and changes."""
+
+    def __init__(self, program: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.program = program
+        self.register_buffer("buffer", numbers(3, seed=1))
+        self.named = {"mean": numbers(3, seed=2)}
+        self.listed = [numbers(3, seed=3)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.program(self, x)
+
+    def state(self) -> Any:
+        return self.buffer, self.named, self.listed
+
+
+def add_in_place(m: Any, x: Tensor) -> Tensor:
+    m.buffer.add_(x.detach())
+    return x.sin() * (m.buffer + 1)
+
+
+def add_to_attribute(m: Any, x: Tensor) -> Tensor:
+    m.buffer += 1
+    return x.sin() * (m.buffer + 1)
+
+
+def use_what_is_changed(m: Any, x: Tensor) -> Tensor:
+    return x.sin() * (m.buffer.mul_(2) + 1)
+
+
+def change_a_view(m: Any, x: Tensor) -> Tensor:
+    m.buffer[:1].mul_(3)
+    m.buffer[1] = x.detach().mean()
+    return x.sin() * (m.buffer + 1)
+
+
+def change_data(m: Any, x: Tensor) -> Tensor:
+    m.buffer.data.mul_(2)
+    return x.sin() * (m.buffer + 1)
+
+
+def write_by_out(m: Any, x: Tensor) -> Tensor:
+    torch.add(m.buffer, 1, out=m.buffer)
+    return x.sin() * (m.buffer + 1)
+
+
+def replace_buffer(m: Any, x: Tensor) -> Tensor:
+    m.buffer = m.buffer + x.detach().mean()
+    return x.sin() * m.buffer
+
+
+def replace_item(m: Any, x: Tensor) -> Tensor:
+    m.named["mean"] = m.named["mean"] + x.detach().mean()
+    return x.sin() * m.named["mean"]
+
+
+def change_item(m: Any, x: Tensor) -> Tensor:
+    m.named["mean"] += 1
+    return x.sin() * (m.named["mean"] + 1)
+
+
+def append(m: Any, x: Tensor) -> Tensor:
+    m.listed.append(m.listed[-1] * 2)
+    return x.sin() * m.listed[-1]
+
+
+def a_new_key(m: Any, x: Tensor) -> Tensor:
+    m.named[str(len(m.named))] = list(m.named.values())[-1] * 2
+    return x.sin() * list(m.named.values())[-1]
+
+
+STATEFUL = [
+    add_in_place,
+    add_to_attribute,
+    use_what_is_changed,
+    change_a_view,
+    change_data,
+    write_by_out,
+    replace_buffer,
+    replace_item,
+    change_item,
+    append,
+    a_new_key,
+]
+NESTS: dict[str, Decorator] = {
+    "alone": remat,
+    "in itself": lambda fun: remat(lambda x: remat(fun)(x).cos()),
+    "twice in itself": lambda fun: remat(lambda x: remat(remat(fun))(x).cos()),
+    "under a policy": lambda fun: remat(lambda x: remat(fun)(x).cos(), policy=policies.save_ops("mul")),
+}
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("nest", NESTS)
+@pytest.mark.parametrize("program", STATEFUL)
+def test_programs_with_state(program: Any, nest: str, calls: int) -> None:
+    results = []
+    for ck in (plain if nest == "alone" else lambda fun: lambda x: fun(x).cos(), NESTS[nest]):
+        x, module = leaf(numbers(3)), Stateful(program)
+        y: Any = x
+        for _ in range(calls):
+            y = ck(module)(y)
+        results.append((torch.autograd.grad(y.sum(), x), module.state()))
+    assert_same(results[1], results[0])
+
+
+@CHECKED
+@pytest.mark.parametrize("nest", NESTS)
+@pytest.mark.parametrize("program", [replace_buffer, replace_item, append, a_new_key])
+def test_programs_with_state_in_turn(program: Any, nest: str, transform: str) -> None:
+    def run(ck: Decorator, x: Tensor) -> Tensor:
+        module = Stateful(program)
+        return ck(module)(ck(module)(x))
+
+    expected = gradient(run, plain if nest == "alone" else lambda fun: lambda x: fun(x).cos(), transform)
+    assert_same(gradient(run, NESTS[nest], transform), expected)
+
+
+@CHECKED
+def test_a_list_that_several_calls_put_tensors_and_numbers_into(transform: str) -> None:
+    """It holds the tensors of the forward in the end. Numbers come as often as the function runs, behind those."""
+    items: list[Any] = []
+
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        def layer(x: Tensor, k: int) -> Tensor:
+            y = x.sin()
+            items.extend([y.detach(), k])
+            return y * k
+
+        for k in (1, 2, 3):
+            x = ck(layer)(x, k)
+        return x
+
+    gradient(program, plain, transform)
+    expected, items = items, []
+    gradient(program, remat, transform)
+    assert items[1:6:2] == [1, 2, 3]
+    assert items[6:] == [3, 2, 1]
+    if transform == ".backward()":
+        assert_same(items[:6], expected)
 
 
 @CHECKED
@@ -382,6 +526,27 @@ def test_memory_made_out_of_sight(transform: str) -> None:
 
     array = np.arange(3.0)
     agree(lambda ck, x: ck(lambda x: x.sin() * torch.from_numpy(array) + torch.from_numpy(array).exp())(x), transform)
+
+    def twice(x: Tensor) -> Tensor:
+        made = torch.from_numpy(array)
+        return (x * made).sin() * made
+
+    agree(lambda ck, x: ck(twice)(x), transform)
+    agree(lambda ck, x: ck(lambda x: ck(twice)(x).cos())(x), transform)
+    agree(lambda ck, x: vmap(lambda x: ck(twice)(x))(x.expand(2, 3)).sum(0), transform)
+
+
+def test_memory_made_out_of_sight_leaves_no_cycle() -> None:
+    np = pytest.importorskip("numpy")
+
+    gc.collect()
+    gc.disable()
+    try:
+        x = leaf(numbers(3))
+        remat(lambda x: x.sin() * torch.from_numpy(np.arange(3.0)))(x).sum().backward()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_a_vmap_inside_under_a_mode_that_sees_ops() -> None:
