@@ -159,26 +159,33 @@ def _of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
     return tensor.as_subclass(kind)
 
 
+_FUNCTIONS = (types.FunctionType, types.MethodType)
 _BODY_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def _check(fun: Any) -> None:
     """Raise a TypeError for what can't be run again."""
-    if isinstance(fun, (types.FunctionType, types.MethodType)):
-        if fun.__code__.co_flags & _BODY_LATER:
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    called = fun
+    if not isinstance(fun, _FUNCTIONS):
+        if isinstance(fun, Policy):
+            raise TypeError(f"remat: got a policy as the function. Write @remat(policy={fun!r}).")
+        if isinstance(fun, type) and issubclass(fun, torch.nn.Module):
             raise TypeError(
-                f"remat: {_name(fun)} is a generator or async function: its body runs after the call, out of remat's "
-                "sight. Put under remat what computes in it."
+                f"remat: got a class of modules, {_name(fun)}. Decorate its forward, or wrap its instances with "
+                "remat.nn.remat_module."
             )
-    elif isinstance(fun, Policy):
-        raise TypeError(f"remat: got a policy as the function. Write @remat(policy={fun!r}).")
-    elif isinstance(fun, type) and issubclass(fun, torch.nn.Module):
+        if fun is None:
+            return
+        if not callable(fun):
+            raise TypeError(f"remat: fun must be callable; got {type(fun).__name__} {fun!r}.")
+        called = type(fun).__call__
+    if isinstance(called, _FUNCTIONS) and called.__code__.co_flags & _BODY_LATER:
         raise TypeError(
-            f"remat: got a class of modules, {_name(fun)}. Decorate its forward, or wrap its instances with "
-            "remat.nn.remat_module."
+            f"remat: {_name(called)} is a generator or async function: its body runs after the call, out of remat's "
+            "sight. Put under remat what computes in it."
         )
-    elif fun is not None and not callable(fun):
-        raise TypeError(f"remat: fun must be callable; got {type(fun).__name__} {fun!r}.")
 
 
 @overload

@@ -236,6 +236,11 @@ def generator(x: Tensor) -> Iterator[Tensor]:
     yield x.sin()
 
 
+class GeneratorObject:
+    def __call__(self, x: Tensor) -> Iterator[Tensor]:
+        yield x.sin()
+
+
 async def coroutine(x: Tensor) -> Tensor:
     return x.sin()
 
@@ -252,6 +257,8 @@ async def async_generator(x: Tensor) -> AsyncIterator[Tensor]:
         (generator, r"generator is a generator or async function: its body runs after the call"),
         (types.MethodType(generator, numbers(3)), r"generator is a generator or async function"),
         (staticmethod(generator), r"generator is a generator or async function"),
+        (functools.partial(generator), r"generator is a generator or async function"),
+        (GeneratorObject(), r"GeneratorObject\.__call__ is a generator or async function"),
         (coroutine, r"coroutine is a generator or async function"),
         (async_generator, r"async_generator is a generator or async function"),
     ],
