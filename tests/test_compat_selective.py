@@ -119,6 +119,32 @@ def test_a_kept_tensor_that_is_changed_is_an_error(api: Any) -> None:
         y.sum().backward()
 
 
+def test_a_recurrent_layer_changes_what_is_kept() -> None:
+    cell = nn.GRUCell(3, 3).double()
+    with pytest.raises(
+        RuntimeError, match=r"If the function changes it, .* pass allow_cache_entry_mutation=True to cr"
+    ):
+        reruns(REMAT, policies.dots_saveable, cell)
+    assert reruns(REMAT, policies.dots_saveable, cell, allow_cache_entry_mutation=True)["addmm"] == 0
+
+
+@pytest.mark.parametrize("policy", [policies.dots_saveable, policies.everything_saveable], ids=str)
+def test_an_op_that_raises_is_not_kept(policy: Any) -> None:
+    def fun(x: Tensor) -> Tensor:
+        try:
+            root = torch.linalg.cholesky(x)
+        except torch.linalg.LinAlgError:
+            root = torch.linalg.cholesky(x + 10 * torch.eye(3))
+        return root.sin() @ x
+
+    reruns(REMAT, policy, fun)
+
+
+def test_a_policy_as_the_contexts() -> None:
+    with pytest.raises(TypeError, match=r"context_fn got a policy\. Write .*_checkpoint_contexts, dots_saveable\)"):
+        REMAT.checkpoint(torch.sin, leaf(numbers(3)), use_reentrant=False, context_fn=policies.dots_saveable)
+
+
 @each
 def test_a_packet_in_a_list_is_refused(api: Any) -> None:
     with pytest.raises(ValueError, match=r"aten\.mm\.default"):

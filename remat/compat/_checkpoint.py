@@ -116,7 +116,7 @@ def checkpoint(
             return _reentrant_under_transforms(function, args, preserve_rng_state)
     if determinism_check not in _DETERMINISM_CHECKS:
         raise ValueError(f"determinism_check should be one of {list(_DETERMINISM_CHECKS)}, but got {determinism_check}")
-    contexts = NO_CONTEXTS if context_fn is noop_context_fn else for_one_region(context_fn(), preserve_rng_state)
+    contexts = NO_CONTEXTS if context_fn is noop_context_fn else for_one_region(context_fn, preserve_rng_state)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if _needs_transforms(function, (args, kwargs)):

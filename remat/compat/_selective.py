@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -97,8 +97,8 @@ class _Kept:
         if self._tensor._version != self._version:
             raise CheckpointError(
                 "checkpoint: Tensor cached during selective activation checkpoint has been mutated: a result of "
-                f"{func}, outside of the function or without allow_cache_entry_mutation=True, which takes care of "
-                "in-place changes inside of it. Change a copy instead: x = x.clone()."
+                f"{func}. If the function changes it, as recurrent layers do, pass allow_cache_entry_mutation=True to "
+                "create_selective_checkpoint_contexts; elsewhere, change a copy: x = x.clone()."
             )
         if self._tensor.device != self._device:
             return self._tensor.to(self._device)
@@ -183,10 +183,11 @@ class Selective(_Counter):
         changed = self._written(func, args, kwargs) if mutable and self.cache.kept else []
         for kept in changed if self.allow_cache_entry_mutation else ():
             kept.before_change()
+        key = self.key(func)
+        self.cache.entries[key] = None  # if it raises, and the function goes on, the rerun is to raise as well
         out = func(*args, **kwargs)
         for kept in () if self.allow_cache_entry_mutation else changed:
             kept.after_change()
-        key = self.key(func)
         context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
         try:
             decision = self._decide(context, func, *args, **kwargs)
@@ -197,8 +198,6 @@ class Selective(_Counter):
             draws = self.preserve_rng_state and schema_of(func).draws
             drawn = drawn_from(args, kwargs) if draws else None
             self.cache.entries[key] = _signature(args, kwargs), drawn, *self._keep(out, decision in _OFFLOAD, mutable)
-        else:
-            self.cache.entries[key] = None
         return out
 
     def _keep(self, out: Any, offload: bool, mutable: bool) -> Any:
@@ -329,8 +328,14 @@ def _contexts(policy: Policy, allow_cache_entry_mutation: bool, preserve_rng_sta
     return Selective(policy, allow_cache_entry_mutation, cache, preserve_rng_state), _GivenBack(cache)
 
 
-def for_one_region(contexts: Contexts, preserve_rng_state: bool) -> Contexts:
+def for_one_region(context_fn: Callable[[], Contexts], preserve_rng_state: bool) -> Contexts:
     """The contexts, for one call of `checkpoint` alone: a pair may be given to several."""
+    if isinstance(context_fn, Policy):
+        raise TypeError(
+            f"checkpoint: context_fn got a policy. Write context_fn=functools.partial("
+            f"create_selective_checkpoint_contexts, {context_fn!r})."
+        )
+    contexts = context_fn()
     try:
         forward, rerun = contexts
     except (TypeError, ValueError):
