@@ -356,10 +356,11 @@ class Run(TorchFunctionMode):
         return tensor
 
     def _note(self, func: Any, args: Any, kwargs: Any, results: Any, out: Any, live: bool) -> None:
-        reads = self._reads((*args, *kwargs.values()) if kwargs else args) if live else ()
+        given = (*args, *kwargs.values()) if kwargs else args
+        reads = self._reads(given) if live else ()
         for tensor in (out,) if isinstance(out, Tensor) else out:
             if isinstance(tensor, Tensor):
-                self.adopt(tensor, live, same_as=self._given_back(tensor, args))
+                self.adopt(tensor, live, same_as=self._given_back(tensor, given))
         if not live:
             self._note_constant(func, args)
         # Inside of an autograd.Function grad mode is off. Under a transform, unlike at the base, all of it is one call.
