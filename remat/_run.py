@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ class Run(TorchFunctionMode):
         self._swapped: list[Tensor] = []  # keeps the identities in `_swaps`
         self._unread: set[int] = set()
         self._dispatch_modes = internals.dispatch_modes()
-        self._outer = active_runs()
+        self._outer_reruns = [run for run in active_runs() if run._comparison is not None]
         self._depth = internals.stack_depth()
         self._since = internals.next_sequence_number()
         self._live_reads = 0
@@ -99,7 +99,7 @@ class Run(TorchFunctionMode):
     @property
     def in_rerun(self) -> bool:
         """Whether it is part of the rerun of an outer function."""
-        return any(run._comparison is not None for run in self._outer)
+        return bool(self._outer_reruns)
 
     def swap(self, original: Tensor, operand: Tensor, key: int, *, live: bool, read: Read | None, unread: bool) -> None:
         """In this rerun, `operand` stands for `original`.
@@ -276,7 +276,7 @@ class Run(TorchFunctionMode):
 
     def _known_outside(self, key: int) -> bool:
         # Below its forward's stack, a level of that stack may have the number of one that began since.
-        return any(key in run._swaps for run in self._outer)
+        return any(key in run._swaps for run in self._outer_reruns)
 
     def _made_out_of_sight(self, tensor: Tensor) -> bool:
         """Whether autograd knows that this tensor was made since the run began."""
@@ -349,7 +349,7 @@ class Run(TorchFunctionMode):
 
     def _held(self, tensor: Tensor) -> Tensor:
         """The tensor from outside that `tensor` stands for in the rerun of an outer run, or itself."""
-        for run in self._outer:
+        for run in self._outer_reruns:
             held = self.outside.get(run._originals.get(id(tensor), 0), lambda: None)()
             if held is not None and self._for_outer_runs(held) is tensor:
                 return held
@@ -374,29 +374,31 @@ class Run(TorchFunctionMode):
         else:
             self._comparison.next(signature, out)
 
-    def _given_back(self, tensor: Tensor, args: Iterable[Any]) -> Tensor | None:
+    def _given_back(self, tensor: Tensor, args: Sequence[Any]) -> Any:
         """The argument that a call has returned as it is: `x.to(x.dtype)`, `x.add_(1)`.
 
         Where something stands for it in the rerun of an outer run, that comes back; `grad` and `jvp` wrap it.
         """
         for arg in args:
             if arg is tensor:
-                return tensor
-        if not (self._outer or internals.is_wrapper(tensor)):
+                return arg
+        if not (self._outer_reruns or internals.is_wrapper(tensor)):
             return None
-        layers = [tensor]
-        while internals.is_wrapper(layers[-1]):
-            layers.append(internals.unwrapped(layers[-1]))
-        for arg in args:
-            if isinstance(arg, Tensor):
-                stands = self._for_outer_runs(arg)
-                if any(stands is layer for layer in layers):
+        stands = args
+        if self._outer_reruns:
+            stands = [self._for_outer_runs(a) if isinstance(a, Tensor) else a for a in args]
+        layer = tensor
+        while True:
+            for arg, stand in zip(args, stands, strict=True):
+                if stand is layer:
                     return arg
-        return None
+            if not internals.is_wrapper(layer):
+                return None
+            layer = internals.unwrapped(layer)
 
     def _for_outer_runs(self, tensor: Tensor) -> Tensor:
         """What stands for a tensor in the reruns around this run."""
-        for run in reversed(self._outer):
+        for run in reversed(self._outer_reruns):
             tensor = run.swapped(tensor)
         return tensor
 
