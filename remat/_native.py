@@ -1,9 +1,9 @@
 """Native graphs that save nothing: what their nodes would save is computed again when it is asked for.
 
 Saved-tensor hooks put a `Holder` in the place of each tensor that the graph would save, unless something else holds its
-memory anyway: that is `Held`. The first `Holder` to be unpacked in
-a backward pass runs the function again, which collects those tensors by position. They belong to the backward pass:
-each goes as it is unpacked, and the rest go when the pass ends or fails. Nothing else holds them.
+memory anyway: that is `Held`. The first `Holder` to be unpacked in a backward pass runs the function again, which
+collects those tensors by position. They belong to the backward pass: each goes as it is unpacked, and the rest go when
+the pass ends or fails. Nothing else holds them.
 """
 
 from __future__ import annotations

@@ -180,9 +180,9 @@ class Reads:
             self._take(root)
         while new := set(itertools.product((*self._modules, *self._settings), self._names)) - self._looked_up:
             self._looked_up |= new
+            owners = self._modules | self._settings
             for key, name in new:
-                owner = self._settings[key] if key in self._settings else self._modules[key]
-                self._attribute(owner, name, is_known=name == "forward" and key in self._stock)
+                self._attribute(owners[key], name, is_known=name == "forward" and key in self._stock)
         for name in self._names & OPS:
             now = [space.get(name) for space in SPACES]
             found = zip(SPACES, now, strict=True)

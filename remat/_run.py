@@ -128,7 +128,7 @@ class Run(TorchFunctionMode):
 
     def is_made(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on what was given."""
-        return _has(self.made, tensor)
+        return has(self.made, tensor)
 
     def swapped(self, tensor: Tensor) -> Tensor:
         """The operand that stands for `tensor`, or itself."""
@@ -233,10 +233,10 @@ class Run(TorchFunctionMode):
             raise stranger(self.name, tensor, f" at {call_site()}")
         if key in self._swaps:
             return self._swaps[key]
-        if _has(self.constants, tensor):
+        if has(self.constants, tensor):
             return tensor
         self.log.tail = None  # somebody unseen may have read values
-        if key in self.outside and not _has(self.outside, tensor):
+        if key in self.outside and not has(self.outside, tensor):
             self._forget(key)
             self.reads.pop(key, None)
         if internals.is_wrapper(tensor) and not self._known_outside(key):
@@ -272,7 +272,7 @@ class Run(TorchFunctionMode):
 
     def _knows(self, tensor: Tensor) -> bool:
         """Whether a tensor was given, or seen to be made."""
-        return self.is_made(tensor) or _has(self.constants, tensor)
+        return self.is_made(tensor) or has(self.constants, tensor)
 
     def _known_outside(self, key: int) -> bool:
         # Below its forward's stack, a level of that stack may have the number of one that began since.
@@ -337,7 +337,7 @@ class Run(TorchFunctionMode):
                 known = self._owners.get(id(base))
                 owner = known[1]() if known is not None and known[0]() is base else None
             for t in (written, self._held(base), owner):
-                if t is None or id(t) in self.snapshots or not (_has(self.given, t) or _has(self.outside, t)):
+                if t is None or id(t) in self.snapshots or not (has(self.given, t) or has(self.outside, t)):
                     continue
                 with internals.DisableTorchFunction():
                     differentiated = internals.requires_grad_at_any_level(t)
@@ -472,7 +472,7 @@ class Run(TorchFunctionMode):
             return self._computed(result)
 
     def _computed(self, result: Tensor) -> bool:
-        if _has(self.given, result) or _has(self.constants, result) or self._views_outside(result):
+        if has(self.given, result) or has(self.constants, result) or self._views_outside(result):
             return False
         if not (result.requires_grad or internals.is_wrapper(result)):
             return False
@@ -503,7 +503,7 @@ class Run(TorchFunctionMode):
             self._comparison.finish()
 
 
-def _has(table: dict[int, weakref.ref[Tensor]], tensor: Tensor) -> bool:
+def has(table: dict[int, weakref.ref[Tensor]], tensor: Tensor) -> bool:
     """Whether a table by identity has a tensor, not one that has died and had the same identity."""
     ref = table.get(id(tensor))
     return ref is not None and ref() is tensor

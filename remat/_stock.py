@@ -73,11 +73,14 @@ def is_stock(kind: type) -> bool:
     return kind.__module__ == "builtins" or kind.__module__.startswith("torch.nn.modules.")
 
 
+def _operators(kind: type) -> set[str]:
+    """The names in a class by which it says what an operator does."""
+    return {n for n in vars(kind) if n.startswith("__") and n.endswith("__")} - _HARMLESS
+
+
 def has_operators(kind: type) -> bool:
     """Whether a class of the user's says what an operator does."""
-    return not is_stock(kind) and any(
-        n.startswith("__") and n.endswith("__") and n not in _HARMLESS for n in vars(kind)
-    )
+    return not is_stock(kind) and bool(_operators(kind))
 
 
 _OF_DATACLASSES = words("""
@@ -92,12 +95,7 @@ def is_settings(value: Any) -> bool:
         type(kind) is type
         and hasattr(value, "__dict__")
         and kind.__mro__[-2].__module__ != "builtins"
-        and all(
-            n in _HARMLESS or n in _OF_DATACLASSES
-            for k in kind.__mro__[:-1]
-            for n in vars(k)
-            if n.startswith("__") and n.endswith("__")
-        )
+        and all(_operators(k) <= _OF_DATACLASSES for k in kind.__mro__[:-1])
     )
 
 

@@ -358,8 +358,7 @@ def _holds_none_but(operands: list[Tensor], arguments: Any) -> bool:
 def _is_computed(result: Tensor, operands: list[Tensor]) -> bool:
     """Whether a result is differentiated, and neither an operand nor a view of one."""
     if not (
-        result.requires_grad
-        or internals.requires_grad_at_any_level(result)
+        internals.requires_grad_at_any_level(result)
         or (internals.forward_ad_active() and (result.is_floating_point() or result.is_complex()))
     ):
         return False

@@ -483,13 +483,8 @@ class FillsParameterWithoutGrad(nn.Module):
         return torch.sin(x / self.scale)
 
 
-class ReplacesParameter(nn.Module):
+class ReplacesParameter(FillsParameterWithoutGrad):
     """By one that gets its identity, if that is free."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_ready = False
-        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_ready:

@@ -389,7 +389,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-OTHERS = ("compared", "nested", "no_sync", "error", "dtensors", "ddp find", "shards inside, called")
+OTHERS = ("compared", "no_sync", "error", "dtensors", "ddp find", "shards inside, called")
 TRAINED = [name for name in PROGRAMS if not name.startswith(OTHERS)]
 
 
@@ -402,7 +402,8 @@ def test_training_is_that_of_one_process(results: list[dict[str, Any]], name: st
         assert isinstance(result, dict), result
         assert_close(result["gradients"], expected["gradients"])
         assert_close(result["parameters"], expected["parameters"])
-        assert result["runs"] == 2 * STEPS * DEPTH
+        reruns = 2 if name.startswith("nested") else 1  # one for each region
+        assert result["runs"] == (1 + reruns) * STEPS * DEPTH
 
 
 @pytest.mark.parametrize("name", ["shards inside, called twice", "shards inside, called twice, reentrant"])
@@ -414,17 +415,6 @@ def test_a_sharded_part_that_is_called_twice(results: list[dict[str, Any]], name
         assert isinstance(result, dict), result
         assert_close(result["gradients"], expected["gradients"])
         assert result["runs"] == 2 * expected["runs"]
-
-
-@pytest.mark.parametrize("name", [name for name, *_ in NESTED])
-def test_shards_inside_of_nested_regions(results: list[dict[str, Any]], name: str) -> None:
-    model = net()
-    del model.spare
-    expected = train(model, slice(SAMPLES))
-    for result in (r[name] for r in results):
-        assert isinstance(result, dict), result
-        assert_close(result["gradients"], expected["gradients"])
-        assert result["runs"] == 3 * STEPS * DEPTH  # the forward, and a rerun of each of the two regions
 
 
 @pytest.mark.parametrize("name", [name for name, *_ in REENTRANT])

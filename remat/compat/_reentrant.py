@@ -135,7 +135,7 @@ class CheckpointFunction(torch.autograd.Function):
             return (None, None, None, None, *found)
         with at_the_base():
             originals = [None if ref is None else ref() for ref in ctx.originals]
-            found = _gradients(ctx.call, ctx.saved_tensors, originals, ctx.gathered, ctx.count, cotangents)
+            found = _gradients_when_watched(ctx.call, ctx.saved_tensors, originals, ctx.gathered, ctx.count, cotangents)
             return (None, None, None, None, *found)
 
 
@@ -157,7 +157,7 @@ def _taken_whole(call: Call, given: set[int]) -> set[int]:
     return found
 
 
-def _gradients(
+def _gradients_when_watched(
     call: Call,
     operands: Sequence[Tensor | None],
     originals: Sequence[Tensor | None],

@@ -23,6 +23,7 @@ from remat import _torch_internals as internals
 from remat._compile import tracing
 from remat._errors import CheckpointError, RematError
 from remat._native import Difference, meta_of, version
+from remat._run import has
 from remat.compat._record import Outside, Record, Result, results_of
 from remat.compat._torch_calls import (
     BACKWARDS,
@@ -254,8 +255,7 @@ class Rerun(Collector, TorchFunctionMode):
 
     def is_made(self, tensor: Tensor) -> bool:
         """Whether a tensor was given or made inside."""
-        known = self.made.get(id(tensor))
-        return known is not None and known() is tensor
+        return has(self.made, tensor)
 
     def _adopt(self, out: Any, args: tuple[Any, ...] = ()) -> None:
         for item in out if isinstance(out, (list, tuple)) else (out,):

@@ -37,14 +37,9 @@ def _place_of_reserve() -> int | None:
 def _places(generator: Any) -> tuple[int, int] | None:
     """The addresses of the words of NumPy's global generator, and of its reserve; None if they can't be told."""
     at = _place_of_reserve() if type(generator).__name__ == "MT19937" else None
-    return (
-        None
-        if at is None
-        else (
-            generator.ctypes.state_address,
-            id(sys.modules["numpy.random"].rand.__self__) + at,
-        )
-    )
+    if at is None:
+        return None
+    return generator.ctypes.state_address, id(sys.modules["numpy.random"].rand.__self__) + at
 
 
 def numpy_state() -> Any:
