@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._frozen import ATOMS, Freezer, Frozen, Held, Table, Thawer, cell_contents, parts, written_names
+from remat._spaces import GONE, CellSpace, Space, Tensors, as_it_was
 
 
 @functools.cache
@@ -34,137 +34,11 @@ def _globals_of(code: types.CodeType) -> frozenset[str]:
 _OPAQUE = (Tensor, type, types.ModuleType, str, bytes, int, float, complex, types.CodeType)
 _VALUES = (Tensor, str, bytes, int, float, complex)
 _MODULE = vars(torch.nn.Module()).keys()
-_GONE: Any = object()
 
 
-class _Space:
-    """A namespace that the function reads, and may assign to, with what it held at the time of the call.
-
-    A rerun starts from what the forward found, and leaves no trace: what the function assigns (statistics, a count)
-    comes about once, and what somebody else has assigned since (`training`, say) is not seen.
-    """
-
-    def __init__(self, names: dict[str, Any], only: frozenset[str] | None = None) -> None:
-        self.names = names
-        self.only = only
-        self.before = self.now()
-        self._others: dict[Any, Any] = {}
-
-    @property
-    def place(self) -> Any:
-        """What holds the names."""
-        return self.names
-
-    def now(self) -> dict[str, Any]:
-        return dict(self.names) if self.only is None else {n: self.names.get(n, _GONE) for n in self.only}
-
-    def freeze(self, position: dict[int, int]) -> None:
-        """Hold tensors by their position, now that the forward is over."""
-        for name in self.now().keys() - self.before.keys():
-            self.before[name] = self._others.pop(name, _GONE)
-        self._others.clear()
-        for name, value in self.before.items():
-            if isinstance(value, Tensor):
-                self.before[name] = Held(value, position.get(id(value)))
-
-    def assign(self, wanted: dict[str, Any]) -> None:
-        """Make the names mean what they mean in `wanted`."""
-        for name, value in wanted.items():
-            if value is _GONE:
-                self.names.pop(name, None)
-            elif self.names.get(name, _GONE) is not value:
-                self.names[name] = value
-
-    def put_back(self, value: Callable[[Any, Any], Any]) -> Any:
-        """Make the names mean what they meant at the call. What it returns is for `restore`.
-
-        **Arguments:**
-
-        - `value`: what a name has to mean, by what it meant and what it means now.
-        """
-        now = self.now()
-        self.assign({n: value(v, now.get(n, _GONE)) for n, v in self.before.items()})
-        return now
-
-    def restore(self, found: Any) -> None:
-        """Undo that, and what the rerun has assigned."""
-        self.assign({n: found.get(n, _GONE) for n in self.before})
-
-
-class _CellSpace(_Space):
-    """The same for a cell that the function assigns to."""
-
-    def __init__(self, cell: types.CellType) -> None:
-        self.cell = cell
-        super().__init__({})
-
-    def now(self) -> dict[str, Any]:
-        try:
-            return {"": self.cell.cell_contents}
-        except ValueError:
-            return {"": _GONE}
-
-    def assign(self, wanted: dict[str, Any]) -> None:
-        if wanted.get("", _GONE) is not _GONE:
-            self.cell.cell_contents = wanted[""]
-
-
-class _Tensors(_Space):
-    """The same for a dict or a list: for the tensors in it. It may count or log besides, as often as it runs."""
-
-    def __init__(self, held: dict[Any, Any] | list[Any]) -> None:
-        self.held = held
-        super().__init__({})
-        self._others = {k: v for k, v in self._items() if k not in self.before}
-
-    @property
-    def place(self) -> Any:
-        return self.held
-
-    def _items(self) -> Iterable[tuple[Any, Any]]:
-        return self.held.items() if isinstance(self.held, dict) else enumerate(self.held)
-
-    def now(self) -> dict[Any, Any]:
-        return {k: v for k, v in self._items() if isinstance(v, Tensor)}
-
-    def put_back(self, value: Callable[[Any, Any], Any]) -> Any:
-        now, items = dict(self._items()), {}
-        for key, v in {**now, **self.before}.items():
-            if key in self.before:
-                v = value(v, now.get(key, _GONE))
-            elif isinstance(v, Tensor):  # somebody has put it there since
-                continue
-            if v is not _GONE:
-                items[key] = v
-        self._fill(items)
-        return now, items
-
-    def restore(self, found: Any) -> None:
-        items, before = found
-        keys = list(before)
-        for key, v in self._items():
-            if isinstance(self.held, list):
-                key = keys[key] if key < len(keys) else len(items)
-            if not isinstance(v, Tensor) and before.get(key, _GONE) is not v:
-                items[key] = v
-        self._fill(items)
-
-    def _fill(self, items: dict[Any, Any]) -> None:
-        if isinstance(self.held, list):
-            if not _are_same(self.held, items.values()):
-                self.held[:] = items.values()
-        elif not (_are_same(self.held, items) and _are_same(self.held.values(), items.values())):
-            self.held.clear()
-            self.held.update(items)
-
-
-def _are_same(some: Collection[Any], others: Collection[Any]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
-def _spaces(roots: Iterable[Any]) -> list[_Space]:
+def _spaces(roots: Iterable[Any]) -> list[Space]:
     """The namespaces of the modules and objects that a function uses, its globals and the cells that it assigns to."""
-    found: dict[int, _Space] = {}
+    found: dict[int, Space] = {}
     seen: set[int] = set()
     todo = [(root, 4) for root in roots]
     while todo:
@@ -177,7 +51,7 @@ def _spaces(roots: Iterable[Any]) -> list[_Space]:
                 seen.add(id(module))
                 for names in (vars(module), module._parameters, module._buffers):
                     if isinstance(names, dict) and names and id(names) not in found:  # not those of a ScriptModule
-                        found[id(names)] = _Space(names)
+                        found[id(names)] = Space(names)
                 own = vars(module).keys() - _MODULE
                 todo += [(vars(module)[n], depth - 1) for n in own if type(vars(module)[n]) in (list, dict)]
             continue
@@ -195,14 +69,15 @@ def _spaces(roots: Iterable[Any]) -> list[_Space]:
                 elif type(value).__module__ == obj.__module__ or type(value) in (list, dict):
                     todo.append((value, 1))
             if restored:
-                found[id(obj)] = _Space(globals_, restored)
+                found[id(obj)] = Space(globals_, restored)
+            todo += [(p, min(depth, 3)) for p in parts(obj)]
             if obj.__closure__:
                 cells = written_names(obj.__code__, "STORE_DEREF")
                 for name, cell in zip(obj.__code__.co_freevars, obj.__closure__, strict=True):
                     if name in cells:
-                        found.setdefault(id(cell), _CellSpace(cell))
+                        found.setdefault(id(cell), CellSpace(cell))
                     with contextlib.suppress(ValueError):  # an empty cell
-                        todo.append((cell.cell_contents, depth - 1))
+                        todo.append((cell.cell_contents, min(depth, 3)))
             continue
         if pieces := parts(obj):
             todo += [(p, depth) for p in pieces]
@@ -211,12 +86,12 @@ def _spaces(roots: Iterable[Any]) -> list[_Space]:
         elif isinstance(obj, (list, tuple, dict)):
             if len(obj) <= 100:
                 if not isinstance(obj, tuple) and id(obj) not in found:
-                    found[id(obj)] = _Tensors(obj)
+                    found[id(obj)] = Tensors(obj)
                 todo += [(o, depth - 1) for o in (obj.values() if isinstance(obj, dict) else obj)]
         else:
             attributes = getattr(obj, "__dict__", None)
             if isinstance(attributes, dict) and id(attributes) not in found:
-                found[id(attributes)] = _Space(attributes)
+                found[id(attributes)] = Space(attributes)
                 todo += [(o, depth - 1) for o in attributes.values()]
     return list(found.values())
 
@@ -247,8 +122,6 @@ def _slots(roots: Iterable[Any], position: dict[int, int], freeze: Freezer) -> I
         seen.add(id(obj))
         nearby: list[Any] = list(parts(obj))
         if isinstance(obj, types.FunctionType):
-            nearby += obj.__defaults__ or ()
-            nearby += (obj.__kwdefaults__ or {}).values()
             for cell in obj.__closure__ or ():
                 with contextlib.suppress(ValueError):  # an empty cell
                     nearby.append(cell.cell_contents)
@@ -272,8 +145,8 @@ def _slots(roots: Iterable[Any], position: dict[int, int], freeze: Freezer) -> I
 
 def _at(container: Any, key: Any) -> Any:
     if isinstance(container, dict):
-        return container.get(key, _GONE)
-    return container[key] if key < len(container) else _GONE
+        return container.get(key, GONE)
+    return container[key] if key < len(container) else GONE
 
 
 class Closure:
@@ -303,7 +176,7 @@ class Closure:
         found = []
         for space in self._spaces:
             now = space.now()
-            found += [t for n, t in space.before.items() if isinstance(t, Tensor) and now.get(n, _GONE) is not t]
+            found += [t for n, t in space.before.items() if isinstance(t, Tensor) and now.get(n, GONE) is not t]
         return found
 
     def freeze(self, originals: Sequence[Tensor], captured: int, in_rerun: bool) -> None:
@@ -358,14 +231,17 @@ class Closure:
 
     @contextlib.contextmanager
     def _restored(self, operands: Sequence[Tensor], thaw: Thawer) -> Iterator[list[Any]]:
-        found: list[tuple[_Space, Any]] = []
+        def was(before: Any, now: Any) -> Any:
+            return as_it_was(before, now, operands, self._replaced)
+
+        found: list[tuple[Space, Any]] = []
         slots = []
         try:
             for space in self._spaces:
-                found.append((space, space.put_back(lambda before, now: self._value(before, now, operands))))
+                found.append((space, space.put_back(was)))
             for container, key, held in self._slots:
                 before = _at(container, key)
-                if before is not _GONE:  # it is, where the function put it there itself
+                if before is not GONE:  # it is, where the function put it there itself
                     container[key] = value = thaw(held)
                     slots.append((container, key, before, value))
             yield [thaw(x) for x in self._frozen]
@@ -375,12 +251,3 @@ class Closure:
                     container[key] = before
             for space, what in found:
                 space.restore(what)
-
-    def _value(self, before: Any, now: Any, operands: Sequence[Tensor]) -> Any:
-        """What a name has to mean in the rerun."""
-        if not isinstance(before, Held):
-            return before
-        if now is before.original() and before.position not in self._replaced:
-            return now
-        operand = before.operand(operands)
-        return _GONE if operand is None else operand

@@ -34,7 +34,9 @@ ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 def parts(obj: Any) -> tuple[Any, ...]:
-    """The objects that a callable is put together from."""
+    """The objects that a callable is put together from, but for the contents of cells."""
+    if isinstance(obj, types.FunctionType):
+        return (*(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values())
     if isinstance(obj, types.MethodType):
         return (obj.__func__, obj.__self__)
     if isinstance(obj, functools.partial):
@@ -56,7 +58,10 @@ def cell_contents(roots: Iterable[Any]) -> dict[int, tuple[types.CellType, Any]]
     while todo:
         obj = todo.pop()
         if isinstance(obj, types.FunctionType):
-            if not obj.__closure__ or _is_opaque(obj):
+            if _is_opaque(obj):
+                continue
+            todo += parts(obj)
+            if not obj.__closure__:
                 continue
             written = written_names(obj.__code__, "STORE_DEREF")
             for name, cell in zip(obj.__code__.co_freevars, obj.__closure__, strict=True):

@@ -20,9 +20,10 @@ from remat import _torch_internals as internals
 from remat._derived import Derived
 from remat._primitive import attach
 from remat._replay import Call
-from remat._run import Run, active_runs
+from remat._run import Run
 from remat._static import StaticArguments, as_tuple
 from remat._unwatched import unwatched
+from remat._watch import active_watches
 from remat.policies import Policy, as_policy
 
 P = ParamSpec("P")
@@ -137,7 +138,7 @@ def _with_derivative(out: Any, call: Call, leaves: list[Any], run: Run) -> Any:
     call.returned = results.positions
     with internals.DisableTorchFunction():
         operands = call.operands(leaves, run, values, [r for r in results.leaves if isinstance(r, Tensor)])
-    outer = active_runs()
+    outer = active_watches()
     for other in reversed(outer):
         operands = [other.resolve(t, read=i not in call.handed_on) for i, t in enumerate(operands)]
         values = [other.resolve(t, read=False) for t in values]

@@ -194,7 +194,7 @@ class Call:
         for i, (ref, operand) in enumerate(zip(self.originals, operands, strict=True)):
             original = ref()
             original = operand if original is None else original
-            run.swap(
+            run.take(
                 original, operand, self._keys[i], live=self._live[i], read=self._reads[i], unread=i in self._unread
             )
         run.level = self.level

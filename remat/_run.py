@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
 from remat._context import KeptDraws, RandomState
@@ -17,6 +16,7 @@ from remat._effects import kind_of, written_by
 from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._log import Comparison, Log, Read, Signature, results_of
 from remat._tail import Spared, last_product
+from remat._watch import Watch, active_watches
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device})
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -42,7 +42,7 @@ CHANGES_SHARED = (
 )
 
 
-class Run(TorchFunctionMode):
+class Run(Watch):
     """Sees each torch call of one run of a function, on the stack of transforms where it stands.
 
     NOTE [inside and outside]: a tensor is told apart by identity. Made inside are the results of calls that were
@@ -77,14 +77,12 @@ class Run(TorchFunctionMode):
         self.level: int | None = None
         """In a rerun, the level whose derivative it is for."""
         self.log = Log()
-        self.paused = False
+        self.is_rerun = forward is not None
         self._comparison = None if forward is None else Comparison(name, forward)
-        self._swaps: dict[int, Tensor] = {}
-        self._originals: dict[int, int] = {}
-        self._swapped: list[Tensor] = []  # keeps the identities in `_swaps`
         self._unread: set[int] = set()
         self._dispatch_modes = internals.dispatch_modes()
-        self._outer_reruns = [run for run in active_runs() if run._comparison is not None]
+        self._around = active_watches()
+        self._outer_reruns = [run for run in self._around if run.is_rerun]
         self._depth = internals.stack_depth()
         self._since = internals.next_sequence_number()
         self._live_reads = 0
@@ -101,7 +99,7 @@ class Run(TorchFunctionMode):
         """Whether it is part of the rerun of an outer function."""
         return bool(self._outer_reruns)
 
-    def swap(self, original: Tensor, operand: Tensor, key: int, *, live: bool, read: Read | None, unread: bool) -> None:
+    def take(self, original: Tensor, operand: Tensor, key: int, *, live: bool, read: Read | None, unread: bool) -> None:
         """In this rerun, `operand` stands for `original`.
 
         **Arguments:**
@@ -117,9 +115,7 @@ class Run(TorchFunctionMode):
             self.reads[id(operand)] = read
             assert self._comparison is not None
             self._comparison.operands[read] = operand
-        self._swaps[id(original)] = operand
-        self._originals[id(operand)] = key
-        self._swapped.append(original)
+        self.swap(original, operand, key)
         if not live:
             self.constants[id(operand)] = weakref.ref(operand)
         if unread:
@@ -129,10 +125,6 @@ class Run(TorchFunctionMode):
     def is_made(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on what was given."""
         return has(self.made, tensor)
-
-    def swapped(self, tensor: Tensor) -> Tensor:
-        """The operand that stands for `tensor`, or itself."""
-        return self._swaps.get(id(tensor), tensor)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -235,6 +227,9 @@ class Run(TorchFunctionMode):
             return self._swaps[key]
         if has(self.constants, tensor):
             return tensor
+        held = self._held(tensor)
+        if held is not tensor:
+            return held
         self.log.tail = None  # somebody unseen may have read values
         if key in self.outside and not has(self.outside, tensor):
             self._forget(key)
@@ -276,7 +271,7 @@ class Run(TorchFunctionMode):
 
     def _known_outside(self, key: int) -> bool:
         # Below its forward's stack, a level of that stack may have the number of one that began since.
-        return any(key in run._swaps for run in self._outer_reruns)
+        return any(run.knows(key) for run in self._outer_reruns)
 
     def _made_out_of_sight(self, tensor: Tensor) -> bool:
         """Whether autograd knows that this tensor was made since the run began."""
@@ -344,13 +339,24 @@ class Run(TorchFunctionMode):
                 if differentiated:
                     made_here = MADE_HERE if isinstance(t, torch.nn.Parameter) else ""
                     raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, call_site()) + made_here)
-                # The runs around this one see it: in a rerun of theirs another tensor stands for it.
-                self.snapshots[id(t)] = t.clone()
+                self.snapshots[id(t)] = self._copy(t)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """A copy of what the runs around this one read in the place of a tensor. It is no call of the function."""
+        live = []
+        for run in reversed(self._around):
+            tensor = run.resolve(tensor)
+            live.append(run.is_made(tensor))
+        with internals.DisableTorchFunction():
+            copy = tensor.clone()
+        for run, depends in zip(reversed(self._around), live, strict=True):
+            run.adopt(copy, depends)
+        return copy
 
     def _held(self, tensor: Tensor) -> Tensor:
         """The tensor from outside that `tensor` stands for in the rerun of an outer run, or itself."""
         for run in self._outer_reruns:
-            held = self.outside.get(run._originals.get(id(tensor), 0), lambda: None)()
+            held = self.outside.get(run.key_of(tensor) or 0, lambda: None)()
             if held is not None and self._for_outer_runs(held) is tensor:
                 return held
         return tensor
@@ -434,6 +440,7 @@ class Run(TorchFunctionMode):
 
     def adopt(self, tensor: Tensor, live: bool = True, same_as: Tensor | None = None) -> None:
         """Note a tensor that was made inside, maybe as another one that has the same value."""
+        tensor = self._held(tensor)
         key = id(tensor)
         if internals.level_of(tensor) > self._depth:
             with internals.DisableTorchFunction():
@@ -526,10 +533,8 @@ def version(tensor: Tensor) -> int:
 
 
 def active_runs() -> list[Run]:
-    """The runs that the current code is part of, innermost last."""
-    if not internals.function_modes_active():
-        return []
-    return [mode for mode in internals.function_modes() if isinstance(mode, Run) and not mode.paused]
+    """The runs by `remat` that the current code is part of, innermost last."""
+    return [mode for mode in active_watches() if isinstance(mode, Run)]
 
 
 def paused_runs() -> contextlib.AbstractContextManager[None]:

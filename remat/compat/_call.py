@@ -75,7 +75,7 @@ class Call:
     def finish(self, forward: Forward) -> None:
         """The user's own call is over, and its hooks are gone."""
         forward.finish()
-        self._captured.finish({*self._identities, *(id(o.tensor) for o in self.record.outside)})
+        self._captured.finish(self._identities, {*self._identities, *(id(o.tensor) for o in self.record.outside)})
         self.record.is_simple = self.record.is_simple and not self._captured.has_other_buffers
         self._writes = [now - before for now, before in zip(versions_of(self.tensors), self._versions, strict=True)]
         self.tensors = []
@@ -146,7 +146,7 @@ class Call:
         args, kwargs = (leaves, {}) if self._spec is None else _tree.unflatten(self._spec, leaves)
         del leaves
         ambient = NOTHING if Ambient.current() == self._ambient else self._ambient.restored(keeps_casts=True)
-        restored = captured.restored(trusting) if captured.has_slots else NOTHING
+        restored = captured.restored(trusting, tensors) if captured.has_slots else NOTHING
         random_before = None if draws is None else draws.begin()
         try:
             with internals.grad_enabled(), ambient, context:

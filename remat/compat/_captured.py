@@ -16,6 +16,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._frozen import ATOMS, Freezer, Table, Thawer, cell_contents, parts, written_names
+from remat._spaces import Tensors, as_it_was, has_tensors
 from remat._stock import PRIVATE, is_stock
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -34,10 +35,6 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...]]:
 
 _MISSING = object()
 _KEPT = ATOMS | {torch.dtype, torch.device, torch.Size, type(_MISSING)}
-
-
-def _is_atom(value: Any) -> bool:
-    return type(value) in _KEPT or (type(value) is tuple and all(map(_is_atom, value)))
 
 
 _CONSTANT = (types.ModuleType, type, types.BuiltinFunctionType)
@@ -107,10 +104,12 @@ class Captured:
         "_assigned",
         "_attributes",
         "_buffers",
+        "_containers",
         "_contents",
         "_fun",
         "_given",
         "_has_hooks",
+        "_hooks",
         "_modules",
         "_namespaces",
         "_objects",
@@ -130,13 +129,15 @@ class Captured:
         self._namespaces: list[dict[str, Any]] = []  # of modules that may assign to their attributes
         self._attributes: list[dict[str, Any]] = []  # what these were, until the forward is over
         self._assigned: list[_Slot] = []  # those that the forward assigned to
-        self._sizes: list[Any] = []  # of what these hold, until the forward is over
-        self._parameters: list[list[Any]] = []  # keeps the identities in these
-        self._objects: list[Any] = []  # others, which may hold state
+        self._sizes: list[tuple[Any, int]] = []  # the containers in these and their sizes, until the forward is over
+        self._parameters: list[dict[str, Any]] = []  # in these, until the forward is over
+        self._hooks = 0  # how many modules have got so far
+        self._containers: list[Tensors] = []  # that belong to no module
         self._has_hooks = False
         self.tensors: list[Tensor] = []
         self._given: list[Any] = []
         self._contents: Any = None
+        self._objects: list[Any] = []
         functions = [x for x in leaves if isinstance(x, _FUNCTIONS)]
         if type(fun) is types.FunctionType and not functions:
             self._contents = _simple_contents(fun)
@@ -160,8 +161,11 @@ class Captured:
         # torch's own assign nothing, but hooks may.
         self._namespaces = [vars(m) for m in self._modules.values() if hooked or not is_stock(type(m))]
         self._attributes = [*map(dict, self._namespaces)]
-        self._sizes = [internals.hooks_so_far(), *map(_sizes, self._namespaces)]
+        self._hooks = internals.hooks_so_far()
+        self._sizes = [(v, _size(v)) for names in self._namespaces for v in names.values() if type(v) in _SIZED]
         self._parameters = [*map(_parameters, self._namespaces)]
+        self._containers = [Tensors(c, grows=True) for c in _containers(self._objects, self._namespaces)]
+        self._objects = []
 
     def _look_at(self, objects: Sequence[Any]) -> None:
         seen = set()
@@ -171,6 +175,7 @@ class Captured:
                 if id(obj) not in seen:
                     seen.add(id(obj))
                     self._take_slots(obj)
+                    todo += parts(obj)
             elif isinstance(obj, Tensor):
                 self.tensors.append(obj)
             elif isinstance(obj, tuple):
@@ -205,18 +210,22 @@ class Captured:
                 if m._modules:
                     todo += m._modules.values()
 
-    def finish(self, read: Container[int]) -> None:
+    def finish(self, given: Sequence[int], read: Container[int]) -> None:
         """The forward is over. A tensor that it has read and dropped was there until now, to be noted.
 
         **Arguments:**
 
+        - `given`: the identities of the tensors that a rerun will be given.
         - `read`: by identity, the tensors that it has read: others are not to be held.
         """
+        position = {key: i for i, key in enumerate(given)} if self._containers else {}
+        for container in self._containers:
+            container.freeze(position)
         for names, before in zip(self._namespaces, self._attributes, strict=True):
             if _differ(names, before):
                 for name in names.keys() | before.keys():
                     old = before.get(name, _MISSING)
-                    if names.get(name, _MISSING) is not old and (_is_atom(old) or id(old) in read):
+                    if names.get(name, _MISSING) is not old and (not isinstance(old, Tensor) or id(old) in read):
                         self._assigned.append((names, name, old))
         if self._assigned and self._has_built():
             self._assigned = []
@@ -230,16 +239,20 @@ class Captured:
     def _has_built(self) -> bool:
         """Whether modules have got parameters, children or hooks: behind a flag, which has to be as it is now."""
         children = (m for parent in self._modules.values() for m in parent._modules.values())
-        return any(m is not None and id(m) not in self._modules for m in children) or self._sizes != [
-            internals.hooks_so_far(),
-            *map(_sizes, self._namespaces),
-        ]
+        return (
+            any(m is not None and id(m) not in self._modules for m in children)
+            or self._hooks != internals.hooks_so_far()
+            or any(_size(container) != size for container, size in self._sizes)
+            or any(map(_differ, map(_parameters, self._namespaces), self._parameters))
+        )
 
     def undo(self) -> None:
         """Put back what the forward, which is not over, has put into names and modules."""
         for slot in (*self._slots, *self._buffers):
             _put(*slot)
         _put_back(self._namespaces, self._attributes)
+        for container in self._containers:
+            container.put_back(lambda before, now: before)
 
     def is_state(self, tensor: Tensor) -> bool:
         """Whether a module has a tensor."""
@@ -272,19 +285,27 @@ class Captured:
         self._given, self._contents, self.tensors = [], None, []
 
     @contextlib.contextmanager
-    def restored(self, with_state: bool) -> Iterator[None]:
+    def restored(self, with_state: bool, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Within it, what was captured is as it was; after it, as it was before.
 
         So a loop variable has not moved on for the rerun, and what the function itself assigns comes about once.
 
         **Arguments:**
 
-        - `with_state`: whether modules have the buffers that they had, and the function's flags and counters.
+        - `with_state`: whether modules have the buffers that they had, containers the tensors, and the function its
+            flags and counters.
+        - `tensors`: what the rerun is given.
         """
+
+        def was(before: Any, now: Any) -> Any:
+            return as_it_was(before, now, tensors)
+
         now = [(container, name, _look(container, name)) for container, name, _ in (*self._slots, *self._buffers)]
         attributes = [*map(dict, self._namespaces)]
-        items = [(container, _items(container)) for container in _containers(self._objects, self._namespaces)]
+        containers: list[tuple[Tensors, Any]] = []
         try:
+            for container in self._containers:
+                containers.append((container, container.put_back(was) if with_state else container.as_found()))
             for slot in (*self._slots, *((*self._buffers, *self._assigned) if with_state else ())):
                 _put(*slot)
             yield
@@ -292,13 +313,13 @@ class Captured:
             for slot in now:
                 _put(*slot)
             _put_back(self._namespaces, attributes)
-            for container, before in items:
-                _put_items_back(container, before)
+            for container, found in containers:
+                container.restore(found)
 
     @property
     def has_slots(self) -> bool:
         """Whether there is something to restore."""
-        return bool(self._slots or self._buffers or self._namespaces or self._objects)
+        return bool(self._slots or self._buffers or self._namespaces or self._containers)
 
     @property
     def has_other_buffers(self) -> bool:
@@ -314,14 +335,13 @@ class Captured:
         return thaw(self._fun), [*map(thaw, leaves)], thaw
 
 
-def _sizes(attributes: dict[str, Any]) -> list[int]:
-    """What changes where a module is given parameters, or where its lists and dicts grow."""
-    sizes = [len(v) for v in attributes.values() if type(v) in _SIZED]
-    return [*sizes, *map(id, _parameters(attributes))]
+def _size(container: Any) -> int:
+    """How much there is in it, but for tensors in lists, which begin again."""
+    return sum(not has_tensors(item) for item in container) if type(container) is list else len(container)
 
 
-def _parameters(attributes: dict[str, Any]) -> list[Any]:
-    return list(attributes.get("_parameters", {}).values())
+def _parameters(attributes: dict[str, Any]) -> dict[str, Any]:
+    return dict(attributes.get("_parameters", {}))
 
 
 _SIZED = {list, dict, set, collections.deque, collections.OrderedDict}
@@ -368,18 +388,6 @@ def _container_of(value: Any) -> _Container | None:
 _NO_CONTAINERS = (Tensor, torch.nn.Module, *_FUNCTIONS, *_CONSTANT)
 _MANY = 10_000  # items: a table, not a state
 _STEPS, _CONTAINERS = 3, 200  # a look around is to take no longer than a small rerun
-
-
-def _items(container: _Container) -> dict[Any, Any]:
-    return dict(container) if isinstance(container, dict) else dict(enumerate(container))
-
-
-def _put_items_back(container: _Container, before: dict[Any, Any]) -> None:
-    """Make the items what they were that a container had, and still has. Numbers may count the runs."""
-    after = _items(container)
-    for key, value in before.items():
-        if after.get(key, value) is not value and not isinstance(value, (int, float)):
-            container[key] = value
 
 
 def _look(container: Any, name: Any) -> Any:

@@ -194,7 +194,7 @@ def _called(function: Any, arguments: Any) -> dict[int, Any]:
         seen.add(id(obj))
         if isinstance(obj, types.FunctionType):
             found[id(obj.__code__)] = obj.__code__
-            todo += (content for _, content in cell_contents([obj]).values())
+            todo += (*parts(obj), *(content for _, content in cell_contents([obj]).values()))
         elif isinstance(obj, torch.nn.Module):
             found[id(obj)] = obj
         elif isinstance(obj, (list, tuple)):

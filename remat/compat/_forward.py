@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from remat import _torch_internals as internals
 from remat._compile import tracing
 from remat._native import Holder, meta_of, version
-from remat._run import Run
+from remat._watch import active_watches
 from remat.compat._draws import Draws
 from remat.compat._record import Outside, Record, make_result, results_of
 from remat.compat._rerun import Rerun
@@ -198,18 +198,19 @@ class Forward(TorchFunctionMode):
 
     def _seen(self, tensor: Tensor) -> Tensor:
         """What the runs around this one read in the place of a tensor."""
-        for mode in () if self._alone else reversed(internals.function_modes()):
-            if isinstance(mode, Rerun):
-                tensor = mode.stand_in(tensor)
-            elif isinstance(mode, Run):
-                tensor = mode.swapped(tensor)
+        for run in () if self._alone else reversed(active_watches()):
+            tensor = run.swapped(tensor)
         return tensor
 
     def _source(self, target: Tensor) -> Tensor:
-        """The tensor from outside that a target is `.data` of, or detached from; else the target itself."""
-        if self.is_made(target) and id(target) not in self.given and target.grad_fn is None:
+        """The tensor from outside that a target is `.data` of, or detached from; else the target itself.
+
+        In the rerun of a run around this one, it may be that of what stands for the tensor.
+        """
+        is_data = self.is_made(target) and id(target) not in self.given and target.grad_fn is None
+        if is_data or not self._alone:
             for t in (*self._given, *(o.ref() for o in self.record.outside)):
-                if t is not None and target.is_set_to(t):
+                if t is not None and ((seen := self._seen(t)) is target or (is_data and target.is_set_to(seen))):
                     return t
         return target
 

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
 from remat._compile import tracing
 from remat._errors import CheckpointError, RematError
 from remat._native import Difference, meta_of, version
 from remat._run import has
+from remat._watch import Watch
 from remat.compat._record import Outside, Record, Result, results_of
 from remat.compat._torch_calls import (
     BACKWARDS,
@@ -131,7 +131,7 @@ class Collector:
         """All that the backward needs is there."""
 
 
-class Rerun(Collector, TorchFunctionMode):
+class Rerun(Collector, Watch):
     """Repeats a forward run: it reads and writes what that did, and does no more than it has to."""
 
     def __init__(
@@ -155,7 +155,8 @@ class Rerun(Collector, TorchFunctionMode):
             turn out to be the same. Otherwise the rerun `was_misled`: a cache is filled by now, or a flag is set, and
             calls are left out.
         """
-        super().__init__(record, early_stop)
+        Collector.__init__(self, record, early_stop)
+        Watch.__init__(self)
         self.drops_result = early_stop
         """Whether nobody needs what the function returns: spared memory in it need not be computed."""
         self._given = given
@@ -166,8 +167,6 @@ class Rerun(Collector, TorchFunctionMode):
         self._outside = {id(o.tensor): o for o in record.outside if o.tensor is not None}
         self.trusting = trusting
         self._is_sharded = internals.uses_fully_shard()
-        self._swaps: dict[int, Tensor] = {}
-        self._swapped: list[Tensor] = []  # keeps the identities
         self._unseen: Any = internals.DisableTorchDispatch if under_context else contextlib.nullcontext
         # A context may count the function's ops: those that are computed later have to come in the same order.
         self._may_spare = not under_context or not any(r.is_view for result in record.tail for r in results_of(result))
@@ -176,6 +175,7 @@ class Rerun(Collector, TorchFunctionMode):
         self._tail_begin = len(record.calls) - len(record.tail)
         self._grads: list[tuple[Tensor, Tensor | None]] = []
 
+    is_rerun = True
     is_state: Callable[[Tensor], bool] = staticmethod(lambda tensor: False)
     """Whether a module has a tensor."""
     unwritable: Container[int] = ()
@@ -215,7 +215,7 @@ class Rerun(Collector, TorchFunctionMode):
         if tracing():  # what is compiled, once for each run, has to be the same
             return func(*args, **kwargs) if kwargs else func(*args)
         if looks_up(func):
-            return func(self.stand_in(args[0]), *args[1:])
+            return func(self.swapped(args[0]), *args[1:])
         kwargs = kwargs or {}
         if self._is_sharded and not self._done and internals.fully_shard_at_work():
             out = func(*args, **kwargs)
@@ -343,10 +343,6 @@ class Rerun(Collector, TorchFunctionMode):
         if outside.last_read != outside.version:
             raise CheckpointError(STATE_WAS_SET_UP.format(list(tensor.shape), tensor.dtype, "reads from outside"))
 
-    def stand_in(self, tensor: Tensor) -> Tensor:
-        """What is read and written in the place of a tensor."""
-        return self._swaps.get(id(tensor), tensor)
-
     def _before_write(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Nothing from outside is changed a second time: a copy is."""
         if func in BACKWARDS:
@@ -374,17 +370,16 @@ class Rerun(Collector, TorchFunctionMode):
         written = self._record.written.get(id(tensor))
         return (
             id(tensor) in self._outside
-            or id(tensor) in self._swaps
+            or self.knows(id(tensor))
             or (written is not None and written[0]() is tensor)
             or self.is_state(tensor)
         )
 
-    def swap(self, tensor: Tensor, stand_in: Tensor) -> None:
-        """From now on `stand_in` is read and written in the place of `tensor`."""
-        self._swapped.append(tensor)
-        self._swaps[id(tensor)] = stand_in
-        self.made.pop(id(tensor), None)
-        self.made[id(stand_in)] = weakref.ref(stand_in)
+    def swap(self, original: Tensor, operand: Tensor, key: int | None = None) -> None:
+        """From now on `operand` is read and written in the place of `original`."""
+        super().swap(original, operand, key)
+        self.made.pop(id(original), None)
+        self.made[id(operand)] = weakref.ref(operand)
 
     def _before_backward(self) -> None:
         """A backward inside of the function has added to `.grad` in the forward: once is enough."""
