@@ -19,7 +19,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._frozen import ATOMS, Freezer, Frozen, Held, Table, Thawer, cell_contents, parts, written_names
-from remat._spaces import GONE, CellSpace, Space, Tensors, as_it_was
+from remat._spaces import GONE, CellSpace, Items, Space, as_it_was
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def _spaces(roots: Iterable[Any]) -> list[Space]:
                     if isinstance(names, dict) and names and id(names) not in found:  # not those of a ScriptModule
                         found[id(names)] = Space(names)
                 own = vars(module).keys() - _MODULE
-                todo += [(vars(module)[n], depth - 1) for n in own if type(vars(module)[n]) in (list, dict)]
+                todo += [(vars(module)[n], depth - 1) for n in own if type(vars(module)[n]) not in ATOMS]
             continue
         if isinstance(obj, types.FunctionType):
             globals_ = obj.__globals__
@@ -86,7 +86,7 @@ def _spaces(roots: Iterable[Any]) -> list[Space]:
         elif isinstance(obj, (list, tuple, dict)):
             if len(obj) <= 100:
                 if not isinstance(obj, tuple) and id(obj) not in found:
-                    found[id(obj)] = Tensors(obj)
+                    found[id(obj)] = Items(obj)
                 todo += [(o, depth - 1) for o in (obj.values() if isinstance(obj, dict) else obj)]
         else:
             attributes = getattr(obj, "__dict__", None)
@@ -215,9 +215,9 @@ class Closure:
         thaw.empty()
 
     def _not_put_back(self, slots: Iterable[_Slot]) -> list[_Slot]:
-        """Those where no space puts a tensor back: what is there now, the function may have put there itself."""
-        put_back = {(id(s.place), n) for s in self._spaces for n, v in s.before.items() if isinstance(v, Held)}
-        return [slot for slot in slots if (id(slot[0]), slot[1]) not in put_back]
+        """Those where no space puts something else: what is there now, the function may have put there itself."""
+        before = {(id(s.place), n): v for s in self._spaces for n, v in s.before.items()}
+        return [slot for slot in slots if before.get((id(slot[0]), slot[1]), now := _at(*slot[:2])) is now]
 
     def thawer(self, operands: Sequence[Any]) -> Thawer:
         """What puts functions together again for one rerun."""

@@ -22,6 +22,7 @@ _STATISTICS: dict[Any, tuple[int, ...]] = {
     torch.native_batch_norm: (3, 4),
 }
 """Functions that write to arguments, by position, without saying so in their names."""
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _ARITHMETIC = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
 _LOGIC = ["and", "or", "xor", "lshift", "rshift"]
 _RANDOM_NAMES = """
@@ -50,15 +51,17 @@ class Kind(NamedTuple):
     draws: bool
     sets_hooks: bool
     """Whether it is how torch itself moves hooks to a new node: with a lock that looking at `grad_fn` waits for."""
+    sets_data: bool
+    """Whether it is `x.data = ...`."""
     gives_data: bool
-    """Whether it is `x.data`: the same memory, out of autograd's sight."""
+    """Whether it is `x.data` or `x.detach()`: the same memory, out of autograd's sight."""
 
 
 @functools.cache
 def kind_of(func: Any) -> Kind:
-    is_data = func == Tensor.data.__get__  # type: ignore[attr-defined]
+    is_data = func in (Tensor.data.__get__, Tensor.detach, torch.detach)  # type: ignore[attr-defined]
     draws = getattr(func, "__name__", "") in _RANDOM
-    return Kind(may_write(func), draws, internals.moves_hooks(func), is_data)
+    return Kind(may_write(func), draws, internals.moves_hooks(func), func == SET_DATA, is_data)
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -70,6 +73,8 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[T
         found += [kwargs.get(name) for name in ("running_mean", "running_var", "running_min", "running_max")]
     elif may_write(func) or kwargs.get("inplace"):
         found += args[:1] or list(kwargs.values())[:1]
+        if found and isinstance(found[0], (list, tuple)):  # `_foreach_add_`
+            found = [*found[0]]
     out = kwargs.get("out")
     found += out if isinstance(out, (tuple, list)) else [out]
     return [t for t in found if isinstance(t, Tensor)]

@@ -21,7 +21,7 @@ from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._frozen import Thawer
 from remat._log import Log
 from remat._recorder import Recorder
-from remat._run import CHANGES, CHANGES_SHARED, Run, stranger, version
+from remat._run import CHANGES, CHANGES_SHARED, Run, stranger
 from remat._spare import Replay, is_recorded
 from remat._tail import Spared
 from remat._tape import Tape
@@ -90,7 +90,7 @@ class Call:
         with internals.DisableTorchFunction():
             tensors = [leaves[i] for i in self.positions]
             run = Run(self.name, tensors)
-            run.versions = {id(t): version(t) for t in tensors}
+            run.versions = {id(t): run.version(t) for t in tensors}
             run.in_cells = {id(t) for t in self.closure.tensors()}
             keys = running()
             position = None if keys is None else keys.position()
@@ -138,6 +138,7 @@ class Call:
                 found.setdefault(id(tensor), tensor)
         read = run.outside.keys() - run.handed_on
         unread = {id(t) for t in in_cells if id(t) not in read and not run.is_made(t)}
+        unread |= replaced.keys() - run.outside.keys()
         self._unread = {i for i, key in enumerate(found) if key in unread}
         self.cut = {i for i, key in enumerate(found) if key in replaced.keys() - read}
         self.handed_on = self._unread | {i for i, key in enumerate(found) if i < captured or key in run.handed_on}
@@ -153,7 +154,7 @@ class Call:
         operands = []
         for i, t in enumerate(originals):
             then = run.versions.get(id(t))
-            if (then is not None and version(t) != then) or id(t) in run.snapshots:
+            if (then is not None and run.version(t) != then) or id(t) in run.snapshots:
                 if id(t) not in run.snapshots:
                     raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
                 self._written.add(i)

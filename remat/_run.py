@@ -152,6 +152,8 @@ class Run(Watch):
             args, kwargs = self._comparison.as_in_forward(func, args, kwargs or {}, self.outside)
         if kwargs or kind.writes:
             self._before_write(written_by(func, args, kwargs or {}))
+        elif kind.sets_data:
+            self._before_data(args[0])
         if func is Tensor.register_hook:
             if internals.is_hook_of_fully_shard(args[1]):
                 raise RematError(SHARDED.format(self.name))
@@ -249,7 +251,7 @@ class Run(Watch):
                 return tensor.detach()  # nothing in the forward was differentiated by it
         if key not in self.outside:
             self.outside[key] = weakref.ref(tensor)
-            self.versions[key] = version(tensor)
+            self.versions[key] = self.version(tensor)
             self._numbers += 1
             if self._comparison is None:
                 self.reads[key] = Read(self._numbers)
@@ -341,6 +343,13 @@ class Run(Watch):
                     raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, call_site()) + made_here)
                 self.snapshots[id(t)] = self._copy(t)
 
+    def _before_data(self, tensor: Tensor) -> None:
+        """The same where it gets other memory: a parameter may, that hooks gather for a while."""
+        with internals.DisableTorchFunction():
+            differentiated = internals.requires_grad_at_any_level(tensor)
+        if not differentiated:
+            self._before_write([tensor])
+
     def _copy(self, tensor: Tensor) -> Tensor:
         """A copy of what the runs around this one read in the place of a tensor. It is no call of the function."""
         live = []
@@ -407,6 +416,10 @@ class Run(Watch):
         for run in reversed(self._outer_reruns):
             tensor = run.swapped(tensor)
         return tensor
+
+    def version(self, tensor: Tensor) -> int:
+        """How often the tensor was written to, or what stands for it in a rerun around this run."""
+        return version(self._for_outer_runs(tensor))
 
     def _note_constant(self, func: Any, args: Iterable[Any]) -> None:
         """What a rerun finds computed may be read in the place where the forward read it, not where it came from."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -40,7 +40,6 @@ class Space:
         self.names = names
         self.only = only
         self.before = self.now()
-        self._others: dict[Any, Any] = {}
 
     @property
     def place(self) -> Any:
@@ -53,8 +52,7 @@ class Space:
     def freeze(self, position: dict[int, int]) -> None:
         """Hold tensors by their position, now that the forward is over."""
         for name in self.now().keys() - self.before.keys():
-            self.before[name] = self._others.pop(name, GONE)
-        self._others.clear()
+            self.before[name] = GONE
         for name, value in self.before.items():
             if isinstance(value, Tensor):
                 self.before[name] = Held(value, position.get(id(value)))
@@ -80,7 +78,7 @@ class Space:
 
     def restore(self, found: Any) -> None:
         """Undo that, and what the rerun has assigned."""
-        self.assign({n: found.get(n, GONE) for n in self.before})
+        self.assign({**dict.fromkeys(self.now(), GONE), **found})
 
 
 class CellSpace(Space):
@@ -101,69 +99,35 @@ class CellSpace(Space):
             self.cell.cell_contents = wanted[""]
 
 
-class Tensors(Space):
-    """The same for a dict or a list: for the tensors, and tuples of some, in it.
+class Items(Space):
+    """The same for a dict or a list."""
 
-    It may count or log besides, as often as it runs.
-    """
-
-    def __init__(self, held: dict[Any, Any] | list[Any], grows: bool = False) -> None:
-        """`grows`: whether tensors that a rerun adds to it stay there too."""
+    def __init__(self, held: dict[Any, Any] | list[Any]) -> None:
         self.held = held
-        self._grows = grows
         super().__init__({})
-        self._others = {k: v for k, v in self._items() if k not in self.before}
 
     @property
     def place(self) -> Any:
+        """What holds the items."""
         return self.held
 
-    def _items(self) -> Iterable[tuple[Any, Any]]:
-        return self.held.items() if isinstance(self.held, dict) else enumerate(self.held)
-
-    def as_found(self) -> Any:
-        """For `restore`, without `put_back`."""
-        return dict(self._items()), dict(self._items())
-
     def now(self) -> dict[Any, Any]:
-        return {k: v for k, v in self._items() if has_tensors(v)}
+        return dict(self.held) if isinstance(self.held, dict) else dict(enumerate(self.held))
 
-    def put_back(self, value: Callable[[Any, Any], Any]) -> Any:
-        now, items = dict(self._items()), {}
-        for key, v in {**now, **self.before}.items():
-            if key in self.before:
-                v = value(v, now.get(key, GONE))
-            elif has_tensors(v):  # somebody has put it there since
-                continue
-            if v is not GONE:
-                items[key] = v
-        self._fill(items)
-        return now, items
+    def has_changed(self) -> bool:
+        """Whether it holds something else than it held, until it is frozen."""
+        now = self.now()
+        return not (_are_same(now, self.before) and _are_same(now.values(), self.before.values()))
 
-    def restore(self, found: Any) -> None:
-        items, before = found
-        keys = list(before)
-        for key, v in self._items():
-            if isinstance(self.held, list):
-                key = keys[key] if key < len(keys) else len(items)
-            if not has_tensors(v) and before.get(key, GONE) is not v:
-                items[key] = v
-            elif self._grows and key not in before:
-                items.setdefault(key, v)
-        self._fill(items)
-
-    def _fill(self, items: dict[Any, Any]) -> None:
+    def assign(self, wanted: dict[Any, Any]) -> None:
+        items = {key: value for key, value in wanted.items() if value is not GONE}
         if isinstance(self.held, list):
             if not _are_same(self.held, items.values()):
                 self.held[:] = items.values()
         elif not (_are_same(self.held, items) and _are_same(self.held.values(), items.values())):
             self.held.clear()
-            self.held.update(items)
-
-
-def has_tensors(value: Any) -> bool:
-    """Whether it is a tensor, or a tuple with some."""
-    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(has_tensors, value)))
+            for key, value in items.items():
+                self.held[key] = value
 
 
 def _are_same(some: Collection[Any], others: Collection[Any]) -> bool:

@@ -1,6 +1,6 @@
 """What the tests share: counting ops, comparing with the plain function, the transforms to compare under."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +28,16 @@ Fun = Callable[[Tensor], Tensor]
 
 UNIT = 65536  # bytes of one activation: so large that scalars do not matter
 SIZE = UNIT // 4
+
+
+class Seen(deque[Any]):
+    """A list that no rerun puts back: it tells of all runs."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return [*self] == other
 
 
 def plain(fun: Any) -> Any:

@@ -28,7 +28,7 @@ from remat.compat import _checkpoint, _reentrant
 from remat.debug import LiveBytes
 from remat.random import _numpy_generator
 from remat.random._numpy_generator import numpy_state, set_numpy_state
-from tests.helpers import SIZE, UNIT, CountOps, activation, assert_same, known_and_watched, leaf, numbers
+from tests.helpers import SIZE, UNIT, CountOps, Seen, activation, assert_same, known_and_watched, leaf, numbers
 from tests.test_compat_same import Calls, debugs, mismatch, plain
 
 watched = known_and_watched(_checkpoint, _reentrant)
@@ -360,7 +360,7 @@ def test_reentrant_with_batched_cotangents() -> None:
 
 def test_reentrant_calls_hooks_of_the_stand_in_of_an_argument() -> None:
     def run(ck: Any) -> Any:
-        seen = []
+        seen = Seen()
 
         def fun(x: Tensor) -> Tensor:
             if torch.is_grad_enabled():
@@ -369,7 +369,7 @@ def test_reentrant_calls_hooks_of_the_stand_in_of_an_argument() -> None:
 
         x = leaf(numbers(3))
         ck(fun, x).sum().backward()
-        return seen
+        return [*seen]
 
     torchs, own = VARIANTS["reentrant"]
     right(run, torchs)
@@ -391,7 +391,7 @@ def test_reentrant_double_backward() -> None:
 def test_reentrant_calls_hooks_of_captured_tensors_once() -> None:
     def run(ck: Any) -> Any:
         x, w = leaf(numbers(3)), leaf(numbers(3, 3))
-        calls = []
+        calls = Seen()
         w.register_hook(lambda g: calls.append(1) or g * 2)
         ck(lambda x: torch.tanh(w @ x), x).sum().backward()
         return x.grad, w.grad, len(calls)
@@ -402,7 +402,7 @@ def test_reentrant_calls_hooks_of_captured_tensors_once() -> None:
 def test_reentrant_respects_the_device_context() -> None:
     torchs, own = VARIANTS["reentrant"]
     for ck, same in ((torchs, False), (own, True)):
-        seen: list[str] = []
+        seen = Seen()
         x = leaf(numbers(3))
         with torch.device("meta"):
             y = ck(lambda x, seen=seen: seen.append(torch.ones(1).device.type) or x.sin(), x).sum()
@@ -990,7 +990,7 @@ def test_a_group_after_a_rerun_that_raised() -> None:
 
 def test_the_user_does_not_see_the_stop_signal() -> None:
     def run(ck: Any) -> tuple[Any, list[Any]]:
-        seen: list[Any] = []
+        seen = Seen()
 
         class Sees:
             def __enter__(self) -> None:
@@ -1038,7 +1038,7 @@ def test_a_function_that_swallows_exceptions() -> None:
 @pytest.mark.parametrize("read", ["item", "branch", "numpy", "tolist", "in place", "kept", "view kept", "list kept"])
 def test_what_comes_after_the_last_needed_tensor_is_right_where_it_is_read(read: str) -> None:
     """The end of the rerun is not run, unless somebody asks for its values."""
-    kept: list[Any] = []
+    kept = Seen()
 
     def fun(x: Tensor) -> Tensor:
         y = (x @ x).sin() @ x
@@ -1068,7 +1068,7 @@ def test_what_comes_after_the_last_needed_tensor_is_right_where_it_is_read(read:
     y = ours(fun, x)
     forward = list(kept)
     grad_of(y.sum(), x)
-    rerun = kept[len(forward) :]
+    rerun = [*kept][len(forward) :]
     assert len(forward) > 0
     for a, b in zip(rerun, forward, strict=True):
         if isinstance(a, Tensor):

@@ -16,7 +16,7 @@ from torch.autograd import grad as grad_of
 
 import remat.compat
 from remat.compat import _checkpoint, _reentrant
-from tests.helpers import CountOps, assert_same, known_and_watched, leaf, numbers
+from tests.helpers import CountOps, Seen, assert_same, known_and_watched, leaf, numbers
 
 MODULES = {"torch": torch.utils.checkpoint, "remat": remat.compat}
 
@@ -50,6 +50,8 @@ both_variants = pytest.mark.parametrize("use_reentrant", [True, False], ids=["re
 
 class Calls:
     """Counts the calls of a function."""
+
+    __slots__ = ("count", "fun")  # which no rerun puts back
 
     def __init__(self, fun: Callable[..., Any]) -> None:
         self.fun, self.count = fun, 0
@@ -100,7 +102,7 @@ def test_modules_and_parameters(api: Any, use_reentrant: bool) -> None:
 @both_variants
 @pytest.mark.parametrize("preserve_rng_state", [True, False])
 def test_random_draws(api: Any, use_reentrant: bool, preserve_rng_state: bool) -> None:
-    masks = []
+    masks = Seen()
 
     def fun(x: Tensor) -> Tensor:
         masks.append(torch.rand(100))
@@ -120,7 +122,7 @@ def test_random_draws(api: Any, use_reentrant: bool, preserve_rng_state: bool) -
 @both_variants
 @pytest.mark.parametrize("forward", [True, False])
 def test_autocast(api: Any, use_reentrant: bool, forward: bool) -> None:
-    seen = []
+    seen = Seen()
 
     def fun(x: Tensor) -> Tensor:
         y = x @ x
@@ -259,7 +261,7 @@ def test_custom_autograd_functions(api: Any, use_reentrant: bool) -> None:
 
 
 def test_reentrant_records_no_graph(api: Any) -> None:
-    seen = []
+    seen = Seen()
 
     def fun(x: Tensor) -> Tensor:
         y = x.sin()
@@ -550,7 +552,7 @@ def test_batched_gradients(api: Any) -> None:
 
 def test_hooks_of_tensors_and_modules(api: Any) -> None:
     def run(checkpoint: Any) -> Any:
-        seen: list[Any] = []
+        seen = Seen()
         torch.manual_seed(0)
         net = nn.Linear(3, 3).double()
         net.register_full_backward_hook(lambda m, gi, go: seen.append(go[0].clone()))
@@ -558,7 +560,7 @@ def test_hooks_of_tensors_and_modules(api: Any) -> None:
         x.register_hook(lambda g: g * 2)
         net.weight.register_hook(lambda g: g * 3)
         checkpoint(lambda x: net(x).sin(), x).sum().backward()
-        return x.grad, net.weight.grad, seen
+        return x.grad, net.weight.grad, [*seen]
 
     compare(api, run)
 

@@ -16,7 +16,7 @@ import remat.compat
 from remat import CheckpointError, policies
 from remat.compat import _checkpoint
 from remat.debug import LiveBytes
-from tests.helpers import UNIT, CountOps, activation, assert_same, known_and_watched, leaf, numbers
+from tests.helpers import UNIT, CountOps, Seen, activation, assert_same, known_and_watched, leaf, numbers
 from tests.test_compat_same import MODULES
 
 TORCH, REMAT = torch.utils.checkpoint, remat.compat
@@ -85,7 +85,7 @@ def test_a_function_may_return_bools(api: Any) -> None:
 
 @each
 def test_what_a_policy_is_told(api: Any) -> None:
-    seen = []
+    seen = Seen()
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         assert isinstance(ctx, api.SelectiveCheckpointContext)
@@ -157,7 +157,7 @@ def test_a_packet_in_a_list_is_refused(api: Any) -> None:
 
 @each
 def test_an_op_that_the_forward_did_not_run(api: Any) -> None:
-    runs = []
+    runs = Seen()
 
     def fun(x: Tensor) -> Tensor:
         runs.append(0)
@@ -185,7 +185,7 @@ def test_nested_regions(api: Any) -> None:
 @each
 def test_custom_contexts(api: Any) -> None:
     """A `context_fn` of the user's own."""
-    entered = []
+    entered = Seen()
 
     class Context:
         def __init__(self, name: str) -> None:
@@ -413,7 +413,7 @@ def test_a_policy_under_transforms() -> None:
 
 
 def test_contexts_under_transforms() -> None:
-    entered = []
+    entered = Seen()
 
     class Context:
         def __init__(self, name: str) -> None:

@@ -19,7 +19,7 @@ import remat.compat
 from remat import CheckpointError, _context
 from remat.compat import _checkpoint, _draws, _reentrant
 from remat.debug import LiveBytes
-from tests.helpers import UNIT, activation, assert_same, at_an_address_of, known_and_watched, leaf, numbers
+from tests.helpers import UNIT, Seen, activation, assert_same, at_an_address_of, known_and_watched, leaf, numbers
 from tests.test_compat_better import VARIANTS, both_variants, fails, of_torch, ours, right, wrong
 from tests.test_compat_same import plain
 
@@ -190,7 +190,7 @@ def test_a_second_backward_from_an_attribute() -> None:
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_what_outlives_the_rerun_has_no_graph_and_says_so(early_stop: bool) -> None:
-    outs: list[Tensor] = []
+    outs = Seen()
     x = leaf(activation())
 
     def fun(x: Tensor) -> Tensor:
@@ -954,7 +954,7 @@ def test_a_state_in_a_dict_that_is_dropped() -> None:
 @both_variants
 def test_parameters_that_change_places(variant: str) -> None:
     def run(checkpoint: Any) -> Any:
-        p, x, calls = nn.ParameterDict({"a": numbers(3), "b": numbers(3, seed=1)}), leaf(numbers(4, 3)), []
+        p, x, calls = nn.ParameterDict({"a": numbers(3), "b": numbers(3, seed=1)}), leaf(numbers(4, 3)), Seen()
 
         def fun(x: Tensor) -> Tensor:
             calls.append(1)
@@ -975,7 +975,7 @@ def test_a_state_that_is_set_up_read_and_then_written_is_an_error(variant: str) 
     """By a flag that is no attribute of a module."""
 
     def run(checkpoint: Any) -> Any:
-        mean, x, calls = torch.ones(3, dtype=torch.float64), leaf(numbers(4, 3)), []
+        mean, x, calls = torch.ones(3, dtype=torch.float64), leaf(numbers(4, 3)), Seen()
 
         def fun(x: Tensor) -> Tensor:
             if not calls:
@@ -993,7 +993,7 @@ def test_a_state_that_is_set_up_read_and_then_written_is_an_error(variant: str) 
 
 
 def test_a_global_state_that_is_set_up_read_and_then_written_is_an_error() -> None:
-    space, x, calls = SimpleNamespace(mean=numbers(3)), leaf(numbers(4, 3)), []
+    space, x, calls = SimpleNamespace(mean=numbers(3)), leaf(numbers(4, 3)), Seen()
 
     def fun(x: Tensor) -> Tensor:
         if not calls:
@@ -1060,7 +1060,7 @@ def test_a_second_rerun_does_not_hold_what_the_first_has_saved(variant: str) -> 
 
 def test_buffers_that_are_not_read_are_not_held() -> None:
     module = Stateful(lambda m, x: (m.calls, x.sin())[1], mean=torch.zeros(3), unread=torch.zeros(4096))
-    x, made, calls = leaf(numbers(3)), [], []
+    x, made, calls = leaf(numbers(3)), [], Seen()
     for _ in range(4):
         made.append(ours(lambda x: (calls.append(0), module(x))[1], x))
         module.unread = torch.zeros(4096)
@@ -1254,7 +1254,7 @@ may_script = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("maker", MAKERS)
 def test_results_that_are_made_out_of_sight(maker: str, how: str, variant: str) -> None:
     make = MAKERS[maker]()
-    kept: list[Tensor] = []
+    kept = Seen()
 
     def fun(x: Tensor) -> tuple[Tensor, Tensor]:
         h = make(x)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from helpers import assert_same, numbers, plain
+from helpers import Seen, assert_same, numbers, plain
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -433,7 +433,7 @@ def test_dynamic_shapes() -> None:
 def test_a_graph_break_inside(what: str, break_graph: Any, policy: Any) -> None:
     """Without fullgraph, the function then runs uncompiled, and remat'd."""
     graphs: list[torch.fx.GraphModule] = []
-    runs: list[None] = []
+    runs = Seen()
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs.append(graph)

@@ -12,7 +12,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from helpers import TRANSFORMS, CountOps, Fun, assert_same, leaf, numbers, plain
+from helpers import TRANSFORMS, CountOps, Fun, Seen, assert_same, leaf, numbers, plain
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functionalize, grad, hessian, jacrev, jvp, vjp, vmap
@@ -163,7 +163,7 @@ def test_autocast(forward: bool, backward: bool, dtype: torch.dtype, transform: 
     """On or off at the forward, on or off around it all: the rerun sees what the forward saw."""
     results = []
     for ck in (remat, plain):
-        seen = []
+        seen = Seen()
 
         def fun(x: Tensor) -> Tensor:
             y = x @ x
@@ -239,7 +239,7 @@ AMBIENTS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("backward", AMBIENTS)
 @pytest.mark.parametrize("transform", ["plain", "grad", "vmap"])
 def test_default_dtype_and_device(forward: str, backward: str, transform: str) -> None:
-    seen = []
+    seen = Seen()
 
     def fun(x: Tensor) -> Tensor:
         ones = torch.ones(3)
@@ -266,7 +266,7 @@ def test_default_dtype_and_device(forward: str, backward: str, transform: str) -
 
 
 def test_set_default_device() -> None:
-    x, seen = torch.ones(3, requires_grad=True), []
+    x, seen = torch.ones(3, requires_grad=True), Seen()
 
     def fun(x: Tensor) -> Tensor:
         seen.append(torch.ones(3).device.type)
@@ -342,7 +342,7 @@ def test_inference_tensors_as_constants() -> None:
 @pytest.mark.parametrize("outer", [torch.no_grad, torch.enable_grad])
 def test_grad_mode_inside_the_rerun(outer: Any) -> None:
     """The function sees grad mode on, forward and rerun, whatever the backward is called under."""
-    seen = []
+    seen = Seen()
 
     def fun(x: Tensor) -> Tensor:
         seen.append(torch.is_grad_enabled())

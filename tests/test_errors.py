@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TRANSFORMS, Fun, assert_same, leaf, numbers, plain
+from helpers import TRANSFORMS, Fun, Seen, assert_same, leaf, numbers, plain
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn import functional as F
@@ -24,7 +24,7 @@ class State:
     """Something outside that changes between forward and rerun."""
 
     def __init__(self) -> None:
-        self.runs: list[None] = []
+        self.runs = Seen()
 
     def first(self) -> bool:
         self.runs.append(None)
@@ -480,7 +480,7 @@ PLACES = [
 @pytest.mark.parametrize("exception", [ValueError("mine"), KeyboardInterrupt("mine"), Stop("mine")], ids=repr)
 @pytest.mark.parametrize(("where", "transform"), PLACES)
 def test_an_exception_leaves_everything_as_it_was(where: str, transform: str, exception: BaseException) -> None:
-    runs: list[None] = []
+    runs = Seen()
 
     def fun(x: Tensor) -> Tensor:
         runs.append(None)
@@ -509,7 +509,7 @@ def test_an_exception_leaves_everything_as_it_was(where: str, transform: str, ex
 
 @pytest.mark.parametrize("where", ["rerun", "backward"])
 def test_an_exception_leaves_the_random_stream_as_it_was(where: str) -> None:
-    runs: list[None] = []
+    runs = Seen()
 
     def fun(x: Tensor) -> Tensor:
         runs.append(None)
@@ -527,7 +527,7 @@ def test_an_exception_leaves_the_random_stream_as_it_was(where: str) -> None:
 
 
 def test_a_backward_that_failed_can_be_tried_again() -> None:
-    runs: list[None] = []
+    runs = Seen()
 
     def fun(x: Tensor) -> Tensor:
         runs.append(None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TRANSFORMS, UNIT, Fun, activation, leaf, numbers
+from helpers import TRANSFORMS, UNIT, Fun, Seen, activation, leaf, numbers
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 from torch.nn import functional as F
@@ -135,7 +135,7 @@ def test_intermediates_are_freed_during_the_backward_not_after() -> None:
     """A hook between two blocks finds nothing of the later block's rerun alive."""
     x = activation().requires_grad_()
     with LiveBytes() as meter:
-        seen: list[int] = []
+        seen = Seen()
 
         @remat
         def block(x: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ class Holder(nn.Module):
 @pytest.mark.parametrize("where", ["forward", "rerun"])
 @pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "grad(grad)"])
 def test_an_exception_leaves_nothing_alive(where: str, transform: str) -> None:
-    runs: list[None] = []
+    runs = Seen()
 
     def fun(x: Tensor) -> Tensor:
         runs.append(None)
@@ -248,7 +248,7 @@ def test_an_exception_leaves_nothing_alive(where: str, transform: str) -> None:
 
 
 def test_a_checkpoint_error_leaves_nothing_alive() -> None:
-    runs: list[None] = []
+    runs = Seen()
 
     def fun(x: Tensor) -> Tensor:
         runs.append(None)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import optree
 import pytest
 import torch
-from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, assert_same, leaf, numbers, pair, plain
+from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, Seen, assert_same, leaf, numbers, pair, plain
 from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 
@@ -143,7 +143,7 @@ def test_same_tree_inside_a_transform(fun: Fun, nest: str) -> None:
     """Seen from inside: structure, types, shapes, and what requires grad."""
 
     def look(f: Fun) -> list[Any]:
-        seen: list[Any] = []
+        seen = Seen()
 
         def inner(x: Tensor) -> Tensor:
             out = f(x)
@@ -221,7 +221,7 @@ def test_arguments(fun: Callable[..., Tensor], arguments: Callable[[Tensor], Any
 
 
 def test_static_leaves_reach_the_rerun_as_they_are() -> None:
-    seen: list[Any] = []
+    seen = Seen()
     marker = object()
 
     @remat

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import CountOps, assert_same, leaf, numbers, plain
+from helpers import CountOps, Seen, assert_same, leaf, numbers, plain
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 from torch.nn import functional as F
@@ -191,7 +191,7 @@ def test_values_that_are_read_under_transforms(setting: Fun, name: str, args: li
 
 
 def test_a_rerun_that_reads_what_its_forward_did_not(args: list[Tensor]) -> None:
-    runs = []
+    runs = Seen()
 
     @remat
     def fun(x: Tensor, v: Tensor, w: Tensor) -> Tensor:

@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 import torch
 from fuzz_programs import FORWARD, Example, examples
-from helpers import TRANSFORMS, UNIT, CountOps, Fun, activation, assert_same, known_and_watched, leaf, numbers, plain
+from helpers import (
+    TRANSFORMS,
+    UNIT,
+    CountOps,
+    Fun,
+    Seen,
+    activation,
+    assert_same,
+    known_and_watched,
+    leaf,
+    numbers,
+    plain,
+)
 from helpers import loss as weighted
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
@@ -631,7 +643,7 @@ def test_nothing_is_left(program: str, how: str, policy: Any) -> None:
 
 @pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "double backward"])
 def test_an_exception_in_the_rerun_leaves_nothing(transform: str) -> None:
-    runs: list[int] = []
+    runs = Seen()
 
     def fun(x: Tensor) -> Tensor:
         x = (x @ x).sin()
@@ -681,7 +693,7 @@ def test_a_policy_that_raises_says_so_and_leaves_nothing() -> None:
 
 
 def test_a_policy_sees_the_call_and_the_result() -> None:
-    seen: list[Any] = []
+    seen = Seen()
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
         seen.append((op, ctx.call[0], ctx.is_recompute, ctx.op_output.shape))
@@ -693,7 +705,7 @@ def test_a_policy_sees_the_call_and_the_result() -> None:
 
 
 def test_a_rerun_that_differs_is_an_error() -> None:
-    runs: list[int] = []
+    runs = Seen()
 
     def fun(x: Tensor) -> Tensor:
         runs.append(1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._frozen import ATOMS, Freezer, Table, Thawer, cell_contents, parts, written_names
-from remat._spaces import Tensors, as_it_was, has_tensors
+from remat._spaces import Items, as_it_was
 from remat._stock import PRIVATE, is_stock
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -108,6 +108,7 @@ class Captured:
         "_contents",
         "_fun",
         "_given",
+        "_has_built",
         "_has_hooks",
         "_hooks",
         "_modules",
@@ -129,10 +130,11 @@ class Captured:
         self._namespaces: list[dict[str, Any]] = []  # of modules that may assign to their attributes
         self._attributes: list[dict[str, Any]] = []  # what these were, until the forward is over
         self._assigned: list[_Slot] = []  # those that the forward assigned to
-        self._sizes: list[tuple[Any, int]] = []  # the containers in these and their sizes, until the forward is over
         self._parameters: list[dict[str, Any]] = []  # in these, until the forward is over
+        self._sizes: list[list[int]] = []  # of what in these does not begin again, until the forward is over
         self._hooks = 0  # how many modules have got so far
-        self._containers: list[Tensors] = []  # that belong to no module
+        self._has_built = False
+        self._containers: list[Items] = []  # that belong to no module
         self._has_hooks = False
         self.tensors: list[Tensor] = []
         self._given: list[Any] = []
@@ -162,9 +164,9 @@ class Captured:
         self._namespaces = [vars(m) for m in self._modules.values() if hooked or not is_stock(type(m))]
         self._attributes = [*map(dict, self._namespaces)]
         self._hooks = internals.hooks_so_far()
-        self._sizes = [(v, _size(v)) for names in self._namespaces for v in names.values() if type(v) in _SIZED]
+        self._sizes = [*map(_sizes, self._namespaces)]
         self._parameters = [*map(_parameters, self._namespaces)]
-        self._containers = [Tensors(c, grows=True) for c in _containers(self._objects, self._namespaces)]
+        self._containers = [Items(c) for c in _containers(self._objects, self._namespaces)]
         self._objects = []
 
     def _look_at(self, objects: Sequence[Any]) -> None:
@@ -218,32 +220,34 @@ class Captured:
         - `given`: the identities of the tensors that a rerun will be given.
         - `read`: by identity, the tensors that it has read: others are not to be held.
         """
-        position = {key: i for i, key in enumerate(given)} if self._containers else {}
-        for container in self._containers:
-            container.freeze(position)
         for names, before in zip(self._namespaces, self._attributes, strict=True):
             if _differ(names, before):
                 for name in names.keys() | before.keys():
                     old = before.get(name, _MISSING)
                     if names.get(name, _MISSING) is not old and (not isinstance(old, Tensor) or id(old) in read):
                         self._assigned.append((names, name, old))
-        if self._assigned and self._has_built():
+        if self._assigned or any(container.has_changed() for container in self._containers):
+            self._has_built = self._builds()
+        if self._has_built:
             self._assigned = []
         self._attributes, self._sizes, self._parameters = [], [], []
+        position = {key: i for i, key in enumerate(given)} if self._containers else {}
+        for container in self._containers:
+            container.freeze(position)
         self._buffers = [
             (names, name, buffer)
             for names, name, buffer in self._buffers
             if buffer is None or id(buffer) in read or names.get(name, _MISSING) is not buffer
         ]
 
-    def _has_built(self) -> bool:
+    def _builds(self) -> bool:
         """Whether modules have got parameters, children or hooks: behind a flag, which has to be as it is now."""
         children = (m for parent in self._modules.values() for m in parent._modules.values())
         return (
             any(m is not None and id(m) not in self._modules for m in children)
             or self._hooks != internals.hooks_so_far()
-            or any(_size(container) != size for container, size in self._sizes)
             or any(map(_differ, map(_parameters, self._namespaces), self._parameters))
+            or [*map(_sizes, self._namespaces)] != self._sizes
         )
 
     def undo(self) -> None:
@@ -302,10 +306,11 @@ class Captured:
 
         now = [(container, name, _look(container, name)) for container, name, _ in (*self._slots, *self._buffers)]
         attributes = [*map(dict, self._namespaces)]
-        containers: list[tuple[Tensors, Any]] = []
+        containers = [(container, container.now()) for container in self._containers]
         try:
-            for container in self._containers:
-                containers.append((container, container.put_back(was) if with_state else container.as_found()))
+            if with_state and not self._has_built:
+                for container in self._containers:
+                    container.put_back(was)
             for slot in (*self._slots, *((*self._buffers, *self._assigned) if with_state else ())):
                 _put(*slot)
             yield
@@ -335,16 +340,15 @@ class Captured:
         return thaw(self._fun), [*map(thaw, leaves)], thaw
 
 
-def _size(container: Any) -> int:
-    """How much there is in it, but for tensors in lists, which begin again."""
-    return sum(not has_tensors(item) for item in container) if type(container) is list else len(container)
-
-
 def _parameters(attributes: dict[str, Any]) -> dict[str, Any]:
     return dict(attributes.get("_parameters", {}))
 
 
-_SIZED = {list, dict, set, collections.deque, collections.OrderedDict}
+def _sizes(attributes: dict[str, Any]) -> list[int]:
+    return [len(v) for name, v in attributes.items() if type(v) in _SIZED or name == "_buffers"]
+
+
+_SIZED = {set, collections.deque}
 
 
 def _differ(after: dict[str, Any], before: dict[str, Any]) -> bool:
@@ -386,7 +390,7 @@ def _container_of(value: Any) -> _Container | None:
 
 
 _NO_CONTAINERS = (Tensor, torch.nn.Module, *_FUNCTIONS, *_CONSTANT)
-_MANY = 10_000  # items: a table, not a state
+_MANY = 1000  # items: a table, not a state
 _STEPS, _CONTAINERS = 3, 200  # a look around is to take no longer than a small rerun
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -229,10 +230,10 @@ def _functional(function: Any, contexts: Contexts, preserve_rng_state: bool) -> 
         return remat(function, policy=forward.policy, preserve_rng_state=preserve_rng_state)
     if contexts is NO_CONTEXTS:
         return remat(function, preserve_rng_state=preserve_rng_state)
-    left = [forward]
+    in_turn = itertools.chain([forward], itertools.repeat(rerun))  # not a list: for a rerun that would begin again
 
     def under_context(*args: Any, **kwargs: Any) -> Any:
-        with left.pop() if left else rerun:
+        with next(in_turn):
             return function(*args, **kwargs)
 
     return remat(under_context, preserve_rng_state=preserve_rng_state)

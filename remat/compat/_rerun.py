@@ -20,6 +20,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._compile import tracing
+from remat._effects import SET_DATA
 from remat._errors import CheckpointError, RematError
 from remat._native import Difference, meta_of, version
 from remat._run import has
@@ -29,7 +30,6 @@ from remat.compat._torch_calls import (
     BACKWARDS,
     CONTAINERS,
     RENORMALIZING,
-    SET_DATA,
     cuttable,
     looks_up,
     may_change,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._effects import may_write, written_by
+from remat._effects import SET_DATA, may_write, written_by
 
 _GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
 # Only look-ups of these attributes are noted.
@@ -22,7 +22,6 @@ BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _TELLING = {"generator", "inplace", "out"}
 """Arguments that tell that a call writes, or draws from a generator of the user's."""
 RENORMALIZING = (F.embedding, F.embedding_bag)  # with `max_norm`, their fourth parameter
-SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OPS = (torch.ops.aten.mm.__class__, torch.ops.aten.mm.default.__class__)
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, *_OPS)
 
