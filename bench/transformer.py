@@ -2,7 +2,7 @@
 
 8 blocks of width 256 with 4 heads, on 4 x 256 tokens: all gradients by `.backward()` and by `torch.func.grad`. Two
 such blocks: per-sample gradients and a Hessian-vector product with respect to the parameters. What runs under a
-transform is measured with a policy too, which keeps the results of matrix products.
+transform is measured with two policies too, which keep the results of matrix products, and of all ops.
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ from _transformer import (
 
 from remat import policies, remat
 
-SAVING_DOTS = "remat, dots_saveable"
+POLICIES = {"dots_saveable": policies.dots_saveable, "everything_saveable": policies.everything_saveable}
 
 
-def runs_and_policy(make: Callable[[Callable[[Fun], Fun]], Run]) -> dict[str, Run | str]:
-    """`runs`, and with the policy."""
-    return runs(make) | {SAVING_DOTS: make(remat(policy=policies.dots_saveable))}
+def runs_and_policies(make: Callable[[Callable[[Fun], Fun]], Run]) -> dict[str, Run | str]:
+    """`runs`, and with the policies."""
+    return runs(make) | {f"remat, {name}": make(remat(policy=policy)) for name, policy in POLICIES.items()}
 
 
-def over_no_remat(name: str, rows: dict[str, Row], way: str) -> dict[str, float]:
-    """How a way compares with no remat."""
-    row, without = rows[way], rows["no remat"]
-    return {f"{name}: time / no remat": row.over(without), f"{name}: peak / no remat": ratio(row.peak, without.peak)}
+def over_no_remat(name: str, rows: dict[str, Row]) -> dict[str, float]:
+    """How the policies compare with no remat, and remat without one."""
+    without, found = rows["no remat"], {}
+    for policy in ("", *POLICIES):
+        title, way = (f"{name}, {policy}", f"remat, {policy}") if policy else (name, "remat")
+        found[f"{title}: time / no remat"] = rows[way].over(without)
+        found[f"{title}: peak / no remat"] = ratio(rows[way].peak, without.peak)
+    return found
 
 
 def main() -> None:
@@ -46,7 +50,7 @@ def main() -> None:
     by_jax = in_jax(depth, width, heads, batch, tokens)
     works = {
         ".backward()": runs(functools.partial(backward, model, x)),
-        "grad": runs_and_policy(functools.partial(gradient, model, x)) | by_jax,
+        "grad": runs_and_policies(functools.partial(gradient, model, x)) | by_jax,
     }
     by_backward, by_grad = bench.measure(
         {f"{depth} blocks: {setting}": ways for setting, ways in works.items()}, rounds=11
@@ -59,17 +63,16 @@ def main() -> None:
             f"{name}: time / grad without remat": ours.over(without),
             f"{name}: FLOPs / torch's .backward()": ratio(ours.flops, torchs.flops),
         }
-    bench.ratios |= over_no_remat("grad, dots_saveable", by_grad, SAVING_DOTS)
+    bench.ratios |= over_no_remat("grad", by_grad)
 
     two = Transformer(2, width, heads)
     works = {
-        "per-sample gradients": runs_and_policy(functools.partial(per_sample_gradients, two, x)),
-        "Hessian-vector product": runs_and_policy(functools.partial(hessian_vector_product, two, x)),
+        "per-sample gradients": runs_and_policies(functools.partial(per_sample_gradients, two, x)),
+        "Hessian-vector product": runs_and_policies(functools.partial(hessian_vector_product, two, x)),
     }
     found = bench.measure({f"2 blocks: {name}": ways for name, ways in works.items()}, rounds=11)
     for name, rows in zip(works, found.values(), strict=True):
-        bench.ratios |= over_no_remat(name, rows, "remat")
-        bench.ratios |= over_no_remat(f"{name}, dots_saveable", rows, SAVING_DOTS)
+        bench.ratios |= over_no_remat(name, rows)
     bench.finish()
 
 
