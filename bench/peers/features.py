@@ -68,6 +68,16 @@ def dropped(wrap: Wrap) -> Tensor:
     return backward(of_blocks(wrap, lambda x: torch.dropout(torch.sin(x), 0.5, True)), X)
 
 
+def running_average(wrap: Wrap) -> Tensor:
+    state = {"mean": torch.zeros(())}
+
+    def centered(x: Tensor) -> Tensor:
+        state["mean"] = 0.9 * state["mean"] + 0.1 * x.detach().mean()
+        return torch.sin(x - state["mean"])
+
+    return backward(of_blocks(wrap, centered), X)
+
+
 PROGRAMS: dict[str, Callable[[Wrap], Any]] = {
     ".backward()": lambda wrap: backward(of_blocks(wrap), X),
     "grad": lambda wrap: grad(of_blocks(wrap))(X),
@@ -77,6 +87,7 @@ PROGRAMS: dict[str, Callable[[Wrap], Any]] = {
     "jacrev": lambda wrap: jacrev(lambda x: wrap(block)(x)[:3])(X[:64]),
     "torch.func inside, .backward()": lambda wrap: backward(of_blocks(wrap, slope), X),
     "a loop variable in a closure": late_binding,
+    "a running average in a dict": running_average,
     "dropout drawn again": dropped,
 }
 MEMORY = {".backward()", "grad", "vmap(grad)", "jvp(grad)", "grad(grad)"}  # where there is some to be saved
