@@ -32,6 +32,10 @@ from remat._run import paused_runs
 from remat._typing import OwnGraph
 
 Values = list[Tensor]
+_COMPILED_BACKWARD = (
+    "remat: {} ran uncompiled, and compiled autograd can't compile its backward pass alone. Compile the forward too, "
+    "torch.compile(model), or call the function through remat.checkpoint(..., use_reentrant=False)."
+)
 _DETACHED = (
     "remat: an input of {} (shape {}, {}) was detached in place between its forward run and this backward, whose "
     "result is differentiated again (create_graph=True). Detach a copy instead: x = x.detach()."
@@ -76,7 +80,7 @@ def _unshared(values: Values, shared: set[int]) -> tuple[Tensor, ...]:
         return tuple(v.view_as(v) if i in shared else v for i, v in enumerate(values))
 
 
-class RematNode(internals.SingleLevelFunction):  # type: ignore[misc]
+class RematNode(internals.SingleLevelFunction):
     """Values with the derivative of `link.fn`."""
 
     @staticmethod
@@ -100,7 +104,7 @@ class RematNode(internals.SingleLevelFunction):  # type: ignore[misc]
         return None, None, None, *grads
 
 
-class RematOverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
+class RematOverGraph(internals.SingleLevelFunction):
     """Values that come with a graph which saves nothing.
 
     It is used where nothing differentiates the derivative, and the hooks are allowed that run the function again.
@@ -113,6 +117,10 @@ class RematOverGraph(internals.SingleLevelFunction):  # type: ignore[misc]
         ctx.fn, ctx.graph = fn, graph
         ctx.set_materialize_grads(False)
         return _unshared(values, shared)
+
+    @staticmethod
+    def compiled_key(ctx: Any) -> tuple[Any, ...]:
+        raise RematError(_COMPILED_BACKWARD.format(ctx.fn.call.name))
 
     @staticmethod
     @internals.left_alone_by_dynamo

@@ -15,7 +15,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,8 +74,20 @@ class BareDispatchMode(TorchDispatchMode):
         return False
 
 
-# An autograd node for one level of functorch's stack; `autograd.Function` refuses to be used there.
-SingleLevelFunction: Any = _SingleLevelFunction
+class SingleLevelFunction(_SingleLevelFunction):
+    """An autograd node for one level of functorch's stack; `autograd.Function` refuses to be used there."""
+
+    apply: ClassVar[Callable[..., Any]]
+
+    @staticmethod
+    def compiled_key(ctx: Any) -> tuple[Any, ...]:
+        """Asked for by compiled autograd, which calls the backward of nodes with equal keys in the same way."""
+        return (ctx._autograd_function_id,)
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[Any, ...]:
+        return ctx._forward_cls.compiled_key(ctx)  # type: ignore[no-any-return]
+
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 

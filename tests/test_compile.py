@@ -1,5 +1,6 @@
 """Remat'd functions under torch.compile, make_fx and torch.export."""
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from helpers import Seen, assert_same, numbers, plain
+from helpers import Seen, assert_same, leaf, numbers, plain
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -17,7 +18,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from remat import checkpoint, checkpoint_name, policies, random, remat
+from remat import RematError, checkpoint, checkpoint_name, policies, random, remat
 from remat.compat import create_selective_checkpoint_contexts
 from remat.debug import LiveBytes
 
@@ -697,6 +698,28 @@ def test_export_of_vmap(strict: bool) -> None:
 
     program = torch.export.export(Mapped(), (WS[0], X), strict=strict)
     assert_same(program.module()(WS[1], X), block(WS[1], X))
+
+
+def test_compiled_autograd() -> None:
+    def sines(x: Tensor) -> Tensor:
+        return (x.sin() * x).cos()
+
+    def run(fun: Any, compiled: bool) -> Tensor:
+        x = leaf(numbers(3))
+        y = fun(x).sum()
+        with (
+            torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+            if compiled
+            else contextlib.nullcontext()
+        ):
+            y.backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert_same(run(torch.compile(remat(sines), backend="aot_eager"), True), run(sines, False))
+    assert_same(run(lambda x: checkpoint(sines, x, use_reentrant=False), True), run(sines, False))
+    with pytest.raises(RematError, match=r"sines ran uncompiled, and compiled autograd .* torch\.compile\(model\)"):
+        run(remat(sines), True)
 
 
 @pytest.mark.parametrize("model", [DecoratedNet, lambda: nn.Sequential(PatchedNet())], ids=["decorated", "patched"])
