@@ -19,7 +19,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._frozen import ATOMS, Freezer, Frozen, Held, Table, Thawer, cell_contents, parts, written_names
-from remat._spaces import GONE, CellSpace, Items, Space, as_it_was
+from remat._spaces import GONE, CellSpace, Space, as_it_was, items_of
 
 
 @functools.cache
@@ -33,6 +33,7 @@ def _globals_of(code: types.CodeType) -> frozenset[str]:
 
 _OPAQUE = (Tensor, type, types.ModuleType, str, bytes, int, float, complex, types.CodeType)
 _VALUES = (Tensor, str, bytes, int, float, complex)
+_FEW = 100  # items: more are a table, not a state
 _MODULE = vars(torch.nn.Module()).keys()
 
 
@@ -84,9 +85,9 @@ def _spaces(roots: Iterable[Any]) -> list[Space]:
         elif depth <= 0:
             continue
         elif isinstance(obj, (list, tuple, dict)):
-            if len(obj) <= 100:
-                if not isinstance(obj, tuple) and id(obj) not in found:
-                    found[id(obj)] = Items(obj)
+            if not isinstance(obj, tuple) and id(obj) not in found and (items := items_of(obj, _FEW)):
+                found[id(obj)] = items
+            if len(obj) <= _FEW:
                 todo += [(o, depth - 1) for o in (obj.values() if isinstance(obj, dict) else obj)]
         else:
             attributes = getattr(obj, "__dict__", None)

@@ -102,8 +102,10 @@ class CellSpace(Space):
 class Items(Space):
     """The same for a dict or a list."""
 
-    def __init__(self, held: dict[Any, Any] | list[Any]) -> None:
+    def __init__(self, held: dict[Any, Any] | list[Any], start: int = 0) -> None:
+        """The items of a list from `start` on."""
         self.held = held
+        self.start = start
         super().__init__({})
 
     @property
@@ -112,7 +114,9 @@ class Items(Space):
         return self.held
 
     def now(self) -> dict[Any, Any]:
-        return dict(self.held) if isinstance(self.held, dict) else dict(enumerate(self.held))
+        if isinstance(self.held, dict):
+            return dict(self.held)
+        return dict(enumerate(self.held[self.start :], self.start))
 
     def has_changed(self) -> bool:
         """Whether it holds something else than it held, until it is frozen."""
@@ -122,12 +126,19 @@ class Items(Space):
     def assign(self, wanted: dict[Any, Any]) -> None:
         items = {key: value for key, value in wanted.items() if value is not GONE}
         if isinstance(self.held, list):
-            if not _are_same(self.held, items.values()):
-                self.held[:] = items.values()
+            if not _are_same(self.held[self.start :], items.values()):
+                self.held[self.start :] = items.values()
         elif not (_are_same(self.held, items) and _are_same(self.held.values(), items.values())):
             self.held.clear()
             for key, value in items.items():
                 self.held[key] = value
+
+
+def items_of(held: list[Any] | dict[Any, Any], limit: int) -> Items | None:
+    """What to note of a dict or a list: all that it holds, but of a long list (a history) only what is appended."""
+    if len(held) <= limit:
+        return Items(held)
+    return Items(held, len(held)) if isinstance(held, list) else None
 
 
 def _are_same(some: Collection[Any], others: Collection[Any]) -> bool:

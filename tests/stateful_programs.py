@@ -23,12 +23,14 @@ class Stateful(nn.Module):
         self.holder = SimpleNamespace(h=numbers(3, seed=9))
         self.flags: dict[str, Any] = {}
         self.pair: Any = None
+        self.history = [0] * 2000
 
     def forward(self, x: Tensor) -> Tensor:
         return self.program(self, x)
 
     def state(self) -> Any:
-        return self.buffer, self.table, self.named, self.listed, self.grid, self.holder.h, self.pair
+        tensors = self.buffer, self.table, self.named, self.listed, self.grid, self.holder.h, self.pair
+        return tensors, self.history[2000:]
 
 
 def add_in_place(m: Any, x: Tensor) -> Tensor:
@@ -80,6 +82,11 @@ def change_item(m: Any, x: Tensor) -> Tensor:
 def append(m: Any, x: Tensor) -> Tensor:
     m.listed.append(m.listed[-1] * 2)
     return x.sin() * m.listed[-1]
+
+
+def append_to_a_long_list(m: Any, x: Tensor) -> Tensor:
+    m.history.append(len(m.history))
+    return x.sin() * len(m.history)
 
 
 def a_new_key(m: Any, x: Tensor) -> Tensor:

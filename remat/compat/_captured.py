@@ -16,7 +16,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._frozen import ATOMS, Freezer, Table, Thawer, cell_contents, parts, written_names
-from remat._spaces import Items, as_it_was
+from remat._spaces import Items, as_it_was, items_of
 from remat._stock import PRIVATE, is_stock
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -166,7 +166,8 @@ class Captured:
         self._hooks = internals.hooks_so_far()
         self._sizes = [*map(_sizes, self._namespaces)]
         self._parameters = [*map(_parameters, self._namespaces)]
-        self._containers = [Items(c) for c in _containers(self._objects, self._namespaces)]
+        containers = _containers(self._objects, self._namespaces)
+        self._containers = [items for c in containers if (items := items_of(c, _MANY)) is not None]
         self._objects = []
 
     def _look_at(self, objects: Sequence[Any]) -> None:
@@ -378,7 +379,7 @@ def _containers(objects: Sequence[Any], namespaces: Sequence[dict[str, Any]]) ->
         if not new:
             break
         found.update((id(c), c) for c in new[: _CONTAINERS - len(found)])
-        values = [v for c in new for v in (c.values() if isinstance(c, dict) else c)]
+        values = [v for c in new if len(c) <= _MANY for v in (c.values() if isinstance(c, dict) else c)]
     return [*found.values()]
 
 
@@ -386,7 +387,7 @@ def _container_of(value: Any) -> _Container | None:
     if type(value) in _KEPT or isinstance(value, _NO_CONTAINERS):
         return None
     found = value if isinstance(value, (list, dict)) else getattr(value, "__dict__", None)
-    return found if isinstance(found, (list, dict)) and len(found) < _MANY else None
+    return found if isinstance(found, (list, dict)) else None
 
 
 _NO_CONTAINERS = (Tensor, torch.nn.Module, *_FUNCTIONS, *_CONSTANT)
