@@ -19,7 +19,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._frozen import ATOMS, Freezer, Frozen, Held, Table, Thawer, cell_contents, parts, written_names
-from remat._spaces import GONE, CellSpace, Space, as_it_was, items_of
+from remat._spaces import GONE, CellSpace, Space, as_it_was, is_shared, items_of
 
 
 @functools.cache
@@ -91,7 +91,7 @@ def _spaces(roots: Iterable[Any]) -> list[Space]:
                 todo += [(o, depth - 1) for o in (obj.values() if isinstance(obj, dict) else obj)]
         else:
             attributes = getattr(obj, "__dict__", None)
-            if isinstance(attributes, dict) and id(attributes) not in found:
+            if isinstance(attributes, dict) and id(attributes) not in found and not is_shared(obj):
                 found[id(attributes)] = Space(attributes)
                 todo += [(o, depth - 1) for o in attributes.values()]
     return list(found.values())

@@ -123,7 +123,12 @@ class Items(Space):
         now = self.now()
         return not (_are_same(now, self.before) and _are_same(now.values(), self.before.values()))
 
+    def restore(self, found: Any) -> None:
+        """Undo that, in the order that the items had."""
+        self.assign(found)
+
     def assign(self, wanted: dict[Any, Any]) -> None:
+        """Hold what is wanted, and nothing else."""
         items = {key: value for key, value in wanted.items() if value is not GONE}
         if isinstance(self.held, list):
             if not _are_same(self.held[self.start :], items.values()):
@@ -132,6 +137,14 @@ class Items(Space):
             self.held.clear()
             for key, value in items.items():
                 self.held[key] = value
+
+
+_OF_THREADS = {"asyncio", "concurrent", "multiprocessing", "queue", "threading"}
+
+
+def is_shared(obj: Any) -> bool:
+    """Whether threads hand things to each other by an object: it changes at any time, and is to stay as it is."""
+    return type(obj).__module__.partition(".")[0] in _OF_THREADS
 
 
 def items_of(held: list[Any] | dict[Any, Any], limit: int) -> Items | None:

@@ -1,10 +1,14 @@
 """What a function reads besides its arguments changes between forward and rerun: right, or an error, never silent."""
 
 import gc
+import itertools
+import queue
 import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent import futures
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -159,6 +163,45 @@ def test_programs_with_state_in_turn(program: Any, nest: str, transform: str) ->
 
     expected = gradient(run, plain if nest == "alone" else lambda fun: lambda x: fun(x).cos(), transform)
     assert_same(gradient(run, NESTS[nest], transform), expected)
+
+
+@pytest.mark.parametrize("ck", MIXED)
+def test_a_dict_keeps_its_order(ck: str) -> None:
+    used = dict.fromkeys("ab", 0)
+
+    def fun(x: Tensor, name: str) -> Tensor:
+        used[name] = used.pop(name) + 1
+        return x.sin() * used[name]
+
+    y = leaf(numbers(3))
+    for name in "ab":
+        y = MIXED[ck](lambda x, name=name: fun(x, name))(y)
+    y.sum().backward()
+    assert list(used) == ["a", "b"]
+
+
+@pytest.mark.parametrize("ck", MIXED)
+def test_what_a_thread_hands_over_during_a_rerun_stays(ck: str) -> None:
+    holder = SimpleNamespace(ready=threading.Event(), rows=queue.Queue(), batch=futures.Future(), scale=1.0)
+    turn = itertools.count()
+
+    def hand_over() -> None:
+        holder.ready.set()
+        holder.rows.put(1)
+        holder.batch.set_result(1)
+
+    def fun(x: Tensor) -> Tensor:
+        holder.scale = 2.0
+        if next(turn) == 1:
+            thread = threading.Thread(target=hand_over)
+            thread.start()
+            thread.join()
+        return x.sin() * holder.scale
+
+    MIXED[ck](fun)(leaf(numbers(3))).sum().backward()
+    assert holder.ready.is_set()
+    assert holder.rows.unfinished_tasks == 1
+    assert holder.batch.done()
 
 
 @CHECKED

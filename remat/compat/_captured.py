@@ -16,7 +16,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._frozen import ATOMS, Freezer, Table, Thawer, cell_contents, parts, written_names
-from remat._spaces import Items, as_it_was, items_of
+from remat._spaces import Items, as_it_was, is_shared, items_of
 from remat._stock import PRIVATE, is_stock
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -384,10 +384,12 @@ def _containers(objects: Sequence[Any], namespaces: Sequence[dict[str, Any]]) ->
 
 
 def _container_of(value: Any) -> _Container | None:
-    if type(value) in _KEPT or isinstance(value, _NO_CONTAINERS):
+    if isinstance(value, (list, dict)):
+        return value
+    if type(value) in _KEPT or isinstance(value, _NO_CONTAINERS) or is_shared(value):
         return None
-    found = value if isinstance(value, (list, dict)) else getattr(value, "__dict__", None)
-    return found if isinstance(found, (list, dict)) else None
+    attributes = getattr(value, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else None
 
 
 _NO_CONTAINERS = (Tensor, torch.nn.Module, *_FUNCTIONS, *_CONSTANT)
