@@ -1345,3 +1345,25 @@ def test_a_closure_that_the_function_leaves_behind() -> None:
 
     ours(fun, leaf(numbers(4))).sum().backward()
     assert space.penalty() == scale
+
+
+def test_a_large_table_in_reach_is_not_looked_through() -> None:
+    looked_at = []
+
+    class Row(list[int]):
+        def __getitem__(self, key: Any) -> Any:
+            items = super().__getitem__(key)
+            looked_at.append(len(items))
+            return items
+
+    table, state = [Row(range(900)) for _ in range(900)], {"count": 0}
+
+    def fun(x: Tensor) -> Tensor:
+        state["count"] += 1
+        return x.sin() * state["count"] * len(table)
+
+    x = leaf(numbers(3))
+    ours(fun, x).sum().backward()
+    assert_same(x.grad, 900 * x.detach().cos())
+    assert state["count"] == 1
+    assert sum(looked_at) <= 10_000

@@ -166,8 +166,7 @@ class Captured:
         self._hooks = internals.hooks_so_far()
         self._sizes = [*map(_sizes, self._namespaces)]
         self._parameters = [*map(_parameters, self._namespaces)]
-        containers = _containers(self._objects, self._namespaces)
-        self._containers = [items for c in containers if (items := items_of(c, _MANY)) is not None]
+        self._containers = _containers(self._objects, self._namespaces)
         self._objects = []
 
     def _look_at(self, objects: Sequence[Any]) -> None:
@@ -368,18 +367,27 @@ def _put_back(namespaces: list[dict[str, Any]], attributes: Sequence[dict[str, A
 _Container = list[Any] | dict[Any, Any]
 
 
-def _containers(objects: Sequence[Any], namespaces: Sequence[dict[str, Any]]) -> list[_Container]:
+def _containers(objects: Sequence[Any], namespaces: Sequence[dict[str, Any]]) -> list[Items]:
     """Where state may be that belongs to no module: lists, dicts and attributes near to what is captured."""
-    found: dict[int, _Container] = {}
+    found: dict[int, Items] = {}
+    room = _ROOM
     values = [*objects]
     for names in namespaces:
         values += [v for name, v in names.items() if type(v) not in _KEPT and name not in PRIVATE]
     for _ in range(_STEPS):
-        new = [c for v in values if (c := _container_of(v)) is not None and id(c) not in found]
-        if not new:
-            break
-        found.update((id(c), c) for c in new[: _CONTAINERS - len(found)])
-        values = [v for c in new if len(c) <= _MANY for v in (c.values() if isinstance(c, dict) else c)]
+        near: list[Any] = []
+        for value in values:
+            container = _container_of(value)
+            if container is None or id(container) in found or room <= 0:
+                continue
+            limit = min(_MANY, room)
+            if items := items_of(container, limit):
+                found[id(container)] = items
+                room -= _EACH
+            if len(container) <= limit:
+                room -= len(container)
+                near += container.values() if isinstance(container, dict) else container
+        values = near
     return [*found.values()]
 
 
@@ -394,7 +402,8 @@ def _container_of(value: Any) -> _Container | None:
 
 _NO_CONTAINERS = (Tensor, torch.nn.Module, *_FUNCTIONS, *_CONSTANT)
 _MANY = 1000  # items: a table, not a state
-_STEPS, _CONTAINERS = 3, 200  # a look around is to take no longer than a small rerun
+_STEPS = 3
+_ROOM, _EACH = 2000, 10  # items in all, and what a container counts: a look around takes no longer than a small rerun
 
 
 def _look(container: Any, name: Any) -> Any:
