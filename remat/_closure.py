@@ -20,6 +20,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._frozen import ATOMS, Freezer, Frozen, Held, Table, Thawer, cell_contents, parts, written_names
 from remat._spaces import GONE, CellSpace, Space, as_it_was, is_shared, items_of
+from remat._stock import is_stock
 
 
 @functools.cache
@@ -53,6 +54,8 @@ def _spaces(roots: Iterable[Any]) -> list[Space]:
                 for names in (vars(module), module._parameters, module._buffers):
                     if isinstance(names, dict) and names and id(names) not in found:  # not those of a ScriptModule
                         found[id(names)] = Space(names)
+                if not is_stock(type(module)):
+                    todo.append((getattr(type(module), "forward", None), depth))
                 own = vars(module).keys() - _MODULE
                 todo += [(vars(module)[n], depth - 1) for n in own if type(vars(module)[n]) not in ATOMS]
             continue

@@ -16,7 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from remat import _torch_internals as internals
 
 
 @functools.lru_cache(1000)
@@ -86,10 +89,17 @@ class Held(Frozen):
     def __init__(self, tensor: Tensor, position: int | None) -> None:
         self.original = weakref.ref(tensor)
         self.position = position
+        self._meta = tensor.shape, tensor.dtype, tensor.device
 
     def operand(self, operands: Sequence[Any]) -> Tensor | None:
         """The operand, or the tensor itself, if it still lives."""
         return self.original() if self.position is None else operands[self.position]
+
+    def stand_in(self) -> Tensor:
+        """What to find in the place of one that is gone. No torch call has read it, but perhaps that it is there."""
+        shape, dtype, device = self._meta
+        with internals.DisableTorchFunction():
+            return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 @dataclass

@@ -171,7 +171,10 @@ class Run(Watch):
             result = out if live else None
             self.log.tail = last_product(self.log.tail, len(self.log.calls), func, args, kwargs or {}, result)
         if kind.gives_data:
-            self._owners[id(out)] = weakref.ref(out), weakref.ref(args[0])
+            with internals.DisableTorchFunction():
+                owner = self._owner(args[0])
+            if owner is not None:
+                self._owners[id(out)] = weakref.ref(out), weakref.ref(owner)
         with internals.DisableTorchFunction():  # the runs around this one look on
             results = results_of(out)
             if results and func is not Tensor.requires_grad_:  # where the rerun may find that it is so already
@@ -330,11 +333,9 @@ class Run(Watch):
         """Keep the value that a tensor from outside had before this run changed it: the rerun starts from it."""
         for written in tensors:
             with internals.DisableTorchFunction():
-                base = written if written._base is None else written._base
-                known = self._owners.get(id(base))
-                owner = known[1]() if known is not None and known[0]() is base else None
-            for t in (written, self._held(base), owner):
-                if t is None or id(t) in self.snapshots or not (has(self.given, t) or has(self.outside, t)):
+                owner = self._owner(written)
+            for t in (written,) if owner is None else (written, self._held(owner)):
+                if id(t) in self.snapshots or not (has(self.given, t) or has(self.outside, t)):
                     continue
                 with internals.DisableTorchFunction():
                     differentiated = internals.requires_grad_at_any_level(t)
@@ -342,6 +343,12 @@ class Run(Watch):
                     made_here = MADE_HERE if isinstance(t, torch.nn.Parameter) else ""
                     raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, call_site()) + made_here)
                 self.snapshots[id(t)] = self._copy(t)
+
+    def _owner(self, tensor: Tensor) -> Tensor | None:
+        """What has the memory of a tensor: what it is a view of, or the `.data` of. None: that is gone."""
+        base = _base(tensor)
+        known = self._owners.get(id(base))
+        return known[1]() if known is not None and known[0]() is base else base
 
     def _before_data(self, tensor: Tensor) -> None:
         """The same where it gets other memory: a parameter may, that hooks gather for a while."""
@@ -521,6 +528,10 @@ class Run(Watch):
         """Check that a rerun ran to the end of what the forward ran."""
         if self._comparison is not None:
             self._comparison.finish()
+
+
+def _base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
 
 
 def has(table: dict[int, weakref.ref[Tensor]], tensor: Tensor) -> bool:

@@ -27,10 +27,10 @@ def as_it_was(before: Any, now: Any, operands: Sequence[Any], replaced: Containe
     """
     if not isinstance(before, Held):
         return before
-    if now is before.original() and before.position not in replaced:
+    if now is not None and now is before.original() and before.position not in replaced:
         return now
     operand = before.operand(operands)
-    return GONE if operand is None else operand
+    return before.stand_in() if operand is None else operand
 
 
 class Space:
@@ -78,7 +78,7 @@ class Space:
 
     def restore(self, found: Any) -> None:
         """Undo that, and what the rerun has assigned."""
-        self.assign({**dict.fromkeys(self.now(), GONE), **found})
+        self.assign({**found, **dict.fromkeys(self.now().keys() - found.keys(), GONE)})
 
 
 class CellSpace(Space):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -43,6 +45,11 @@ class Watch(TorchFunctionMode):
     def key_of(self, operand: Tensor) -> int | None:
         """The identity of what a tensor stands for; None: it stands for nothing."""
         return self._originals.get(id(operand))
+
+    def original_of(self, operand: Any) -> Any:
+        """The tensor that `operand` stands for, or itself."""
+        key = self._originals.get(id(operand))
+        return operand if key is None else next((t for t in self._swapped if id(t) == key), operand)
 
     def knows(self, key: int) -> bool:
         """Whether something stands for the tensor of this identity."""

@@ -223,6 +223,47 @@ def assign_data(m: Any, x: Tensor) -> Tensor:
     return x.sin() * m.buffer.clone()
 
 
+def change_what_is_detached_of_a_row(m: Any, x: Tensor) -> Tensor:
+    m.table[0].detach().add_(0.5)
+    m.table[1].data.mul_(0.5)
+    return x.sin() * m.table.sum(0)
+
+
+def change_an_item_and_read_another(m: Any, x: Tensor) -> Tensor:
+    y = x.sin() * m.buffer.clone()
+    m.grid[0][1] += 1
+    return y
+
+
+def put_into_the_place_of_what_nobody_reads(m: Any, x: Tensor) -> Tensor:
+    m.grid[0][1] = x.detach() * 2
+    m.named["mean"] = m.grid[0][1] + 1 if "mean" in m.named else m.buffer
+    return x.sin() * m.named["mean"]
+
+
+def there_in_every_second_call(m: Any, x: Tensor) -> Tensor:
+    y = x.sin() * m.buffer
+    if m.pair is None:
+        y = (y * 2).cos()
+    m.pair = None if m.pair is not None else x.detach() * 2
+    m.buffer = m.buffer * 0.5
+    return y
+
+
+def there_in_a_dict_in_every_second_call(m: Any, x: Tensor) -> Tensor:
+    y = (x.sin() * m.buffer).cos() if "seen" in m.flags else x.sin() * m.buffer
+    if m.flags.pop("seen", None) is None:
+        m.flags["seen"] = x.detach() * 2
+    return y.sin()
+
+
+def the_first_of_a_dict_becomes_the_last(m: Any, x: Tensor) -> Tensor:
+    m.named.setdefault("other", m.buffer)
+    first = next(iter(m.named))
+    m.named[first] = m.named.pop(first) * 0.5 + 1
+    return x.sin() * m.named[first]
+
+
 def result_of_the_last_call(m: Any, x: Tensor) -> Tensor:
     y = x.sin() if m.pair is None else x.sin() * m.pair
     m.pair = y

@@ -133,8 +133,7 @@ def test_reentrant_with_a_view_that_is_changed_in_place() -> None:
         return w.grad
 
     wrong(run, VARIANTS["reentrant"][0])
-    with pytest.raises(RuntimeError, match=r"changes a tensor of shape \[3, 4\]"):
-        run(VARIANTS["reentrant"][1])
+    right(run, VARIANTS["reentrant"][1])
 
 
 # What is assigned.

@@ -146,11 +146,40 @@ def test_programs_with_state_in_mixed_nests(program: Any, inner: str, outer: str
             fun = inner(module)
             y = outer(lambda x, fun=fun: fun(x).cos())(x * (i + 1))
             y.sum().backward(retain_graph=True)
-        return x.grad, module.buffer, module.table
+        return x.grad, module.state(), list(module.named)
 
     if program is result_of_the_last_call and outer == "reentrant":  # as torch's, it keeps no graph of what is inside
         return
     assert_same(run(MIXED[inner], MIXED[outer]), run(plain, plain))
+
+
+CALLS = LAST = 0
+
+
+class CountsInGlobals(nn.Module):
+    def forward(self, x: Tensor, memory: list[int] = []) -> Tensor:  # noqa: B006
+        global CALLS, LAST
+        CALLS += 1
+        LAST = len(memory) + CALLS  # it is never read
+        memory.append(CALLS)
+        return (x * CALLS * len(memory)).sin()
+
+
+@pytest.mark.parametrize("kind", [plain, *MIXED.values()])
+def test_state_of_the_code_of_a_module(kind: Decorator) -> None:
+    global CALLS
+    CALLS = 0
+    assert CountsInGlobals.forward.__defaults__ is not None
+    memory = CountsInGlobals.forward.__defaults__[0]
+    memory.clear()
+    x = leaf(numbers(3))
+    y = x
+    for _ in range(2):
+        y = kind(CountsInGlobals())(y)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    x = x.detach()
+    assert_same(gradient, (x.sin() * 4).cos() * 4 * x.cos())
+    assert (CALLS, LAST, memory) == (2, 3, [1, 2])
 
 
 @CHECKED

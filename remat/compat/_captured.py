@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._frozen import ATOMS, Freezer, Table, Thawer, cell_contents, parts, written_names
+from remat._frozen import ATOMS, Freezer, Held, Table, Thawer, cell_contents, parts, written_names
 from remat._spaces import Items, as_it_was, is_shared, items_of
 from remat._stock import PRIVATE, is_stock
 
@@ -25,14 +25,15 @@ _Slot = tuple[Any, Any, Any]  # a cell and None, or a namespace and a name; and 
 
 @functools.lru_cache(1000)
 def _names(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...]]:
-    """The names of the cells that the code assigns to, and of the globals that it reads."""
-    names = {str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    """The names of the cells that the code assigns to, and of the globals that it reads or assigns to."""
+    names = {str(i.argval) for i in dis.get_instructions(code) if i.opname in _GLOBAL}
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             names.update(_names(const)[1])
     return written_names(code, "STORE_DEREF"), tuple(names)
 
 
+_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 _MISSING = object()
 _KEPT = ATOMS | {torch.dtype, torch.device, torch.Size, type(_MISSING)}
 
@@ -201,9 +202,12 @@ class Captured:
     def _look_at_module(self, module: torch.nn.Module) -> None:
         """A module may put others in the place of its buffers, and of its attributes."""
         todo: list[torch.nn.Module | None] = [module]
+        functions = set()
         for m in todo:
             if m is not None and id(m) not in self._modules:
                 self._modules[id(m)] = m
+                if not is_stock(type(m)):
+                    functions.add(getattr(type(m), "forward", None))
                 attributes = vars(m)
                 if attributes.get("_forward_hooks") or attributes.get("_forward_pre_hooks"):
                     self._has_hooks = True
@@ -211,6 +215,11 @@ class Captured:
                     self._buffers += ((m._buffers, name, buffer) for name, buffer in m._buffers.items())
                 if m._modules:
                     todo += m._modules.values()
+        for fun in functions:
+            if isinstance(fun, types.FunctionType):
+                self._take_slots(fun)
+            for obj in (*parts(fun), *(content for _, content in cell_contents([fun]).values())):
+                self._take_object(obj)
 
     def finish(self, given: Sequence[int], read: Container[int]) -> None:
         """The forward is over. A tensor that it has read and dropped was there until now, to be noted.
@@ -224,8 +233,9 @@ class Captured:
             if _differ(names, before):
                 for name in names.keys() | before.keys():
                     old = before.get(name, _MISSING)
-                    if names.get(name, _MISSING) is not old and (not isinstance(old, Tensor) or id(old) in read):
-                        self._assigned.append((names, name, old))
+                    if names.get(name, _MISSING) is not old:
+                        is_unread = isinstance(old, Tensor) and id(old) not in read
+                        self._assigned.append((names, name, Held(old, None) if is_unread else old))
         if self._assigned or any(container.has_changed() for container in self._containers):
             self._has_built = self._builds()
         if self._has_built:
@@ -311,8 +321,8 @@ class Captured:
             if with_state and not self._has_built:
                 for container in self._containers:
                     container.put_back(was)
-            for slot in (*self._slots, *((*self._buffers, *self._assigned) if with_state else ())):
-                _put(*slot)
+            for held, name, before in (*self._slots, *((*self._buffers, *self._assigned) if with_state else ())):
+                _put(held, name, was(before, _MISSING))
             yield
         finally:
             for slot in now:

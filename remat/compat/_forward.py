@@ -210,7 +210,10 @@ class Forward(TorchFunctionMode):
         is_data = self.is_made(target) and id(target) not in self.given and target.grad_fn is None
         if is_data or not self._alone:
             for t in (*self._given, *(o.ref() for o in self.record.outside)):
-                if t is not None and ((seen := self._seen(t)) is target or (is_data and target.is_set_to(seen))):
+                if t is None:
+                    continue
+                seen = self._seen(t)
+                if seen is target or (is_data and internals.memory_of(seen) == internals.memory_of(target)):
                     return t
         return target
 

@@ -239,10 +239,11 @@ class Rerun(Collector, Watch):
             if kwargs or not self._reads_the_same(args, reads):
                 args, kwargs = self._resolve(args, kwargs, reads)
             break
-        if may_change(func, kwargs):
+        if changes := may_change(func, kwargs):
             args, kwargs = self._before_write(func, args, kwargs)
         if self._done:
-            return self._late(func, args, kwargs)
+            out = self._late(func, args, kwargs)
+            return self.original_of(out) if changes else out
         self._running = func
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
@@ -251,7 +252,7 @@ class Rerun(Collector, Watch):
         finally:
             self._running = None
         self._adopt(out, args)
-        return out
+        return self.original_of(out) if changes else out  # `m.count += 1` leaves there what the forward left there
 
     def is_made(self, tensor: Tensor) -> bool:
         """Whether a tensor was given or made inside."""
