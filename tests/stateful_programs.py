@@ -24,12 +24,13 @@ class Stateful(nn.Module):
         self.flags: dict[str, Any] = {}
         self.pair: Any = None
         self.history = [0] * 2000
+        self.kept: Any = ([numbers(3, seed=10)], {"n": 1})
 
     def forward(self, x: Tensor) -> Tensor:
         return self.program(self, x)
 
     def state(self) -> Any:
-        tensors = self.buffer, self.table, self.named, self.listed, self.grid, self.holder.h, self.pair
+        tensors = self.buffer, self.table, self.named, self.listed, self.grid, self.holder.h, self.pair, self.kept
         return tensors, self.history[2000:]
 
 
@@ -227,6 +228,12 @@ def change_what_is_detached_of_a_row(m: Any, x: Tensor) -> Tensor:
     m.table[0].detach().add_(0.5)
     m.table[1].data.mul_(0.5)
     return x.sin() * m.table.sum(0)
+
+
+def what_a_pair_holds(m: Any, x: Tensor) -> Tensor:
+    m.kept[0].append(m.kept[0][-1] * 0.5)
+    m.kept[1]["n"] += 1
+    return (x.sin() * m.kept[0][-1] * m.kept[1]["n"]).sin()
 
 
 def change_an_item_and_read_another(m: Any, x: Tensor) -> Tensor:

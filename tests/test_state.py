@@ -6,6 +6,7 @@ import queue
 import random
 import threading
 from collections import deque
+from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from types import SimpleNamespace
@@ -180,6 +181,31 @@ def test_state_of_the_code_of_a_module(kind: Decorator) -> None:
     x = x.detach()
     assert_same(gradient, (x.sin() * 4).cos() * 4 * x.cos())
     assert (CALLS, LAST, memory) == (2, 3, [1, 2])
+
+
+class History(list[Tensor]):
+    count = 0
+
+    def append(self, tensor: Tensor) -> None:
+        super().append(tensor)
+        self.count += 1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_attributes_of_a_list_and_a_deque_beside_it(use_reentrant: bool) -> None:
+    history, log = History([numbers(3)]), deque([0])
+    module = Stateful(None)
+    module.log, module.history = log, history
+
+    def fun(x: Tensor) -> Tensor:
+        module.history.append(module.history[-1] * 2)
+        module.log.append(1)
+        return (x * module.history.count).sin() * module.history[-1]
+
+    x = leaf(numbers(3, seed=1))
+    (gradient,) = torch.autograd.grad(by_checkpoint(use_reentrant)(fun)(x).sum(), x)
+    assert_same(gradient, x.detach().cos() * numbers(3) * 2)
+    assert (len(history), history.count) == (2, 1)
 
 
 @CHECKED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dis
 import functools
@@ -196,7 +195,7 @@ class Captured:
         """A module, or something else that may hold state."""
         if isinstance(obj, torch.nn.Module):
             self._look_at_module(obj)
-        elif _container_of(obj) is not None:
+        elif next(_containers_of(obj), None) is not None:
             self._objects.append(obj)
 
     def _look_at_module(self, module: torch.nn.Module) -> None:
@@ -355,10 +354,7 @@ def _parameters(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(attributes: dict[str, Any]) -> list[int]:
-    return [len(v) for name, v in attributes.items() if type(v) in _SIZED or name == "_buffers"]
-
-
-_SIZED = {set, collections.deque}
+    return [len(v) for name, v in attributes.items() if type(v) is set or name == "_buffers"]
 
 
 def _differ(after: dict[str, Any], before: dict[str, Any]) -> bool:
@@ -386,9 +382,8 @@ def _containers(objects: Sequence[Any], namespaces: Sequence[dict[str, Any]]) ->
         values += [v for name, v in names.items() if type(v) not in _KEPT and name not in PRIVATE]
     for _ in range(_STEPS):
         near: list[Any] = []
-        for value in values:
-            container = _container_of(value)
-            if container is None or id(container) in found or room <= 0:
+        for container in (c for v in values for c in _containers_of(v)):
+            if id(container) in found or room <= 0:
                 continue
             limit = min(_MANY, room)
             if items := items_of(container, limit):
@@ -401,13 +396,16 @@ def _containers(objects: Sequence[Any], namespaces: Sequence[dict[str, Any]]) ->
     return [*found.values()]
 
 
-def _container_of(value: Any) -> _Container | None:
-    if isinstance(value, (list, dict)):
-        return value
+def _containers_of(value: Any) -> Iterator[_Container]:
+    """A list or a dict, those in a tuple, and the attributes of an object."""
     if type(value) in _KEPT or isinstance(value, _NO_CONTAINERS) or is_shared(value):
-        return None
-    attributes = getattr(value, "__dict__", None)
-    return attributes if isinstance(attributes, dict) else None
+        return
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _containers_of(item)
+    for found in (value, getattr(value, "__dict__", None)):
+        if isinstance(found, (list, dict)):
+            yield found
 
 
 _NO_CONTAINERS = (Tensor, torch.nn.Module, *_FUNCTIONS, *_CONSTANT)
