@@ -6,7 +6,6 @@ import queue
 import random
 import threading
 from collections import deque
-from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from types import SimpleNamespace
@@ -181,6 +180,21 @@ def test_state_of_the_code_of_a_module(kind: Decorator) -> None:
     x = x.detach()
     assert_same(gradient, (x.sin() * 4).cos() * 4 * x.cos())
     assert (CALLS, LAST, memory) == (2, 3, [1, 2])
+
+
+@pytest.mark.parametrize("kind", MIXED.values())
+def test_attributes_of_a_module_that_is_only_a_place(kind: Decorator) -> None:
+    place = nn.Module()
+    place.count = 0
+
+    def fun(x: Tensor) -> Tensor:
+        place.count += 1
+        return (x * place.count).sin()
+
+    x = leaf(numbers(3))
+    (gradient,) = torch.autograd.grad(kind(fun)(x).sum(), x)
+    assert_same(gradient, x.detach().cos())
+    assert place.count == 1
 
 
 class History(list[Tensor]):

@@ -32,6 +32,11 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...]]:
     return written_names(code, "STORE_DEREF"), tuple(names)
 
 
+def _may_assign(kind: type) -> bool:
+    """Whether modules of a class may have attributes that are assigned in a call: layers of torch have none."""
+    return kind is torch.nn.Module or not is_stock(kind)
+
+
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 _MISSING = object()
 _KEPT = ATOMS | {torch.dtype, torch.device, torch.Size, type(_MISSING)}
@@ -161,7 +166,7 @@ class Captured:
             self._take_object(leaf)
         hooked = self._has_hooks or internals.has_global_module_hooks()
         # torch's own assign nothing, but hooks may.
-        self._namespaces = [vars(m) for m in self._modules.values() if hooked or not is_stock(type(m))]
+        self._namespaces = [vars(m) for m in self._modules.values() if hooked or _may_assign(type(m))]
         self._attributes = [*map(dict, self._namespaces)]
         self._hooks = internals.hooks_so_far()
         self._sizes = [*map(_sizes, self._namespaces)]
