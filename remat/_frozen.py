@@ -89,17 +89,20 @@ class Held(Frozen):
     def __init__(self, tensor: Tensor, position: int | None) -> None:
         self.original = weakref.ref(tensor)
         self.position = position
-        self._meta = tensor.shape, tensor.dtype, tensor.device
+        self._meta = tensor.shape, tensor.dtype
 
     def operand(self, operands: Sequence[Any]) -> Tensor | None:
         """The operand, or the tensor itself, if it still lives."""
         return self.original() if self.position is None else operands[self.position]
 
     def stand_in(self) -> Tensor:
-        """What to find in the place of one that is gone. No torch call has read it, but perhaps that it is there."""
-        shape, dtype, device = self._meta
+        """What to find in the place of one that is gone. No torch call has read it, but perhaps that it is there.
+
+        It has no values, so that to compute with it is an error.
+        """
+        shape, dtype = self._meta
         with internals.DisableTorchFunction():
-            return torch.zeros((), dtype=dtype, device=device).expand(shape)
+            return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @dataclass

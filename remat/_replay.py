@@ -130,12 +130,12 @@ class Call:
         in_cells = self.closure.tensors()
         found.update((id(t), t) for t in in_cells)
         replaced = {id(t): t for t in self.closure.assigned() if id(t) not in found}
-        found.update(replaced)
         inside = {id(t) for t in values}
         for ref in (*run.outside.values(), *run.constants.values()):
             tensor = ref()
             if tensor is not None and (id(tensor) in run.given or id(tensor) not in inside):
                 found.setdefault(id(tensor), tensor)
+        found = {**found, **replaced}  # what is read comes first, in a rerun of the call too: there `+=` may replace
         read = run.outside.keys() - run.handed_on
         unread = {id(t) for t in in_cells if id(t) not in read and not run.is_made(t)}
         unread |= replaced.keys() - run.outside.keys()

@@ -197,6 +197,51 @@ def test_attributes_of_a_module_that_is_only_a_place(kind: Decorator) -> None:
     assert place.count == 1
 
 
+def test_a_cell_that_is_added_to_in_a_nest_of_three() -> None:
+    def run(inner: Decorator, middle: Decorator, outer: Decorator) -> Any:
+        state, count, x = [numbers(3, seed=1)], numbers(3, seed=2), leaf(numbers(3))
+
+        def fun(x: Tensor) -> Tensor:
+            nonlocal count
+            y = (x + state[0].clone()).tanh()
+            count += 1
+            return y
+
+        first = inner(fun)
+        second = middle(lambda x: first(x).cos())
+        (gradient,) = torch.autograd.grad(outer(lambda x: second(x).cos())(x).sum(), x)
+        return gradient, count
+
+    assert_same(run(remat, by_checkpoint(False), remat), run(plain, plain, plain))
+
+
+def in_a_list(module: nn.Module) -> Any:
+    modules = [module]
+    return lambda x: modules[0](x)
+
+
+def in_an_object(module: nn.Module) -> Any:
+    holder = SimpleNamespace(module=module)
+    return lambda x: holder.module(x)
+
+
+def in_a_list_of_a_module(module: nn.Module) -> Any:
+    parent = Stateful(lambda m, x: m.others[0](x))
+    parent.others = [module]
+    return parent
+
+
+@pytest.mark.parametrize("kind", MIXED.values())
+@pytest.mark.parametrize("place", [in_a_list, in_an_object, in_a_list_of_a_module])
+def test_modules_that_others_hold(place: Any, kind: Decorator) -> None:
+    results = []
+    for wrap in (plain, kind):
+        module, x = Stateful(stateful_programs.replace_buffer), leaf(numbers(3))
+        fun = wrap(place(module))
+        results.append((*torch.autograd.grad(fun(fun(x)).sum(), x), module.state()))
+    assert_same(results[1], results[0])
+
+
 class History(list[Tensor]):
     count = 0
 

@@ -7,7 +7,7 @@ import dis
 import functools
 import operator
 import types
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -200,8 +200,12 @@ class Captured:
         """A module, or something else that may hold state."""
         if isinstance(obj, torch.nn.Module):
             self._look_at_module(obj)
-        elif next(_containers_of(obj), None) is not None:
+            return
+        containers = [*_containers_of(obj)]
+        if containers:
             self._objects.append(obj)
+        for module in _modules_in(containers):
+            self._look_at_module(module)
 
     def _look_at_module(self, module: torch.nn.Module) -> None:
         """A module may put others in the place of its buffers, and of its attributes."""
@@ -219,6 +223,9 @@ class Captured:
                     self._buffers += ((m._buffers, name, buffer) for name, buffer in m._buffers.items())
                 if m._modules:
                     todo += m._modules.values()
+                if _may_assign(type(m)):
+                    held = (v for name, v in attributes.items() if type(v) in _HOLDERS and name not in PRIVATE)
+                    todo += _modules_in(held)
         for fun in functions:
             if isinstance(fun, types.FunctionType):
                 self._take_slots(fun)
@@ -396,7 +403,7 @@ def _containers(objects: Sequence[Any], namespaces: Sequence[dict[str, Any]]) ->
                 room -= _EACH
             if len(container) <= limit:
                 room -= len(container)
-                near += container.values() if isinstance(container, dict) else container
+                near += _values(container)
         values = near
     return [*found.values()]
 
@@ -411,6 +418,19 @@ def _containers_of(value: Any) -> Iterator[_Container]:
     for found in (value, getattr(value, "__dict__", None)):
         if isinstance(found, (list, dict)):
             yield found
+
+
+_HOLDERS = {list, tuple, dict}
+
+
+def _modules_in(containers: Iterable[Any]) -> Iterator[torch.nn.Module]:
+    for container in containers:
+        if len(container) <= _MANY:
+            yield from (m for m in _values(container) if isinstance(m, torch.nn.Module))
+
+
+def _values(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
 
 
 _NO_CONTAINERS = (Tensor, torch.nn.Module, *_FUNCTIONS, *_CONSTANT)
