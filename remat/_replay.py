@@ -129,18 +129,16 @@ class Call:
         captured = len(found)
         in_cells = self.closure.tensors()
         found.update((id(t), t) for t in in_cells)
-        replaced = {id(t): t for t in self.closure.assigned() if id(t) not in found}
+        replaced = {id(t) for t in self.closure.assigned()} - found.keys()
         inside = {id(t) for t in values}
         for ref in (*run.outside.values(), *run.constants.values()):
             tensor = ref()
             if tensor is not None and (id(tensor) in run.given or id(tensor) not in inside):
                 found.setdefault(id(tensor), tensor)
-        found = {**found, **replaced}  # what is read comes first, in a rerun of the call too: there `+=` may replace
         read = run.outside.keys() - run.handed_on
         unread = {id(t) for t in in_cells if id(t) not in read and not run.is_made(t)}
-        unread |= replaced.keys() - run.outside.keys()
         self._unread = {i for i, key in enumerate(found) if key in unread}
-        self.cut = {i for i, key in enumerate(found) if key in replaced.keys() - read}
+        self.cut = {i for i, key in enumerate(found) if key in replaced - read}
         self.handed_on = self._unread | {i for i, key in enumerate(found) if i < captured or key in run.handed_on}
         originals = list(found.values())
         self._key = list(found).index(self._key) if self._drew_from is not None else 0
