@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._errors import PURITY, CheckpointError
 
 
 @functools.lru_cache(1000)
@@ -83,26 +84,41 @@ class Frozen:
     """What a `Freezer` makes of something that has to be put together again."""
 
 
+class _Gone(Tensor):
+    """In the place of a tensor that is gone: no torch call has read its values, but perhaps that it is there."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in _TOLD:
+            shape = next((f" of shape {list(t.shape)}" for t in args if isinstance(t, _Gone)), "")
+            raise CheckpointError(f"remat: {name} in a rerun got a tensor{shape} {_REPLACED} {PURITY}")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+_TOLD = {"__get__", "__hash__", "__len__", "dim", "element_size", "is_complex", "is_floating_point", "numel", "size"}
+_REPLACED = (
+    "from an attribute, a dict or a list, which its forward run replaced without reading it: the values are gone."
+)
+
+
 class Held(Frozen):
     """A tensor: the operand at `position`, or no operand (None)."""
 
     def __init__(self, tensor: Tensor, position: int | None) -> None:
         self.original = weakref.ref(tensor)
         self.position = position
-        self._meta = tensor.shape, tensor.dtype
+        self._meta = tensor.shape, tensor.dtype, tensor.device
 
     def operand(self, operands: Sequence[Any]) -> Tensor | None:
         """The operand, or the tensor itself, if it still lives."""
         return self.original() if self.position is None else operands[self.position]
 
     def stand_in(self) -> Tensor:
-        """What to find in the place of one that is gone. No torch call has read it, but perhaps that it is there.
-
-        It has no values, so that to compute with it is an error.
-        """
-        shape, dtype = self._meta
+        """What to find in the place of one that is gone: to compute with it is an error."""
+        shape, dtype, device = self._meta
         with internals.DisableTorchFunction():
-            return torch.empty(shape, dtype=dtype, device="meta")
+            return torch.empty((), dtype=dtype, device=device).expand(shape).as_subclass(_Gone)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from remat import _torch_internals as internals
 from remat._context import drawn_from
@@ -105,6 +106,8 @@ class Recorder(OpMode):
         changed = schema.written(args, kwargs)
         call = None if schema.is_view else reader.call(schema, args, kwargs, changed)
         out = func(*args, **kwargs)
+        if changed and not schema.counts_writes:
+            increment_version(changed)
         found = returned(out)
         if not all(map(plain, found)):
             return out

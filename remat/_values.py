@@ -277,12 +277,14 @@ class Schema:
     - `draws`: whether it draws random numbers.
     - `is_view`: whether it reads nothing: its result is another look at the same memory.
     - `writes`: the arguments that it writes to, by position and name.
+    - `counts_writes`: whether torch counts that under a mode.
     """
 
     def __init__(self, func: Any) -> None:
         returns = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
         arguments = enumerate(func._schema.arguments)
         self.func = func
+        self.counts_writes = "_foreach_" not in func._schema.name
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
         self.is_view = (
             torch.Tag.inplace_view in func.tags  # `squeeze_` and the like write nothing

@@ -215,6 +215,54 @@ def test_a_cell_that_is_added_to_in_a_nest_of_three() -> None:
     assert_same(run(remat, by_checkpoint(False), remat), run(plain, plain, plain))
 
 
+@pytest.mark.parametrize("kind", MIXED.values())
+def test_what_was_replaced_unread_can_be_seen_in_the_rerun(kind: Decorator) -> None:
+    seen = Seen()
+
+    def program(m: Any, x: Tensor) -> Tensor:
+        seen.append((m.buffer.shape, m.buffer.dtype, m.buffer.device, len(m.named["mean"])))
+        m.buffer, m.named["mean"] = x.detach() * 2, x.detach() * 3
+        return x.sin() * m.buffer * m.named["mean"]
+
+    kind(Stateful(program))(leaf(numbers(3))).sum().backward()
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("kind", MIXED.values())
+@pytest.mark.parametrize("read", [lambda t, x: t * x, lambda t, x: torch.cat([t, x])[:3]])
+def test_what_was_replaced_unread_is_an_error_to_read_in_the_rerun(read: Any, kind: Decorator) -> None:
+    runs = Seen()
+
+    def program(m: Any, x: Tensor) -> Tensor:
+        runs.append(1)
+        y = x.sin() if len(runs) == 1 else read(m.named["mean"], x)
+        m.named["mean"] = x.detach() * 3
+        return y * m.named["mean"]
+
+    y = kind(Stateful(program))(leaf(numbers(3))).sum()
+    with pytest.raises(CheckpointError, match=r"(mul|cat) in a rerun got a tensor.* replaced without reading it"):
+        y.backward()
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable])
+def test_state_that_foreach_changes_between_two_calls_is_an_error(policy: Any) -> None:
+    class Exchanges(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = numbers(3), numbers(3, seed=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch._foreach_add_([self.a], 1.0)
+            self.a, self.b = self.b, self.a
+            return x.sin() * self.a.clone()
+
+    module, x = remat(Exchanges(), policy=policy), leaf(numbers(3))
+    y = module(x) + module(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def in_a_list(module: nn.Module) -> Any:
     modules = [module]
     return lambda x: modules[0](x)
