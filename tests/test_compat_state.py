@@ -911,6 +911,28 @@ NESTED: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @both_variants
+def test_attributes_of_a_module_that_others_assign_before_the_backward(variant: str) -> None:
+    """As a loop variable does."""
+
+    def scaled(m: Any, x: Tensor) -> Tensor:
+        y = (x * m.mean.clone() + m.shift).sin() * m.calls
+        m.bufs.append(y.detach())
+        return y
+
+    def run(checkpoint: Any) -> Any:
+        module, x, total = Stateful(scaled, mean=torch.ones(3, dtype=torch.float64)), leaf(numbers(4, 3)), 0.0
+        for k in (1, 2, 3):
+            module.calls, module.shift, module.bufs = k, torch.full((3,), 0.5 * k, dtype=torch.float64), []
+            total = total + checkpoint(module, x).sum()
+        total.backward()
+        return x.grad, module.calls, module.shift, len(module.bufs)
+
+    torchs, own = VARIANTS[variant]
+    wrong(run, torchs)
+    right(run, own)
+
+
+@both_variants
 @pytest.mark.parametrize("nest", NESTED)
 def test_programs_with_state_nested(nest: str, variant: str) -> None:
     def run(checkpoint: Any) -> Any:

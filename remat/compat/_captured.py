@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import itertools
 import operator
 import types
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -106,11 +107,11 @@ class Captured:
     """
 
     __slots__ = (
-        "_assigned",
         "_attributes",
         "_buffers",
         "_containers",
         "_contents",
+        "_found",
         "_fun",
         "_given",
         "_has_built",
@@ -134,7 +135,7 @@ class Captured:
         self._modules: dict[int, torch.nn.Module] = {}
         self._namespaces: list[dict[str, Any]] = []  # of modules that may assign to their attributes
         self._attributes: list[dict[str, Any]] = []  # what these were, until the forward is over
-        self._assigned: list[_Slot] = []  # those that the forward assigned to
+        self._found: list[dict[str, Any]] = []  # what they held for the forward, as far as a rerun needs it
         self._parameters: list[dict[str, Any]] = []  # in these, until the forward is over
         self._sizes: list[list[int]] = []  # of what in these does not begin again, until the forward is over
         self._hooks = 0  # how many modules have got so far
@@ -240,17 +241,11 @@ class Captured:
         - `given`: the identities of the tensors that a rerun will be given.
         - `read`: by identity, the tensors that it has read: others are not to be held.
         """
-        for names, before in zip(self._namespaces, self._attributes, strict=True):
-            if _differ(names, before):
-                for name in names.keys() | before.keys():
-                    old = before.get(name, _MISSING)
-                    if names.get(name, _MISSING) is not old:
-                        is_unread = isinstance(old, Tensor) and id(old) not in read
-                        self._assigned.append((names, name, Held(old, None) if is_unread else old))
-        if self._assigned or any(container.has_changed() for container in self._containers):
+        assigns = any(map(_differ, self._namespaces, self._attributes))
+        if assigns or any(container.has_changed() for container in self._containers):
             self._has_built = self._builds()
-        if self._has_built:
-            self._assigned = []
+        if not self._has_built:
+            self._found = [*map(_data, self._namespaces, self._attributes, itertools.repeat(read))]
         self._attributes, self._sizes, self._parameters = [], [], []
         position = {key: i for i, key in enumerate(given)} if self._containers else {}
         for container in self._containers:
@@ -332,15 +327,18 @@ class Captured:
             if with_state and not self._has_built:
                 for container in self._containers:
                     container.put_back(was)
-            for held, name, before in (*self._slots, *((*self._buffers, *self._assigned) if with_state else ())):
-                _put(held, name, was(before, _MISSING))
+            for slot in (*self._slots, *(self._buffers if with_state else ())):
+                _put(*slot)
+            for names, found in zip(self._namespaces, self._found, strict=False) if with_state else ():
+                for name, before in found.items():
+                    _put(names, name, was(before, names.get(name, _MISSING)))
             yield
         finally:
             for slot in now:
                 _put(*slot)
             _put_back(self._namespaces, attributes)
-            for container, found in containers:
-                container.restore(found)
+            for container, items in containers:
+                container.restore(items)
 
     @property
     def has_slots(self) -> bool:
@@ -367,6 +365,21 @@ def _parameters(attributes: dict[str, Any]) -> dict[str, Any]:
 
 def _sizes(attributes: dict[str, Any]) -> list[int]:
     return [len(v) for name, v in attributes.items() if type(v) is set or name == "_buffers"]
+
+
+def _data(names: dict[str, Any], before: dict[str, Any], read: Container[int]) -> dict[str, Any]:
+    """The data among attributes, and what was assigned."""
+    found = dict.fromkeys(names.keys() - before.keys(), _MISSING)
+    for name, old in before.items():
+        if isinstance(old, Tensor) and id(old) not in read:
+            if names.get(name, _MISSING) is not old:
+                found[name] = Held(old, None)
+        elif names.get(name, _MISSING) is not old or (isinstance(old, _DATA) and name not in PRIVATE):
+            found[name] = old
+    return found
+
+
+_DATA = (Tensor, list, dict, tuple, bool, int, float, complex, str, type(None))
 
 
 def _differ(after: dict[str, Any], before: dict[str, Any]) -> bool:
