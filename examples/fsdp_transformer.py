@@ -142,6 +142,7 @@ def main() -> None:
     if mesh.get_rank() == 0:
         Console().print(table)
     torch.testing.assert_close(all_losses, [all_losses[0]] * len(all_losses), rtol=1e-3, atol=1e-3)
+    dist.barrier()  # nobody leaves while another is at work
     dist.destroy_process_group()
 
 

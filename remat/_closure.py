@@ -43,7 +43,7 @@ def _spaces(roots: Iterable[Any]) -> list[Space]:
     found: dict[int, Space] = {}
     seen: set[int] = set()
     todo = [(root, 4) for root in roots]
-    while todo:
+    while todo and len(seen) < 10_000:
         obj, depth = todo.pop()
         if id(obj) in seen or isinstance(obj, _OPAQUE):
             continue

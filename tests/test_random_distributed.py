@@ -33,6 +33,7 @@ def process(rank: int, store: str) -> None:
     keys = [torch.empty(2, dtype=torch.int32) for _ in range(2)]
     dist.all_gather(keys, scope["step_key"].view(torch.int32))
     assert torch.equal(*keys)
+    dist.barrier()  # nobody leaves while another is at work
     dist.destroy_process_group()
 
 
