@@ -108,7 +108,8 @@ class Held(Frozen):
     def __init__(self, tensor: Tensor, position: int | None) -> None:
         self.original = weakref.ref(tensor)
         self.position = position
-        self._meta = tensor.shape, tensor.dtype, tensor.device
+        with internals.DisableTorchFunction():  # nobody has read it
+            self._meta = () if tensor.is_nested else tensor.shape, tensor.dtype, tensor.device
 
     def operand(self, operands: Sequence[Any]) -> Tensor | None:
         """The operand, or the tensor itself, if it still lives."""

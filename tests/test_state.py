@@ -229,6 +229,15 @@ def test_what_was_replaced_unread_can_be_seen_in_the_rerun(kind: Decorator) -> N
     assert seen[0] == seen[1]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("kind", MIXED.values())
+def test_a_nested_tensor_in_reach(kind: Decorator) -> None:
+    kept = {"ragged": torch.nested.nested_tensor([numbers(2), numbers(3)]), "scale": 2.0}
+    x = leaf(numbers(3))
+    kind(lambda x: x.sin() * kept["scale"])(x).sum().backward()
+    assert_same(x.grad, 2 * x.detach().cos())
+
+
 @pytest.mark.parametrize("kind", MIXED.values())
 @pytest.mark.parametrize("read", [lambda t, x: t * x, lambda t, x: torch.cat([t, x])[:3]])
 def test_what_was_replaced_unread_is_an_error_to_read_in_the_rerun(read: Any, kind: Decorator) -> None:
