@@ -346,7 +346,7 @@ class Run(Watch):
 
     def _owner(self, tensor: Tensor) -> Tensor | None:
         """What has the memory of a tensor: what it is a view of, or the `.data` of. None: that is gone."""
-        base = _base(tensor)
+        base = tensor if tensor._base is None else tensor._base
         known = self._owners.get(id(base))
         return known[1]() if known is not None and known[0]() is base else base
 
@@ -528,10 +528,6 @@ class Run(Watch):
         """Check that a rerun ran to the end of what the forward ran."""
         if self._comparison is not None:
             self._comparison.finish()
-
-
-def _base(tensor: Tensor) -> Tensor:
-    return tensor if tensor._base is None else tensor._base
 
 
 def has(table: dict[int, weakref.ref[Tensor]], tensor: Tensor) -> bool:

@@ -123,10 +123,6 @@ class Items(Space):
         now = self.now()
         return not (_are_same(now, self.before) and _are_same(now.values(), self.before.values()))
 
-    def restore(self, found: Any) -> None:
-        """Undo that, in the order that the items had."""
-        self.assign(found)
-
     def assign(self, wanted: dict[Any, Any]) -> None:
         """Hold what is wanted, and nothing else."""
         items = {key: value for key, value in wanted.items() if value is not GONE}

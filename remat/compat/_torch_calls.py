@@ -68,8 +68,6 @@ def cuttable(func: Any) -> bool:
 def targets_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call writes to, with those that they are views of."""
     found = written_by(func, args, kwargs)
-    if args and isinstance(args[0], (list, tuple)) and may_write(func):  # `_foreach_add_`
-        found += tensors_in(args[:1])
     if func == SET_DATA:
         found = [args[0]]
     if func in RENORMALIZING and (kwargs.get("max_norm") or any(args[3:4])):
