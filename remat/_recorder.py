@@ -33,12 +33,11 @@ from remat._values import (
     tensors,
 )
 from remat.policies._enum import CheckpointPolicy
+from remat.policies._policy import Decide, Policy
 
 _MUST = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_CPU_OFFLOAD)
 _OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 _KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, *_OFFLOAD)
-
-Policy = Callable[..., CheckpointPolicy]
 
 
 class PolicyContext:
@@ -62,7 +61,7 @@ class PolicyContext:
 class Recorder(OpMode):
     """Notes the ops of a forward run, and asks the policy about each."""
 
-    def __init__(self, policy: Policy, repeats_draws: bool, where: Callable[[], str] = lambda: "unknown") -> None:
+    def __init__(self, policy: Decide, repeats_draws: bool, where: Callable[[], str] = lambda: "unknown") -> None:
         """A recorder of one run.
 
         **Arguments:**
@@ -79,6 +78,7 @@ class Recorder(OpMode):
         self._since = internals.next_sequence_number()
         self._where = where
         self._reader = Reader(Values())
+        self._by_ops: dict[int, CheckpointPolicy | None] = {}
         self._ops: list[Op] = []
         self._views: set[Token] = set()
         """Ops that return views, though their schemas do not say so."""
@@ -99,12 +99,20 @@ class Recorder(OpMode):
             return func(*args, **kwargs)
         if func is CONSTANT:
             reader.constant(args[0])
+        schema = schema_of(func)
+        if schema.is_view and not self._minds_views(func):
+            return func(*args, **kwargs)
         given = tensors(args, kwargs)
         if not all(map(plain, given)):
             return self._run_again(func, args, kwargs)
-        schema = schema_of(func)
+        if schema.is_view:
+            out = func(*args, **kwargs)
+            found = returned(out)
+            if all(map(plain, found)):
+                self._decide_of_views(found, self._decision(out, func, args, kwargs))
+            return out
         changed = schema.written(args, kwargs)
-        call = None if schema.is_view else reader.call(schema, args, kwargs, changed)
+        call, storages = reader.call(schema, args, kwargs, changed)
         out = func(*args, **kwargs)
         if changed and not schema.counts_writes:
             increment_version(changed)
@@ -112,10 +120,7 @@ class Recorder(OpMode):
         if not all(map(plain, found)):
             return out
         decision = self._decision(out, func, args, kwargs)
-        if call is None:
-            self._decide_of_views(found, decision)
-            return out
-        aliases = aliases_of(found, given, changed)
+        aliases = aliases_of(found, storages, changed)
         if any(aliases):
             if all(aliases):
                 self._views.add(call.token)
@@ -125,7 +130,7 @@ class Recorder(OpMode):
         if schema.draws and self._repeats_draws:
             op.after = drawn_from(args, kwargs)
         if not (_keeps(decision) and op.can_be_spared):
-            self._pin(given)
+            self._pin(storages)
         return out
 
     def __enter__(self) -> Any:
@@ -141,7 +146,20 @@ class Recorder(OpMode):
         if isinstance(error, TypeError) and self._complaint not in (None, str(error)):
             raise TypeError(self._complaint) from None
 
+    def _by_op(self, func: Any) -> CheckpointPolicy | None:
+        """What the policy says of an op, where that depends on nothing else."""
+        if id(func) not in self._by_ops:
+            self._by_ops[id(func)] = self._policy.by_op(func) if isinstance(self._policy, Policy) else None
+        return self._by_ops[id(func)]
+
+    def _minds_views(self, func: Any) -> bool:
+        """Whether something may follow from a call of an op that returns a view."""
+        decision = self._by_op(func)
+        return decision is None or _keeps(decision) or current_name() is not None
+
     def _decision(self, out: Any, func: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
+        if (decision := self._by_op(func)) is not None:
+            return decision
         try:
             return self._policy(PolicyContext(out, self.call), func, *args, **kwargs)
         except TypeError as error:
@@ -154,7 +172,7 @@ class Recorder(OpMode):
         if plain(raw):
             token = self._reader.read(raw).token
             self._again.append(token)
-            self._pin([raw])
+            self._pin([raw.untyped_storage()])
             self._overwritten.add(token)
             self._reader.give_away(raw)
 
@@ -162,7 +180,7 @@ class Recorder(OpMode):
         """Run an op that can't be known by what it reads."""
         known = [t for t in tensors(args, kwargs) if plain(t)]
         self._again += [self._reader.read(t).token for t in known]
-        self._pin(known)
+        self._pin([t.untyped_storage() for t in known])
         out = func(*args, **kwargs)
         for t in schema_of(func).written(args, kwargs):
             if plain(t):
@@ -219,12 +237,12 @@ class Recorder(OpMode):
             if _keeps(decision) or (name is not None and decision in _MUST):
                 self._decisions[token] = decision
 
-    def _pin(self, given: list[Tensor]) -> None:
+    def _pin(self, storages: list[Any]) -> None:
         """An op that will run again needs what it reads, though no backward may."""
-        for t in given:
-            content = self._reader.read(t)
+        for storage in storages:
+            content = self._reader.of(storage)
             if content.made and _keeps(self._decisions.get(content.token)):
-                self._pins[content.token] = t.untyped_storage()
+                self._pins[content.token] = storage
 
     @property
     def matched(self) -> bool:

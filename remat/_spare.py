@@ -71,18 +71,18 @@ class Replay(OpMode):
             return func(*args, **kwargs)
         if func is CONSTANT:
             reader.constant(args[0])
-        given = tensors(args, kwargs)
-        if not all(map(plain, given)):
-            out = self._run(func, args, kwargs)
-            for t in schema_of(func).written(args, kwargs):
-                if plain(t):
-                    reader.write(t, reader.values.new())
-            return out
         schema = schema_of(func)
         if schema.is_view:
             return func(*args, **kwargs)
+        given = tensors(args, kwargs)
+        if not all(map(plain, given)):
+            out = self._run(func, args, kwargs)
+            for t in schema.written(args, kwargs):
+                if plain(t):
+                    reader.write(t, reader.values.new())
+            return out
         changed = schema.written(args, kwargs)
-        call = reader.call(schema, args, kwargs, changed)
+        call, storages = reader.call(schema, args, kwargs, changed)
         if call.token in self._tape.views:
             return func(*args, **kwargs)
         op = self._tape.spared(call.token)
@@ -90,7 +90,7 @@ class Replay(OpMode):
             return self._spare(op, call, changed)
         out = self._run(func, args, kwargs)
         found = returned(out)
-        if all(map(plain, found)) and not any(aliases_of(found, given, changed)):
+        if all(map(plain, found)) and not any(aliases_of(found, storages, changed)):
             self._note(call, out, changed)
         return out
 

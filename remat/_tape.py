@@ -82,7 +82,7 @@ class Op:
 def outputs_of(values: Values, call: OpCall, out: Any, changed: list[Tensor]) -> list[Any]:
     """What an op returned, with the value of each tensor. Tensors that share a storage share its value."""
     if isinstance(out, Tensor) and not changed:
-        return [_output(values.number(call.token, 0), out, out.untyped_storage())]
+        return [_output(call.token, out, out.untyped_storage())]
     found: list[Any] = []
     first: dict[int, Token] = {}
     positions = {id(t.untyped_storage()): Changed(i) for i, t in enumerate(changed)}
@@ -111,9 +111,11 @@ def write_token(values: Values, call: OpCall, i: int) -> Token:
     return values.number(call.token, "write", i)
 
 
-def aliases_of(found: list[Tensor], given: list[Tensor], changed: list[Tensor]) -> list[bool]:
+def aliases_of(found: list[Tensor], given: list[Any], changed: list[Tensor]) -> list[bool]:
     """For each tensor that an op returned, whether it lies in a storage that the op was given and did not change."""
-    storages = {id(t.untyped_storage()) for t in given} - {id(t.untyped_storage()) for t in changed}
+    storages = {*map(id, given)}
+    if changed:
+        storages -= {id(t.untyped_storage()) for t in changed}
     return [id(t.untyped_storage()) in storages for t in found]
 
 

@@ -692,10 +692,19 @@ def saves_output(tensor: Tensor) -> bool:
     return False
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def constant_for_dynamo(fun: F) -> F:
+    """`torch.compiler.assume_constant_result`, which would import dynamo: a second more for each import (2.13)."""
+    fun._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fun
+
+
 # For remat.random.
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile mirrors the stack while it traces
+@constant_for_dynamo  # torch.compile mirrors the stack while it traces
 def vmap_levels() -> tuple[tuple[int, int, str], ...]:
     """(level, batch size, randomness: error, different or same) of each active vmap, outermost first."""
     if _C.peek_interpreter_stack() is None:
@@ -713,8 +722,6 @@ as further arguments; `wrapper(graph)` is called when the op runs. The only way 
 
 
 tree_map: Any = pytree.tree_map  # dynamo traces it
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def left_alone_by_dynamo(fun: F) -> F:

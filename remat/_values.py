@@ -11,7 +11,7 @@ import ctypes
 import functools
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -164,38 +164,57 @@ class Reader:
             if storage is not None:
                 yield content, storage
 
-    def call(self, schema: Schema, args: Any, kwargs: Any, changed: list[Tensor]) -> OpCall:
-        """A call of an op by what it reads. `changed`: what it writes to."""
-        slots: dict[int, int] = {}
+    def call(self, schema: Schema, args: Any, kwargs: Any, changed: list[Tensor]) -> tuple[OpCall, list[Any]]:
+        """A call of an op by what it reads, and the storages of that. `changed`: what it writes to."""
+        storages: list[Any] = []
         reads: list[Token] = []
         kinds: list[Any] = []
-        written = {id(t.untyped_storage()) for t in changed}
-        given = tuple([self._spec(x, slots, reads, kinds, written) for x in args])
-        named = {k: self._spec(v, slots, reads, kinds, written) for k, v in kwargs.items()} if kwargs else kwargs
+        slots = {id(t.untyped_storage()): ~i for i, t in enumerate(changed)}
+        given = self._specs(args, slots, storages, reads, kinds)
+        named = kwargs
+        if kwargs:
+            named = dict(zip(kwargs, self._specs(kwargs.values(), slots, storages, reads, kinds), strict=True))
         if schema.draws:
             self._draws += 1
             kinds.append(self._draws)
-        return OpCall(schema, self.values.number(schema, given, *named.items(), *kinds), given, named, reads)
+        call = OpCall(schema, self.values.number(schema, given, *named.items(), *kinds), given, named, reads)
+        return call, storages
 
-    def _spec(self, x: Any, slots: dict[int, int], reads: list[Token], kinds: list[Any], written: set[int]) -> Any:
-        if isinstance(x, Tensor):
-            storage = x.untyped_storage()
-            token = self.of(storage).token
-            # Of what is not written to, it makes no difference whether a value is there once or twice.
-            slot = slots.setdefault(~id(storage) if id(storage) in written else token, len(slots))
-            reads.append(token)
-            return _make_ref((token, slot, x.size(), x.stride(), int(x.storage_offset()), x.dtype, x.is_conj()))
-        kind = type(x)
-        if kind is int or kind is bool or x is None:
-            kinds.append(kind)
-            return x
-        if isinstance(x, (list, tuple)):
-            return tuple([self._spec(i, slots, reads, kinds, written) for i in x])
-        if not isinstance(x, (float, complex)):
-            kinds.append(kind)
-            return x
-        kinds.append(repr(x))  # -0.0 == 0.0 == 0 == False
-        return x if x == x else _nans.setdefault(repr(x), x)  # each is equal to itself alone
+    def _specs(
+        self,
+        args: Iterable[Any],
+        slots: dict[int, int],
+        storages: list[Any],
+        reads: list[Token],
+        kinds: list[Any],
+    ) -> tuple[Any, ...]:
+        """Arguments with a `Ref` in the place of each tensor. This is called for each op, so it calls little itself."""
+        found = []
+        for x in args:
+            kind = type(x)
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                content = self._contents.get(id(storage))
+                if content is None or content.storage() is not storage:
+                    content = self.of(storage)
+                token = content.token
+                # Of what is not written to, it makes no difference whether a value is there once or twice.
+                slot = slots.get(id(storage), token)
+                storages.append(storage)
+                reads.append(token)
+                x = _make_ref((token, slot, x.size(), x.stride(), x.storage_offset(), x.dtype, x.is_conj()))
+            elif kind is int or kind is bool or x is None:
+                kinds.append(kind)
+            elif isinstance(x, (list, tuple)):
+                x = self._specs(x, slots, storages, reads, kinds)
+            elif isinstance(x, (float, complex)):
+                kinds.append(repr(x))  # -0.0 == 0.0 == 0 == False
+                if x != x:
+                    x = _nans.setdefault(repr(x), x)  # each is equal to itself alone
+            else:
+                kinds.append(kind)
+            found.append(x)
+        return tuple(found)
 
     def constant(self, tensor: Tensor) -> None:
         """A tensor that was made of Python numbers: known by what they are."""

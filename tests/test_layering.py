@@ -2,6 +2,8 @@
 
 import ast
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -147,3 +149,10 @@ def test_a_private_name_is_found(source: str) -> None:
 )
 def test_a_public_name_is_not(source: str) -> None:
     assert private_torch_names(source) == []
+
+
+def test_import_of_remat_imports_no_compiler() -> None:
+    """Dynamo alone takes longer to import than all the rest of torch."""
+    code = "import sys, remat; print(*sorted({'torch._dynamo', 'torch._inductor', 'sympy'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

@@ -166,6 +166,33 @@ def test_a_policy_without_a_count_is_its_own_run() -> None:
 
 # What each decides.
 
+BY_OP = {
+    "everything_saveable",
+    "nothing_saveable",
+    "dots_saveable",
+    "save_ops('aten.bmm', 'aten.mm.default')",
+    "recompute_ops('aten.exp')",
+    "offload_ops('aten.mm')",
+    "first_of(recompute_ops('aten.exp'), dots_saveable)",
+    "~dots_saveable",
+    "~~(dots_saveable - save_ops('aten.mm'))",
+}
+
+
+@pytest.mark.parametrize("text", POLICIES)
+def test_by_op_is_what_a_policy_says_of_every_call(text: str) -> None:
+    policy = POLICIES[text]
+    for op, shape in (
+        (aten.sin.default, (2, 3)),
+        (aten.exp.default, (100, 100)),
+        (aten.mm.default, (2, 3)),
+        (aten.bmm.default, (5, 2, 3)),
+        (aten.view.default, (6,)),
+    ):
+        decision = policy.by_op(op)
+        assert decision in (None, decide(policy, op, torch.ones(shape)))
+        assert decision is not None or text not in BY_OP
+
 
 def test_everything_and_nothing() -> None:
     assert decide(everything_saveable, aten.sin.default) == Decision.MUST_SAVE

@@ -107,16 +107,18 @@ class _Dots(Policy):
     decision: CheckpointPolicy
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if (decision := self.by_op(op)) is not None:
+            return decision
+        # Below a vmap every op may have batch dimensions: what counts is the call as the user wrote it.
+        call = getattr(ctx, "call", None)
+        if call is None or _name(call[0]) not in _CALLS.split():
+            call = op, args, kwargs
+        return PREFER_RECOMPUTE if _has_batch_dims(*call) else self.decision
+
+    def by_op(self, op: Any) -> CheckpointPolicy | None:
         if op not in dots():
             return PREFER_RECOMPUTE
-        if not self.batched:
-            # Below a vmap every op may have batch dimensions: what counts is the call as the user wrote it.
-            call = getattr(ctx, "call", None)
-            if call is None or _name(call[0]) not in _CALLS.split():
-                call = op, args, kwargs
-            if _has_batch_dims(*call):
-                return PREFER_RECOMPUTE
-        return self.decision
+        return self.decision if self.batched else None
 
     def __repr__(self) -> str:
         if self.decision == MUST_CPU_OFFLOAD:

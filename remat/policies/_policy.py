@@ -74,6 +74,11 @@ class Policy(abc.ABC):
         - `args`, `kwargs`: what the op was called with, below all transforms.
         """
 
+    def by_op(self, op: Any) -> CheckpointPolicy | None:
+        """The decision on all that an op returns, where nothing but the op counts; else None."""
+        del op
+        return None
+
     def start(self) -> Decide:
         """What decides on the ops of one run: the policy itself, unless it counts.
 
@@ -119,7 +124,11 @@ class Constant(Policy):
     decision: CheckpointPolicy
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        del ctx, op, args, kwargs
+        del ctx, args, kwargs
+        return self.by_op(op)
+
+    def by_op(self, op: Any) -> CheckpointPolicy:
+        del op
         return self.decision
 
     def __repr__(self) -> str:
@@ -142,6 +151,9 @@ class ByOp(Policy):
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del ctx, args, kwargs
+        return self.by_op(op)
+
+    def by_op(self, op: Any) -> CheckpointPolicy:
         return self.listed if op in _ops.overloads(self.ops) else self.other
 
     def __repr__(self) -> str:
@@ -275,6 +287,11 @@ class _Combined(Policy):
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         # Every part is asked about every op, whatever the others say: it may count.
         return self.combine([p(ctx, op, *args, **kwargs) for p in self.parts])
+
+    def by_op(self, op: Any) -> CheckpointPolicy | None:
+        decisions = [p.by_op(op) if isinstance(p, Policy) else None for p in self.parts]
+        known = [d for d in decisions if d is not None]
+        return self.combine(known) if len(known) == len(decisions) else None
 
     @staticmethod
     @abc.abstractmethod

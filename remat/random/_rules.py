@@ -82,7 +82,7 @@ def key_on(device: torch.device | str | int | None, next_key: NextKey) -> Tensor
     return next_key().to(_default_device() if device is None else device)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@internals.constant_for_dynamo
 def _default_device() -> torch.device:
     return torch.get_default_device()
 
