@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge
 
 from remat import _torch_internals as internals
 from remat._derived import HOOKED, Batch, Derived, at_front, functionalize, jvp, make_dual, pick, vjp, vmap
@@ -54,6 +55,8 @@ class Link:
         self.outs = outs
         self.level = level
         self.thread = threading.get_ident()
+        self.below: tuple[list[GradientEdge], Values] | None = None
+        """Below all transforms: where a graph of the values ends, and its leaves, which stand for the operands."""
         # The wrappers that a level saves have version counters of their own.
         self.versions = [internals.innermost(t)._version for t in operands or ()]
 
@@ -193,6 +196,11 @@ def _differentiate(
     """
 
     def derivative(inputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Any]:
+        if link.below is not None and not batches and _is_last(*inputs, *given):
+            edges, leaves = link.below
+            with internals.base_level():
+                at, to = [edges[o] for o in outs], [leaves[i] for i in wrt]
+                return list(internals.run_backward(at, to, given, keep=True, record=False))
         return run(vjp(link.fn, len(operands), wrt, outs, batches, link.level), [*inputs, *given])
 
     legacy = [internals.is_legacy_batched(c) for c in cotangents]
@@ -223,6 +231,15 @@ def _differentiate(
             [internals.unwrap_grad(t, level) for t in operands], [internals.unwrap_grad(c, level) for c in cotangents]
         )
     return [None if r is None else internals.wrap_grad(r, level) for r in results]
+
+
+def _is_last(*inputs: Tensor) -> bool:
+    """Whether nothing differentiates what is computed of these, here and now."""
+    return not (
+        internals.transforms_active()
+        or internals.forward_ad_active()
+        or any(map(internals.requires_grad_at_any_level, inputs))
+    )
 
 
 def run(fn: Derived, operands: Values) -> list[Any]:
@@ -277,6 +294,26 @@ def attach_over_graph(fn: Derived, values: Values, operands: Values, graph: OwnG
     """
     shared = internals.sharing_memory(values, operands)
     return RematOverGraph.apply(fn, graph, [v.detach() for v in values], shared, *values, *operands)
+
+
+def attach_over_graph_below(
+    fn: Derived, level: int, values: Values, operands: Values, leaves: Values
+) -> tuple[Tensor, ...]:
+    """`attach` at a `grad` that is the only transform, for values that come with such a graph from below it.
+
+    **Arguments:**
+
+    - `level`: of the `grad`.
+    - `leaves`: what stands for the operands in the graph.
+    """
+    link = Link(fn, range(len(values)), operands, level)
+    link.below = [internals.gradient_edge(v) for v in values], leaves
+    shared = internals.sharing_memory(values, leaves)
+    with internals.base_level():
+        constants = [v.detach() for v in values]
+    lifted = [internals.wrap_grad(c, level) for c in constants]
+    lifted_operands = [internals.wrap_grad(t, level) for t in operands]
+    return internals.apply_at_level(RematNode, link, lifted, shared, *lifted_operands)
 
 
 def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> Values:

@@ -88,6 +88,7 @@ class Reads:
     - `tensors`: where modules hold the tensors that it may read: a weak reference, whether it is a parameter (else a
         buffer), and the name.
     - `draws`: whether it may draw from the global generators.
+    - `may_run_below`: False once a call of it has shown that it can't run below a transform.
     - `may_write`: whether an argument that is True may tell it to work in place.
     - `unpacks`: whether the keys of an argument may (`**options`).
     - `statistics`: modules that write to their buffers in training, and read nothing of them then: weak references.
@@ -98,6 +99,7 @@ class Reads:
     def __init__(self, roots: list[Any]) -> None:
         self.is_known = False
         self.draws = False
+        self.may_run_below = True
         self.may_write = False
         self.unpacks = False
         self.tensors: list[tuple[weakref.ref[nn.Module], bool, str]] = []

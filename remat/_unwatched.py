@@ -27,7 +27,7 @@ from remat._context import Ambient, RandomState, replayed
 from remat._derived import Derived
 from remat._errors import CheckpointError, RematError
 from remat._frozen import Freezer, Table, Thawer, cell_contents
-from remat._primitive import attach, attach_over_graph
+from remat._primitive import attach, attach_over_graph, attach_over_graph_below
 from remat._recorder import Recorder
 from remat._run import CHANGES
 from remat._spare import Replay, is_recorded
@@ -37,6 +37,7 @@ from remat._tape import Tape
 from remat.random._keyed import suspended
 
 _WORTH_A_MODE = 2**12  # elements: to look for the last product, with a mode, takes as long as a small one
+_WORTH_A_GRAPH = 2**15  # elements: what a graph that saves nothing does in Python takes as long as a few ops on them
 _TENSORS = {Tensor, torch.nn.Parameter}
 _LEAVES = _TENSORS | {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size}
 _NAMES = {str, int, float, bool, type(None)}
@@ -222,8 +223,13 @@ class UnwatchedCall:
             recorder = Recorder(policy.start(), self._repeats_draws)
             out = self.forward(fun, args, kwargs, recorder)
         elif self.needs_node:
-            is_large = max(map(Tensor.numel, operands), default=0) > _WORTH_A_MODE
-            search = Search() if is_large else None
+            size = max(map(Tensor.numel, operands), default=0)
+            level = internals.lone_grad() if size > _WORTH_A_GRAPH and self._reads.may_run_below else None
+            if level is not None and self._may_run_below(level):
+                below = self._run_below(level)
+                if below is not None:
+                    return below[0]
+            search = Search() if size > _WORTH_A_MODE else None
             out = self.forward(fun, args, kwargs, search)
             self._last = None if search is None else search.found()
         else:
@@ -247,6 +253,46 @@ class UnwatchedCall:
             )
             attached = attach_over_graph(derived, values, operands, graph)
         return out if attached is values else results.replaced(attached)
+
+    def _may_run_below(self, level: int) -> bool:
+        """Whether a `grad`, the only transform, is all that differentiates the call."""
+        below = [internals.unwrap_grad(t, level) for t in self.operands]
+        return (
+            torch.is_grad_enabled()
+            and any(map(_requires_grad, self.operands))
+            and not any(map(_requires_grad, below))
+            and not internals.forward_ad_active()
+            and not internals.any_autocast_enabled()  # it would keep casts of the leaves for as long as it lasts
+            and _TENSORS.issuperset(map(type, below))
+        )
+
+    def _run_below(self, level: int) -> tuple[Any] | None:
+        """The result of the call, run below a `grad`, the only transform: there its graph need not save anything.
+
+        None where it can't run there: it draws, which ops do in other ways there, or a result is a view of an operand.
+        """
+        operands = self.operands
+        with internals.base_level(), internals.grad_enabled():
+            below = [(t, internals.unwrap_grad(t, level)) for t in operands]
+            self.operands = leaves = [b.detach().requires_grad_() if t.requires_grad else b for t, b in below]
+            graph = SparseGraph(self, early_stop=True, under_node=True)
+            out = graph.record(self.again, (leaves,), {"is_rerun": False})
+        results = _tree.Picked(out, lambda _: True)
+        lifted: dict[int, Tensor] = {id(leaf): t for leaf, t in zip(leaves, operands, strict=True)}
+        made = [(i, r) for i, r in zip(results.positions, results.tensors, strict=True) if id(r) not in lifted]
+        held = {*map(internals.memory_of, leaves)}
+        if self.random is not None or any(internals.memory_of(r) in held for _, r in made):
+            if self.random is not None:
+                self.random.put_back()
+            self.operands, self.random, self._reads.may_run_below = operands, None, False
+            return None
+        values = [r for _, r in made if r.requires_grad]
+        self.returned = [i for i, r in made if r.requires_grad]
+        lifted |= {id(r): internals.wrap_grad(r, level) for _, r in made if not r.requires_grad}
+        if values:
+            attached = attach_over_graph_below(Derived(self, self), level, values, operands, leaves)
+            lifted |= {id(r): t for r, t in zip(values, attached, strict=True)}
+        return (results.replaced([lifted[id(r)] for r in results.tensors]),)
 
     def forward(
         self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Recorder | Search | None = None
@@ -273,7 +319,7 @@ class UnwatchedCall:
         """Whether the ops of a rerun have to be those of the forward one by one, and that ran under a transform."""
         return self._under_transforms and (self.random is not None or self.tape is not None)
 
-    def again(self, operands: Sequence[Tensor]) -> Any:
+    def again(self, operands: Sequence[Tensor], *, is_rerun: bool = True) -> Any:
         """The call again, with operands in the place of the tensors that it was given and found."""
         leaves = list(self._leaves)
         for i, at in self._arguments:
@@ -287,18 +333,24 @@ class UnwatchedCall:
             slots += [(names, name, buffer.clone()) for names, name, buffer in self._written]
         for names, name, at, ref in self._places:
             operand, original = operands[at], ref()
-            if original is None or names.get(name) is not original:
+            stays = names.get(name) is original
+            if stays and operand is original:
+                continue
+            # No other thread reads what a transform of this one has put there.
+            if original is None or not stays or internals.is_wrapper(original):
                 slots.append((names, name, operand))
-            elif operand is not original:
+            else:
                 swaps[id(original)] = operand
         try:
             if not (slots or swaps or self.random or self._ambient.autocast) and Ambient.current() == self._ambient:
-                self._check(fun)
+                if is_rerun:
+                    self._check(fun)
                 with self._context:
                     return fun(*args, **kwargs)
             ambient = self._ambient.restored(keeps_casts=self._as_checkpoint)
             with ambient, _filled(slots) if slots else _NOTHING:
-                self._check(fun)
+                if is_rerun:
+                    self._check(fun)
                 with self._drawing_again(), _Swap(swaps) if swaps else _NOTHING, self._context:
                     return fun(*args, **kwargs)
         finally:

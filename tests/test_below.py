@@ -1,0 +1,279 @@
+"""Large known functions run below a `grad` that is the only transform: what they return is as if they ran at it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same, numbers, plain
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vjp, vmap
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from remat import CheckpointError, _unwatched, remat
+from remat.debug import LiveBytes
+
+Fun = Callable[..., Any]
+N = 192
+UNIT = N * N * 8
+
+
+@pytest.fixture
+def below(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each run below went well."""
+    went: list[bool] = []
+    run = _unwatched.UnwatchedCall._run_below
+
+    def seen(call: Any, level: int) -> Any:
+        result = run(call, level)
+        went.append(result is not None)
+        return result
+
+    monkeypatch.setattr(_unwatched.UnwatchedCall, "_run_below", seen)
+    return went
+
+
+def chain(x: Tensor, w: Tensor) -> Tensor:
+    for _ in range(6):
+        x = torch.tanh(x @ w)
+    return x
+
+
+def both(of: Fun, *args: Any) -> tuple[Any, Any]:
+    """What remat makes of it, and the plain function."""
+    return of(remat)(*args), of(plain)(*args)
+
+
+def by_grad(fun: Fun, argnums: Any = (0, 1)) -> Fun:
+    return lambda ck: grad(lambda *args: ck(fun)(*args).sin().sum(), argnums)
+
+
+@pytest.fixture
+def args() -> tuple[Tensor, Tensor]:
+    return numbers(N, N), numbers(N, N, seed=1) / 8
+
+
+def test_same_as_plain(args: tuple[Tensor, Tensor], below: list[bool]) -> None:
+    assert_same(*both(by_grad(chain), *args))
+    assert below == [True]
+
+
+def test_only_below_a_lone_grad(args: tuple[Tensor, Tensor], below: list[bool]) -> None:
+    x, w = args
+    assert_same(*both(lambda ck: grad(lambda x: grad(lambda x: ck(chain)(x, w).sum())(x).sin().sum()), x))
+    assert_same(*both(lambda ck: vmap(by_grad(chain)(ck)), x.expand(2, N, N), w.expand(2, N, N)))
+    assert_same(*both(lambda ck: by_grad(lambda x, w: chain(x, w))(ck), x, w.clone().requires_grad_()))
+    assert_same(*both(by_grad(chain), x[:2, :2], w[:2, :2]))
+    assert not below
+
+
+@pytest.mark.parametrize("argnum", [0, 1])
+def test_memory_and_products(argnum: int, args: tuple[Tensor, Tensor]) -> None:
+    def figures(ck: Fun) -> tuple[float, float, float, int]:
+        with LiveBytes() as meter, FlopCounterMode(display=False) as flops:
+            y, pull = vjp(lambda t: ck(chain)(*args[:argnum], t, *args[argnum + 1 :]), args[argnum])
+            held = meter.current
+            for _ in range(2):
+                pull(y)
+            peak, left = meter.peak, meter.current
+        return held / UNIT, left / UNIT, peak / UNIT, flops.get_total_flops() // (2 * N**3)
+
+    held, left, peak, products = figures(remat)
+    assert held == left == 1  # y
+    plain_held, _, plain_peak, plain_products = figures(plain)
+    assert plain_held == 6
+    assert peak <= plain_peak + 2
+    assert products == plain_products + 2 * 6
+
+
+def test_a_derivative_that_is_differentiated(args: tuple[Tensor, Tensor]) -> None:
+    x, w = args
+
+    def later(ck: Fun) -> Fun:
+        _, pull = vjp(lambda x: ck(chain)(x, w), x)
+        return lambda v: (
+            pull(v)[0],
+            grad(lambda v: pull(v)[0].sin().sum())(v),
+            vmap(pull)(v.expand(2, N, N)),
+            torch.autograd.functional.jvp(lambda v: pull(v)[0], v, v.cos()),
+        )
+
+    assert_same(*both(later, x))
+
+
+def test_a_cotangent_that_requires_grad(args: tuple[Tensor, Tensor]) -> None:
+    x, w = args
+
+    def outer(ck: Fun) -> Fun:
+        def of(v: Tensor) -> Any:
+            _, pull = vjp(lambda x: ck(chain)(x, w), x)
+            return torch.autograd.grad(pull(v)[0].sin().sum(), v)
+
+        return of
+
+    assert_same(*both(outer, x.clone().requires_grad_()))
+
+
+def test_autograd_inside(args: tuple[Tensor, Tensor], below: list[bool]) -> None:
+    def penalty(ck: Fun) -> Fun:
+        def of(x: Tensor, w: Tensor) -> Tensor:
+            (g,) = torch.autograd.grad(ck(chain)(x, w).sum(), x, create_graph=True)
+            return g.square().sum()
+
+        return grad(of, (0, 1))
+
+    assert_same(*both(penalty, *args))
+    assert below == [True]
+
+
+RESULTS: dict[str, Fun] = {
+    "an argument": lambda x, w: (x, torch.tanh(x @ w)),
+    "an argument twice": lambda x, w: (x, torch.tanh(x @ w), x),
+    "a view of a result": lambda x, w: (lambda y: (y, y[0], y.t()))(torch.tanh(x @ w)),
+    "a view of an argument": lambda x, w: (x.t(), torch.tanh(x @ w)),
+    "a result twice": lambda x, w: (lambda y: (y, y))(torch.tanh(x @ w)),
+    "without a path": lambda x, w: (torch.ones_like(x), torch.tanh(x @ w)),
+    "none that is differentiated": lambda x, w: (torch.ones_like(x), x.argmax(0)),
+    "detached": lambda x, w: (lambda y: (y.detach(), y))(torch.tanh(x @ w)),
+    "integers": lambda x, w: {"i": (x @ w).argmax(0), "y": [torch.tanh(x @ w)]},
+    "an argument alone": lambda x, w: x,
+    "of a part": lambda x, w: torch.tanh(x),
+}
+
+
+def total(tree: Any) -> Tensor:
+    leaves = torch.utils._pytree.tree_leaves(tree)
+    return sum(
+        (t.double().sin().mul(i + 1).sum() for i, t in enumerate(leaves) if isinstance(t, Tensor)), torch.zeros(())
+    )
+
+
+@pytest.mark.parametrize("fun", RESULTS.values(), ids=RESULTS)
+def test_results(fun: Fun, args: tuple[Tensor, Tensor], below: list[bool]) -> None:
+    for _ in range(2):  # a call that can't run below shows in the first
+        assert_same(
+            *both(lambda ck: grad(lambda x, w: (total(out := ck(fun)(x, w)), out), (0, 1), has_aux=True), *args)
+        )
+    assert below
+
+
+def test_draws_are_those_of_the_plain_function(args: tuple[Tensor, Tensor], below: list[bool]) -> None:
+    def noisy(x: Tensor, w: Tensor) -> Tensor:
+        return F.dropout(torch.tanh(x @ w), 0.5) @ w
+
+    def seeded(ck: Fun) -> Fun:
+        def run(*args: Tensor) -> Any:
+            torch.manual_seed(0)
+            return by_grad(noisy)(ck)(*args), torch.rand(3)
+
+        return run
+
+    for _ in range(2):
+        assert_same(*both(seeded, *args))
+    assert below == [False]
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(N, N), nn.LayerNorm(N), nn.Linear(N, N)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(F.gelu(self.norm(self.first(x))))
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: nn.Module, ck: Fun) -> None:
+        super().__init__()
+        self.inner, self.ck = inner, ck
+
+    def forward(self, x: Tensor) -> Any:
+        return self.ck(self.inner)(x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_that_stand_for_others(frozen: bool, args: tuple[Tensor, Tensor], below: list[bool]) -> None:
+    torch.manual_seed(0)
+    module = Layers()
+    if frozen:
+        module.first.requires_grad_(False)
+    held = {k: v.detach() for k, v in module.named_parameters()}
+
+    def of(ck: Fun) -> Fun:
+        outer = Outer(module, ck)
+        return grad(lambda p, x: functional_call(outer, {f"inner.{k}": v for k, v in p.items()}, (x,)).sin().sum())
+
+    before = [*module.parameters()]
+    assert_same(*both(of, held, args[0]))
+    assert below == [True]
+    assert all(p is q for p, q in zip(module.parameters(), before, strict=True))
+
+
+def test_under_no_grad(args: tuple[Tensor, Tensor], below: list[bool]) -> None:
+    def of(ck: Fun) -> Fun:
+        def scalar(x: Tensor, w: Tensor) -> Tensor:
+            with torch.no_grad():
+                y = ck(chain)(x, w)
+            return (y * x).sum()
+
+        return grad(scalar, (0, 1))
+
+    assert_same(*both(of, *args))
+    assert not below
+
+
+def test_under_autocast(below: list[bool]) -> None:
+    x, w = numbers(N, N).float(), numbers(N, N, seed=1).float() / 8
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(*both(by_grad(chain, 0), x, w))
+    assert not below
+
+
+def test_an_error_leaves_all_as_it_was(args: tuple[Tensor, Tensor]) -> None:
+    def fails(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(x @ w) @ w[:3]
+
+    def of(x: Tensor, w: Tensor) -> Tensor:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            remat(fails)(x, w)
+        assert torch._C._functorch.get_dynamic_layer_stack_depth() == 1
+        assert torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+        return remat(chain)(x, w).sum()
+
+    assert_same(grad(of)(*args), grad(lambda x, w: chain(x, w).sum())(*args))
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+    assert torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+
+
+def test_an_argument_that_was_changed_in_place_is_an_error(args: tuple[Tensor, Tensor]) -> None:
+    x, w = args
+    y, pull = vjp(lambda x: remat(chain)(x, w), x)
+    w.mul_(2)
+    with pytest.raises(CheckpointError, match="changed in place"):
+        pull(y)
+
+
+def test_nothing_is_held_afterwards(args: tuple[Tensor, Tensor]) -> None:
+    held = []
+
+    def of(x: Tensor, w: Tensor) -> Tensor:
+        held.append(weakref.ref(x))
+        return remat(chain)(x, w).sum()
+
+    with LiveBytes() as meter:
+        grad(of)(*args)
+    assert held[0]() is None
+    assert meter.current == 0
+
+
+def test_what_the_function_closes_over(args: tuple[Tensor, Tensor], below: list[bool]) -> None:
+    def of(ck: Fun) -> Fun:
+        return lambda x, w: grad(lambda w: ck(lambda x: chain(x, w))(x).sin().sum())(w)
+
+    assert_same(*both(of, *args))
+    assert below == [True]
