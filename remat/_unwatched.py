@@ -1,9 +1,10 @@
 """Calls of functions that need not be watched, because their code shows what they do. See `remat._pure`.
 
 What such a function depends on is known before it runs: its arguments, the tensors in its cells and those of the
-modules that it uses. Under plain autograd the call keeps its native graph, without what that would save. Under a
-transform a node takes the place of the graph, and reruns need not compute the last product of large tensors. With a
-policy there is always a node, and the tape tells what reruns need not compute.
+modules that it uses. Under plain autograd the call keeps its native graph, without what that would save; so do calls
+with large tensors under a lone `grad`, which run below it. Under other transforms a node takes the place of the graph,
+and reruns need not compute the last product of large tensors. With a policy there is always a node, and the tape tells
+what reruns need not compute.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import threading
 import types
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from remat import _pure, _tree
 from remat import _torch_internals as internals
@@ -32,6 +31,7 @@ from remat._recorder import Recorder
 from remat._run import CHANGES
 from remat._spare import Replay, is_recorded
 from remat._sparse_graph import SparseGraph
+from remat._stand_ins import Swapped, filled
 from remat._tail import LastProduct, Search, Spared, Sparing
 from remat._tape import Tape
 from remat.random._keyed import suspended
@@ -43,7 +43,6 @@ _LEAVES = _TENSORS | {bool, int, float, complex, str, type(None), torch.dtype, t
 _NAMES = {str, int, float, bool, type(None)}
 _version = operator.attrgetter("_version")
 _requires_grad = operator.attrgetter("requires_grad")
-_MISSING: Any = object()
 _Context = contextlib.AbstractContextManager[Any]
 _NOTHING: _Context = contextlib.nullcontext()
 _REPLACED = (
@@ -348,10 +347,10 @@ class UnwatchedCall:
                 with self._context:
                     return fun(*args, **kwargs)
             ambient = self._ambient.restored(keeps_casts=self._as_checkpoint)
-            with ambient, _filled(slots) if slots else _NOTHING:
+            with ambient, filled(slots) if slots else _NOTHING:
                 if is_rerun:
                     self._check(fun)
-                with self._drawing_again(), _Swap(swaps) if swaps else _NOTHING, self._context:
+                with self._drawing_again(), Swapped(swaps) if swaps else _NOTHING, self._context:
                     return fun(*args, **kwargs)
         finally:
             if thaw is not None:
@@ -417,43 +416,6 @@ def _is_computed(result: Tensor, operands: list[Tensor]) -> bool:
     if result._is_view() and any(result._base is t or result._base is t._base for t in operands):
         return False
     return id(result) not in map(id, operands)
-
-
-_filling = threading.RLock()
-
-
-@contextlib.contextmanager
-def _filled(slots: Sequence[_pure.Value]) -> Iterator[None]:
-    """Within it, places hold what is wanted. They belong to all threads: one at a time."""
-    with _filling:
-        before = [(names, name, names.get(name, _MISSING)) for names, name, _ in slots]
-        try:
-            for names, name, value in slots:
-                names[name] = value
-            yield
-        finally:
-            for names, name, value in before:
-                if value is _MISSING:
-                    names.pop(name, None)
-                else:  # in its place, for the order of a module's parameters counts
-                    names[name] = value
-
-
-class _Swap(TorchFunctionMode):
-    """Within it, tensors stand for others: not where these are held, for other threads read them there."""
-
-    def __init__(self, swaps: dict[int, Tensor]) -> None:
-        super().__init__()
-        self._swaps = swaps
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = [self._swapped(a) for a in args]
-        return func(*args, **{k: self._swapped(v) for k, v in kwargs.items()}) if kwargs else func(*args)
-
-    def _swapped(self, arg: Any) -> Any:
-        if isinstance(arg, Tensor):
-            return self._swaps.get(id(arg), arg)
-        return type(arg)(map(self._swapped, arg)) if type(arg) in (list, tuple) else arg
 
 
 def _needs_node() -> bool:

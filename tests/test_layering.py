@@ -25,7 +25,7 @@ LAYERS = [
     {"_frozen", "_context", "_static", "_tail", "_compile", "_native", "_stock", "_watch"},
     {"_tape", "_spaces"},
     {"_closure", "_spare", "_pure", "_recorder"},
-    {"_run"},
+    {"_run", "_stand_ins"},
     {"_replay", "_sparse_graph"},
     {"_leaks"},
     {"_derived"},
