@@ -161,7 +161,7 @@ class Call:
                             draws.check_other_calls()
                     if rerun.drops_result:
                         out = None
-                    rerun.finish()
+                    rerun.spared.finish()
         finally:
             if draws is not None and random_before is not None:
                 repeats_numpy = draws.end(random_before)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,15 +26,18 @@ from remat._native import Difference, meta_of, version
 from remat._run import has
 from remat._watch import Watch
 from remat.compat._record import Outside, Record, Result, results_of
+from remat.compat._spared_calls import SparedCalls
 from remat.compat._torch_calls import (
     BACKWARDS,
     CONTAINERS,
     RENORMALIZING,
+    all_of,
     cuttable,
     looks_up,
     may_change,
     mutable,
     name_of,
+    replaced,
     targets_of,
     tensors_in,
     writes,
@@ -54,38 +57,6 @@ STATE_WAS_SET_UP = (
 
 class _Cut(BaseException):
     """Leaves a torch call whose kernel need not run. Caught around that very call."""
-
-
-class _Spared(NamedTuple):
-    """A call that did not run, and the memory that its results belong into; or a view of such memory."""
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: list[weakref.ref[Tensor] | None]
-
-
-class _Later(NamedTuple):
-    """In the arguments of a spared call, the result of another: its memory is not held."""
-
-    call: int
-    number: int
-
-
-class _OfRerun(torch.autograd.Function):
-    """The node of a tensor that the rerun made after the last one that the backward needs, and that outlives it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
-        raise CheckpointError(
-            "checkpoint: a tensor is differentiated that a checkpointed function put somewhere (an attribute, a list) "
-            "when it was run again, in an earlier backward pass: it has its values, and no graph. Return the tensor "
-            "from the function, or pass early_stop=False."
-        )
 
 
 class Collector:
@@ -170,8 +141,7 @@ class Rerun(Collector, Watch):
         self._unseen: Any = internals.DisableTorchDispatch if under_context else contextlib.nullcontext
         # A context may count the function's ops: those that are computed later have to come in the same order.
         self._may_spare = not under_context or not any(r.is_view for result in record.tail for r in results_of(result))
-        self._spared: list[_Spared] = []
-        self._later: dict[int, tuple[weakref.ref[Tensor], _Later]] = {}  # by identity
+        self.spared = SparedCalls(self._unseen)
         self._tail_begin = len(record.calls) - len(record.tail)
         self._grads: list[tuple[Tensor, Tensor | None]] = []
 
@@ -295,11 +265,12 @@ class Rerun(Collector, Watch):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], reads: dict[int, Outside] | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with what the forward read in the place of other tensors from outside."""
-        tensors = [self._read(t, reads.get(i) if reads else None) for i, t in enumerate(tensors_in(_all(args, kwargs)))]
+        given = enumerate(tensors_in(all_of(args, kwargs)))
+        tensors = [self._read(t, reads.get(i) if reads else None) for i, t in given]
         if all(t is None for t in tensors):
             return args, kwargs
-        replaced = iter(tensors)
-        return tuple([_replace(a, replaced) for a in args]), {k: _replace(v, replaced) for k, v in kwargs.items()}
+        read = iter(tensors)
+        return tuple([replaced(a, read) for a in args]), {k: replaced(v, read) for k, v in kwargs.items()}
 
     def _read(self, tensor: Tensor, expected: Outside | None) -> Tensor | None:
         """What to read in the place of a tensor; None: itself."""
@@ -398,18 +369,19 @@ class Rerun(Collector, Watch):
         at = self._position - self._tail_begin
         noted = self._record.tail[at] if self._lazy and self._aligned and 0 <= at < len(self._record.tail) else None
         if noted is None or mutable(func) or kwargs.get("out") is not None or name_of(func) == "data_ptr":
-            self.compute()
+            self._lazy = False
+            self.spared.compute()
         elif type(noted) is tuple:
             return noted[0]
         else:
             results = results_of(noted)
             # A view of spared memory will be right once that is. What is small is spared where it reads such memory.
-            if not any(r.is_view for r in results) and (self._spared or any(r.is_large for r in results)):
+            if not any(r.is_view for r in results) and (self.spared or any(r.is_large for r in results)):
                 return self._spare(func, args, kwargs, noted)
         out = func(*args, **kwargs)
         self._adopt(out)
-        if self._later and not mutable(func):
-            self._remember(func, args, kwargs, out if isinstance(out, (list, tuple)) else (out,), is_view=True)
+        if self.spared and not mutable(func):
+            self.spared.add(func, args, kwargs, out if isinstance(out, (list, tuple)) else (out,), is_view=True)
         return out
 
     def _spare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
@@ -417,43 +389,8 @@ class Rerun(Collector, Watch):
             many = type(result) is list
             out = [r.allocate() if type(r) is Result else r[0] for r in (result[1:] if many else [result])]
             self._adopt(out)
-            self._remember(func, args, kwargs, out, is_view=False)
+            self.spared.add(func, args, kwargs, out)
         return rebuilt(result[0], out) if many else out[0]
-
-    def _remember(self, func: Any, args: Any, kwargs: Any, out: Sequence[Any], is_view: bool) -> None:
-        """A call was spared, or is a view of spared memory: it may have to be made later."""
-        known = [(t, *self._later.get(id(t), (None, None))) for t in tensors_in(_all(args, kwargs))]
-        places = [place if ref is not None and ref() is t else None for t, ref, place in known]
-        if is_view and not any(places):
-            return
-        later = iter(places)
-        args, kwargs = tuple([_replace(a, later) for a in args]), {k: _replace(v, later) for k, v in kwargs.items()}
-        refs = [weakref.ref(t) if isinstance(t, Tensor) else None for t in out]
-        for number, (t, ref) in enumerate(zip(out, refs, strict=True)):
-            if ref is not None:
-                self._later[id(t)] = ref, _Later(len(self._spared), number)
-        self._spared.append(_Spared(func, args, kwargs, [None] * len(refs) if is_view else refs))
-
-    def compute(self) -> None:
-        """Compute what was spared: somebody reads it."""
-        spared, self._spared, self._later = self._spared, [], {}
-        self._lazy = False
-        found: list[Any] = []
-        for func, args, kwargs, results in spared:
-            args, kwargs = _filled(args, found), _filled(kwargs, found)
-            with torch.no_grad():
-                out = func(*args, **kwargs)
-            found.append(out if isinstance(out, (list, tuple)) else (out,))
-            with internals.DisableTorchFunction(), self._unseen():
-                for t, ref in zip(found[-1], results, strict=True):
-                    memory = ref() if ref is not None else None
-                    if memory is None:
-                        continue
-                    with torch.set_grad_enabled(memory.requires_grad):
-                        if memory.requires_grad:
-                            memory.requires_grad_(False)
-                            t = _OfRerun.apply(t, torch.empty(0, requires_grad=True))
-                        memory.copy_(t)
 
     def close(self) -> None:
         """Take back what a backward inside of the function has added to `.grad`, and let go of all tensors.
@@ -462,16 +399,9 @@ class Rerun(Collector, Watch):
         """
         for t, grad in self._grads:
             t.grad = grad
-        self._grads, self._given, self._swapped, self._swaps, self._spared = [], (), [], {}, []
+        self._grads, self._given, self._swapped, self._swaps = [], (), [], {}
+        self.spared.clear()
         self._inner, self._outside = {}, {}
-
-    def finish(self) -> None:
-        """The function has returned and its result is gone: what is left of spared memory belongs to somebody."""
-        while self._spared:
-            if any(ref is not None and ref() is not None for ref in self._spared[-1].results):
-                self.compute()
-                return
-            self._spared.pop()
 
 
 def _is_among(tensor: Tensor, args: tuple[Any, ...]) -> bool:
@@ -479,31 +409,6 @@ def _is_among(tensor: Tensor, args: tuple[Any, ...]) -> bool:
     if id(tensor) in map(id, args):
         return True
     return not CONTAINERS.isdisjoint(map(type, args)) and any(tensor is t for t in tensors_in(args))
-
-
-def _all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    return (*args, *kwargs.values()) if kwargs else args
-
-
-def _replace(arg: Any, tensors: Iterator[Any]) -> Any:
-    if isinstance(arg, Tensor):
-        other = next(tensors)
-        return arg if other is None else other
-    if type(arg) in (list, tuple):
-        return type(arg)([_replace(a, tensors) for a in arg])
-    if type(arg) is dict:
-        return {k: _replace(v, tensors) for k, v in arg.items()}
-    return arg
-
-
-def _filled(arg: Any, found: list[Any]) -> Any:
-    if type(arg) is _Later:
-        return found[arg.call][arg.number]
-    if type(arg) in (list, tuple):
-        return type(arg)([_filled(a, found) for a in arg])
-    if type(arg) is dict:
-        return {k: _filled(v, found) for k, v in arg.items()}
-    return arg
 
 
 def rebuilt(kind: Any, items: Sequence[Any]) -> Any:

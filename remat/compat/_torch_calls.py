@@ -88,3 +88,20 @@ def tensors_in(args: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(arg)
         elif type(arg) is dict:
             yield from tensors_in(arg.values())
+
+
+def all_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """All arguments of a call."""
+    return (*args, *kwargs.values()) if kwargs else args
+
+
+def replaced(arg: Any, tensors: Iterator[Any]) -> Any:
+    """An argument, with others in the place of the tensors in it, in the order of `tensors_in`; None: itself."""
+    if isinstance(arg, Tensor):
+        other = next(tensors)
+        return arg if other is None else other
+    if type(arg) in (list, tuple):
+        return type(arg)([replaced(a, tensors) for a in arg])
+    if type(arg) is dict:
+        return {k: replaced(v, tensors) for k, v in arg.items()}
+    return arg

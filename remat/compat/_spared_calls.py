@@ -1,0 +1,117 @@
+"""Calls at the end of a rerun that did not run: what they would return is computed if somebody reads it after all."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat._errors import CheckpointError
+from remat.compat._torch_calls import all_of, replaced, tensors_in
+
+
+class _Spared(NamedTuple):
+    """A call that did not run, and the memory that its results belong into; or a view of such memory."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[weakref.ref[Tensor] | None]
+
+
+class _Later(NamedTuple):
+    """In the arguments of a spared call, the result of another: its memory is not held."""
+
+    call: int
+    number: int
+
+
+class _OfRerun(torch.autograd.Function):
+    """The node of a tensor that the rerun made after the last one that the backward needs, and that outlives it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        raise CheckpointError(
+            "checkpoint: a tensor is differentiated that a checkpointed function put somewhere (an attribute, a list) "
+            "when it was run again, in an earlier backward pass: it has its values, and no graph. Return the tensor "
+            "from the function, or pass early_stop=False."
+        )
+
+
+class SparedCalls:
+    """Those of one rerun, in order. True where there are such."""
+
+    def __init__(self, unseen: Callable[[], AbstractContextManager[Any]]) -> None:
+        """`unseen`: makes a context in which nobody sees what is done about them."""
+        self._calls: list[_Spared] = []
+        self._places: dict[int, tuple[weakref.ref[Tensor], _Later]] = {}  # by identity
+        self._unseen = unseen
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def add(self, func: Any, args: Any, kwargs: Any, out: Sequence[Any], *, is_view: bool = False) -> None:
+        """A call did not run, and `out` has the memory of its results; or `out` may be a view of such memory."""
+        known = [(t, *self._places.get(id(t), (None, None))) for t in tensors_in(all_of(args, kwargs))]
+        places = [place if ref is not None and ref() is t else None for t, ref, place in known]
+        if is_view and not any(places):
+            return
+        later = iter(places)
+        args, kwargs = tuple([replaced(a, later) for a in args]), {k: replaced(v, later) for k, v in kwargs.items()}
+        refs = [weakref.ref(t) if isinstance(t, Tensor) else None for t in out]
+        for number, (t, ref) in enumerate(zip(out, refs, strict=True)):
+            if ref is not None:
+                self._places[id(t)] = ref, _Later(len(self._calls), number)
+        self._calls.append(_Spared(func, args, kwargs, [None] * len(refs) if is_view else refs))
+
+    def compute(self) -> None:
+        """Somebody reads what they return."""
+        calls = self._calls
+        self.clear()
+        found: list[Any] = []
+        for func, args, kwargs, results in calls:
+            args, kwargs = _filled(args, found), _filled(kwargs, found)
+            with torch.no_grad():
+                out = func(*args, **kwargs)
+            found.append(out if isinstance(out, (list, tuple)) else (out,))
+            with internals.DisableTorchFunction(), self._unseen():
+                for t, ref in zip(found[-1], results, strict=True):
+                    memory = ref() if ref is not None else None
+                    if memory is None:
+                        continue
+                    with torch.set_grad_enabled(memory.requires_grad):
+                        if memory.requires_grad:
+                            memory.requires_grad_(False)
+                            t = _OfRerun.apply(t, torch.empty(0, requires_grad=True))
+                        memory.copy_(t)
+
+    def finish(self) -> None:
+        """The function has returned and its result is gone: what is left of their memory belongs to somebody."""
+        while self._calls:
+            if any(ref is not None and ref() is not None for ref in self._calls[-1].results):
+                self.compute()
+                return
+            self._calls.pop()
+
+    def clear(self) -> None:
+        """Nobody will read what they return."""
+        self._calls, self._places = [], {}
+
+
+def _filled(arg: Any, found: list[Any]) -> Any:
+    if type(arg) is _Later:
+        return found[arg.call][arg.number]
+    if type(arg) in (list, tuple):
+        return type(arg)([_filled(a, found) for a in arg])
+    if type(arg) is dict:
+        return {k: _filled(v, found) for k, v in arg.items()}
+    return arg
