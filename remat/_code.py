@@ -63,11 +63,11 @@ _ATTRIBUTES = words("""
     Size Tensor bool float double half long int bfloat16 bfloat float16 float32 float64 int8 int16 int32 int64 uint8
     complex64 complex128 cpu cuda inf pi e nan newaxis eps tiny is_floating_point is_complex is_cuda stride mode
     eigenvalues eigenvectors logabsdet solution
-    append copy count endswith extend format get insert items join keys lower pop reverse sort startswith update
-    upper
+    copy count endswith format get items join keys lower startswith upper
     """)
+CHANGES_CONTAINERS = words("append extend insert pop reverse sort update")
 _MATH = frozenset(n for n in dir(math) if not n.startswith("_"))
-KNOWN_NAMES = OPS | _ATTRIBUTES | _MATH
+KNOWN_NAMES = OPS | _ATTRIBUTES | CHANGES_CONTAINERS | _MATH
 MAY_BE_INPLACE = words("""
     alpha_dropout celu dropout dropout1d dropout2d dropout3d elu hardsigmoid hardswish hardtanh leaky_relu mish relu
     relu6 selu silu threshold

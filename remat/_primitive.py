@@ -29,6 +29,7 @@ from torch.autograd.graph import GradientEdge
 from remat import _torch_internals as internals
 from remat._derived import HOOKED, Batch, Derived, at_front, functionalize, jvp, make_dual, pick, vjp, vmap
 from remat._errors import CheckpointError, RematError
+from remat._native import version
 from remat._run import paused_runs
 from remat._typing import OwnGraph
 
@@ -58,12 +59,12 @@ class Link:
         self.below: tuple[list[GradientEdge], Values] | None = None
         """Below all transforms: where a graph of the values ends, and its leaves, which stand for the operands."""
         # The wrappers that a level saves have version counters of their own.
-        self.versions = [internals.innermost(t)._version for t in operands or ()]
+        self.versions = [version(internals.innermost(t)) for t in operands or ()]
 
     def check_versions(self, saved: Sequence[Tensor]) -> None:
         """See that nobody has written to the operands since."""
-        for tensor, version in zip(saved, self.versions, strict=True):
-            if internals.innermost(tensor)._version != version:
+        for tensor, before in zip(saved, self.versions, strict=True):
+            if version(internals.innermost(tensor)) != before:
                 raise CheckpointError(
                     f"remat: a tensor of shape {list(tensor.shape)}, {tensor.dtype} that {self.fn.call.name} was given "
                     "or captured was changed in place between its forward run and the backward, where it runs again. "

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from remat import _torch_internals as internals
-from remat._code import DRAWS, KNOWN_NAMES, MAY_BE_INPLACE, OPS, names_of
+from remat._code import CHANGES_CONTAINERS, DRAWS, KNOWN_NAMES, MAY_BE_INPLACE, OPS, names_of
 from remat._frozen import ATOMS
 from remat._stock import (
     BUILTINS,
@@ -87,6 +87,7 @@ class Reads:
     - `is_known`: whether the code shows what it does. The others count only then.
     - `tensors`: where modules hold the tensors that it may read: a weak reference, whether it is a parameter (else a
         buffer), and the name.
+    - `changes_containers`: whether it may change a list or a dict.
     - `draws`: whether it may draw from the global generators.
     - `may_run_below`: False once a call of it has shown that it can't run below a transform.
     - `may_write`: whether an argument that is True may tell it to work in place.
@@ -98,6 +99,7 @@ class Reads:
 
     def __init__(self, roots: list[Any]) -> None:
         self.is_known = False
+        self.changes_containers = False
         self.draws = False
         self.may_run_below = True
         self.may_write = False
@@ -128,6 +130,7 @@ class Reads:
             for is_parameter, names in ((True, module._parameters), (False, module._buffers)):
                 read = names if id(module) in self._stock else [name for name in names if name in self._names]
                 self.tensors += [(weakref.ref(module), is_parameter, name) for name in read]
+        self.changes_containers = bool(self._names & CHANGES_CONTAINERS)
         self.draws = bool(self._names & DRAWS)
         self.may_write = bool(self._names & MAY_BE_INPLACE)
         del self._functions, self._modules, self._settings, self._kinds, self._stock, self._roots, self._names

@@ -613,6 +613,11 @@ def below_all_transforms() -> Iterator[None]:
         yield
 
 
+def in_inference_mode() -> bool:
+    """Whether plain autograd records nothing. `torch.is_inference_mode_enabled` says no inside of a transform."""
+    return not torch._C._dispatch_tls_is_dispatch_key_included("ADInplaceOrView")
+
+
 def tracing() -> bool:
     """Whether ops are written down by `make_fx` (as `torch.func.linearize` does): what it does not see is not there."""
     return torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None

@@ -99,6 +99,7 @@ class UnwatchedCall:
     level: int | None = None
     needs_node = False
     _under_transforms = False
+    _random_before: RandomState | None = None
     hooked: frozenset[int] = frozenset()
 
     def __init__(
@@ -156,6 +157,7 @@ class UnwatchedCall:
         self._as_checkpoint = False
         self._context = _NOTHING
         self._fun = fun
+        self._is_given_tensors = spec is None and not contents
         self._last: LastProduct | None = None
         self._reruns: list[Spared | Replay] = []
         self._table: Table | None = None
@@ -254,10 +256,12 @@ class UnwatchedCall:
         return out if attached is values else results.replaced(attached)
 
     def _may_run_below(self, level: int) -> bool:
-        """Whether a `grad`, the only transform, is all that differentiates the call."""
+        """Whether a `grad`, the only transform, is all that differentiates the call, and it changes no list."""
         below = [internals.unwrap_grad(t, level) for t in self.operands]
         return (
-            torch.is_grad_enabled()
+            (self._is_given_tensors or not self._reads.changes_containers)
+            and torch.is_grad_enabled()
+            and not internals.in_inference_mode()
             and any(map(_requires_grad, self.operands))
             and not any(map(_requires_grad, below))
             and not internals.forward_ad_active()
@@ -268,30 +272,42 @@ class UnwatchedCall:
     def _run_below(self, level: int) -> tuple[Any] | None:
         """The result of the call, run below a `grad`, the only transform: there its graph need not save anything.
 
-        None where it can't run there: it draws, which ops do in other ways there, or a result is a view of an operand.
+        None where it can't run there: it draws, which ops do in other ways there, or it fails, or what it returns is a
+        view of an operand or may hold tensors out of sight. Then nothing has happened.
         """
         operands = self.operands
         with internals.base_level(), internals.grad_enabled():
             below = [(t, internals.unwrap_grad(t, level)) for t in operands]
             self.operands = leaves = [b.detach().requires_grad_() if t.requires_grad else b for t, b in below]
             graph = SparseGraph(self, early_stop=True, under_node=True)
-            out = graph.record(self.again, (leaves,), {"is_rerun": False})
-        results = _tree.Picked(out, lambda _: True)
+            try:
+                out = graph.record(self.again, (leaves,), {"is_rerun": False})
+                results = _tree.Picked(out, lambda r: isinstance(r, Tensor))
+            except Exception:
+                results = None
         lifted: dict[int, Tensor] = {id(leaf): t for leaf, t in zip(leaves, operands, strict=True)}
-        made = [(i, r) for i, r in zip(results.positions, results.tensors, strict=True) if id(r) not in lifted]
-        held = {*map(internals.memory_of, leaves)}
-        if self.random is not None or any(internals.memory_of(r) in held for _, r in made):
-            if self.random is not None:
-                self.random.put_back()
+        if results is None or self.random is not None or not self._can_be_lifted(results, leaves):
+            if (random := self.random or self._random_before) is not None:
+                random.put_back()
             self.operands, self.random, self._reads.may_run_below = operands, None, False
             return None
+        made = [(i, r) for i, r in zip(results.positions, results.tensors, strict=True) if id(r) not in lifted]
         values = [r for _, r in made if r.requires_grad]
         self.returned = [i for i, r in made if r.requires_grad]
+        attached = attach_over_graph_below(Derived(self, self), level, values, operands, leaves)
         lifted |= {id(r): internals.wrap_grad(r, level) for _, r in made if not r.requires_grad}
-        if values:
-            attached = attach_over_graph_below(Derived(self, self), level, values, operands, leaves)
-            lifted |= {id(r): t for r, t in zip(values, attached, strict=True)}
+        lifted |= {id(r): t for r, t in zip(values, attached, strict=True)}
         return (results.replaced([lifted[id(r)] for r in results.tensors]),)
+
+    def _can_be_lifted(self, results: _tree.Picked, leaves: list[Tensor]) -> bool:
+        """Whether a call below has returned something to differentiate, and besides it operands and plain values."""
+        known, held = {*map(id, leaves)}, {*map(internals.memory_of, leaves)}
+        made = [r for r in results.tensors if id(r) not in known]
+        return (
+            any(map(_requires_grad, made))
+            and _LEAVES.issuperset(map(type, results.leaves))
+            and held.isdisjoint(map(internals.memory_of, made))
+        )
 
     def forward(
         self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Recorder | Search | None = None
@@ -300,14 +316,14 @@ class UnwatchedCall:
         operands, self.operands = self.operands, []
         self._ambient = Ambient.current()
         self.versions = [*map(_version, operands)]
-        before = RandomState(operands) if self._repeats_draws else None
+        self._random_before = RandomState(operands) if self._repeats_draws else None
         if mode is None:
             out = fun(*args, **kwargs)
         else:
             with mode:
                 out = fun(*args, **kwargs)
-        if before is not None:
-            self.random = before.drawn_since()
+        if self._random_before is not None:
+            self.random, self._random_before = self._random_before.drawn_since(), None
         if [*map(_version, operands)] != self.versions:
             t = next(t for t, before in zip(operands, self.versions, strict=True) if t._version != before)
             raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
@@ -465,7 +481,7 @@ def unwatched(
         return _PLAIN_CALL
     if (
         not _TENSORS.issuperset(map(type, tensors))
-        or any(map(Tensor.is_inference, tensors))
+        or any(t.is_inference() for t in (map(internals.innermost, tensors) if needs_node else tensors))
         or any(map(internals.is_dead, tensors))
     ):
         return None

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, vjp, vmap
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from remat import CheckpointError, _unwatched, remat
+from remat import CheckpointError, RematError, _unwatched, remat
 from remat.debug import LiveBytes
 
 Fun = Callable[..., Any]
@@ -159,6 +159,80 @@ def test_results(fun: Fun, args: tuple[Tensor, Tensor], below: list[bool]) -> No
             *both(lambda ck: grad(lambda x, w: (total(out := ck(fun)(x, w)), out), (0, 1), has_aux=True), *args)
         )
     assert below
+
+
+def puts_into(x: Tensor, w: Tensor, out: Any) -> Tensor:
+    y = torch.tanh(x @ w)
+    out.append(y)
+    return y.sin()
+
+
+def test_a_list_that_the_function_changes(args: tuple[Tensor, Tensor], below: list[bool]) -> None:
+    def of(ck: Fun) -> Fun:
+        def scalar(x: Tensor, w: Tensor) -> Any:
+            out: list[Tensor] = []
+            y = ck(puts_into)(x, w, out)
+            captured: list[Tensor] = []
+            z = ck(lambda x: puts_into(x, w, captured))(x)
+            return total([y, z, out, captured]), torch.tensor(len(out) + len(captured))
+
+        return grad(scalar, (0, 1), has_aux=True)
+
+    assert_same(*both(of, *args))
+    assert not below
+
+
+OUT_OF_SIGHT: dict[str, Fun] = {
+    "a generator": lambda y: (t.sin() for t in y.unbind()),
+    "map": lambda y: map(torch.sin, y.unbind()),
+    "zip": lambda y: zip(y.unbind(), y.unbind(), strict=True),
+    "values": lambda y: {"y": y}.values(),
+    "a set": lambda y: {y, y.sin()},
+    "a function": lambda y: lambda z: y * z,
+}
+
+
+@pytest.mark.parametrize("end", OUT_OF_SIGHT.values(), ids=OUT_OF_SIGHT)
+def test_results_out_of_sight(end: Fun, args: tuple[Tensor, Tensor]) -> None:
+    def fun(x: Tensor, w: Tensor) -> Any:
+        return end(torch.tanh(x @ w))
+
+    def scalar(ck: Fun) -> Fun:
+        def of(x: Tensor, w: Tensor) -> Tensor:
+            out = ck(fun)(x, w)
+            return total([out(x)] if callable(out) else sorted(map(total, out), key=Tensor.item))
+
+        return grad(of, (0, 1))
+
+    for _ in range(2):
+        assert_same(*both(scalar, *args))
+
+
+def leaves_early(x: Tensor, w: Tensor) -> Tensor:
+    raise ValueError(F.dropout(torch.tanh(x @ w)))
+
+
+def test_a_tensor_that_an_exception_carries(args: tuple[Tensor, Tensor], below: list[bool]) -> None:
+    def of(ck: Fun) -> Fun:
+        def scalar(x: Tensor, w: Tensor) -> Tensor:
+            with pytest.raises(ValueError, match="tensor") as caught:
+                ck(leaves_early)(x, w)
+            return caught.value.args[0].square().sum()
+
+        def run(x: Tensor, w: Tensor) -> Any:
+            torch.manual_seed(0)
+            return grad(scalar, (0, 1))(x, w), torch.rand(1)
+
+        return run
+
+    assert_same(*both(of, *args))
+    assert below == [False]
+
+
+def test_an_argument_that_a_flag_changes_is_an_error(args: tuple[Tensor, Tensor]) -> None:
+    flag = 1
+    with pytest.raises(RematError, match="in place"):
+        grad(lambda x: remat(lambda x: F.relu(x, flag) @ args[1])(x * 1).sum())(args[0])  # type: ignore[arg-type]
 
 
 def test_draws_are_those_of_the_plain_function(args: tuple[Tensor, Tensor], below: list[bool]) -> None:

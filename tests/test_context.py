@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.func import functionalize, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn import functional as F
 
-from remat import remat
+from remat import policies, remat
 
 Decorator = Callable[[Any], Any]
 
@@ -337,6 +337,44 @@ def test_inference_tensors_as_constants() -> None:
     with torch.inference_mode():
         out = remat(lambda x: x * c)(torch.ones(3))
     assert_same(out.clone(), torch.full((3,), 2.0))
+
+
+def known(x: Tensor) -> Tensor:
+    return torch.tanh(x @ x) * x
+
+
+def watched(x: Tensor) -> Tensor:
+    assert x.requires_grad in (True, False)
+    return torch.tanh(x @ x) * x
+
+
+def drops(x: Tensor) -> Tensor:
+    return F.dropout(torch.tanh(x @ x), 0.5) * x
+
+
+IN_INFERENCE_MODE = ["grad", "vjp", "jvp", "grad(grad)", "jvp(grad)", "grad(jvp)", "autograd inside grad"]
+
+
+@pytest.mark.parametrize(
+    ("transform", "fun"),
+    [
+        *((name, fun) for name in [*IN_INFERENCE_MODE, "vmap", "vmap(grad)"] for fun in (known, watched)),
+        *((name, drops) for name in IN_INFERENCE_MODE),
+    ],
+)
+@pytest.mark.parametrize("made_in", [False, True])
+@pytest.mark.parametrize("run_in", [False, True])
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=["", "dots"])
+@pytest.mark.usefixtures("sizes")
+def test_transforms_in_inference_mode(fun: Fun, policy: Any, run_in: bool, made_in: bool, transform: str) -> None:
+    with torch.inference_mode(made_in):
+        x = numbers(3, 3)
+    found = []
+    for ck in (lambda f: remat(f, policy=policy), plain):
+        torch.manual_seed(0)
+        with torch.inference_mode(run_in):
+            found.append((TRANSFORMS[transform](ck(fun), x), torch.rand(1)))
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("outer", [torch.no_grad, torch.enable_grad])

@@ -69,7 +69,7 @@ class Policy(abc.ABC):
         **Arguments:**
 
         - `ctx`: torch's `SelectiveCheckpointContext`, or one with the same attributes: `op_output` is what
-            the op returned.
+            the op returned, a tensor, a tuple or list of tensors, or a number.
         - `op`: the op, an overload such as `torch.ops.aten.mm.default`.
         - `args`, `kwargs`: what the op was called with, below all transforms.
         """
@@ -210,11 +210,12 @@ def as_policy(value: Any) -> Policy:
     **Raises:** `TypeError` for anything else, and as `save_ops`.
 
     Examples:
+        >>> import torch
         >>> from remat.policies import as_policy
         >>> as_policy(["aten.mm", "aten.bmm"])
         save_ops('aten.bmm', 'aten.mm')
         >>> def big(ctx, op, *args, **kwargs):
-        ...     return ctx.op_output.numel() > 1000
+        ...     return isinstance(ctx.op_output, torch.Tensor) and ctx.op_output.numel() > 1000
         >>> as_policy(big) | ["aten.mm"]
         any_of(as_policy(big), save_ops('aten.mm'))
     """
