@@ -264,6 +264,7 @@ class UnwatchedCall:
             and not internals.in_inference_mode()
             and any(map(_requires_grad, self.operands))
             and not any(map(_requires_grad, below))
+            and not any(map(Tensor.is_inference, below))
             and not internals.forward_ad_active()
             and not internals.any_autocast_enabled()  # it would keep casts of the leaves for as long as it lasts
             and _TENSORS.issuperset(map(type, below))
@@ -481,7 +482,7 @@ def unwatched(
         return _PLAIN_CALL
     if (
         not _TENSORS.issuperset(map(type, tensors))
-        or any(t.is_inference() for t in (map(internals.innermost, tensors) if needs_node else tensors))
+        or any(map(Tensor.is_inference, tensors))
         or any(map(internals.is_dead, tensors))
     ):
         return None
