@@ -84,7 +84,7 @@ def _at_base(
     call: RepeatableCall, operands: Sequence[Tensor], cotangents: Sequence[Tensor], wrt: Sequence[int]
 ) -> bool:
     """Whether to rerun without functorch. Under it some ops come apart in other ways, random ones too."""
-    if _needs_level(call, operands) or internals.in_inference_mode() or any(map(Tensor.is_inference, operands)):
+    if internals.in_inference_mode() or any(map(Tensor.is_inference, operands)) or _needs_level(call, operands):
         return False  # the base records nothing in inference mode, and saves nothing that was made in it
     if call.random is not None:
         return True

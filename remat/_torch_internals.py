@@ -615,7 +615,7 @@ def below_all_transforms() -> Iterator[None]:
 
 def in_inference_mode() -> bool:
     """Whether plain autograd records nothing. `torch.is_inference_mode_enabled` says no inside of a transform."""
-    return not torch._C._dispatch_tls_is_dispatch_key_included("ADInplaceOrView")
+    return not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def tracing() -> bool:
