@@ -274,7 +274,7 @@ class UnwatchedCall:
         """The result of the call, run below a `grad`, the only transform: there its graph need not save anything.
 
         None where it can't run there: it draws, which ops do in other ways there, or it fails, or what it returns is a
-        view of an operand or may hold tensors out of sight. Then nothing has happened.
+        view of an operand or may hold tensors out of sight. Then the generators are as they were.
         """
         operands = self.operands
         with internals.base_level(), internals.grad_enabled():
@@ -283,7 +283,9 @@ class UnwatchedCall:
             graph = SparseGraph(self, early_stop=True, under_node=True)
             try:
                 out = graph.record(self.again, (leaves,), {"is_rerun": False})
-                results = _tree.Picked(out, lambda r: isinstance(r, Tensor))
+                results = _tree.Picked(out, lambda r: isinstance(r, Tensor)) if _is_plain(out) else None
+            except RematError:  # it has written to an operand: once is enough
+                raise
             except Exception:
                 results = None
         lifted: dict[int, Tensor] = {id(leaf): t for leaf, t in zip(leaves, operands, strict=True)}
@@ -301,14 +303,10 @@ class UnwatchedCall:
         return (results.replaced([lifted[id(r)] for r in results.tensors]),)
 
     def _can_be_lifted(self, results: _tree.Picked, leaves: list[Tensor]) -> bool:
-        """Whether a call below has returned something to differentiate, and besides it operands and plain values."""
+        """Whether a call below has returned something to differentiate, in memory of its own."""
         known, held = {*map(id, leaves)}, {*map(internals.memory_of, leaves)}
         made = [r for r in results.tensors if id(r) not in known]
-        return (
-            any(map(_requires_grad, made))
-            and _LEAVES.issuperset(map(type, results.leaves))
-            and held.isdisjoint(map(internals.memory_of, made))
-        )
+        return any(map(_requires_grad, made)) and held.isdisjoint(map(internals.memory_of, made))
 
     def forward(
         self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Recorder | Search | None = None
