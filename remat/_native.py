@@ -13,7 +13,7 @@ import operator
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ Saved = list[tuple[Tensor, int] | None]
 
 Meta = tuple[torch.Size, torch.dtype, torch.device]
 meta_of: Callable[[Tensor], Meta] = operator.attrgetter("shape", "dtype", "device")
+_version = operator.attrgetter("_version")
 
 
 class Holder:
@@ -152,6 +153,80 @@ def modified(tensor: Tensor, before: int) -> RuntimeError:
         f"[{tensor.type()} {list(tensor.shape)}], which a checkpointed function was given, reads from outside or "
         f"saves, is at version {tensor._version}; expected version {before} instead. Change a copy: x = x.clone()."
     )
+
+
+class Call(Protocol):
+    """A call, as its graph knows it."""
+
+    name: str
+    operands: list[Tensor]
+    versions: list[int]
+    last_rerun: bool
+    """Where there is a tape: whether the rerun that is about to come is known to be the last."""
+
+    def forward(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any = None) -> Any:
+        """The user's own call. `mode`: what looks on."""
+
+    def again(self, operands: list[Tensor]) -> Any:
+        """The call again, with operands in the place of the tensors that it was given and found."""
+
+
+class CallGraph(Graph):
+    """The native graph of a call of which it is known what it is given and finds."""
+
+    def __init__(self, call: Call, under_node: bool) -> None:
+        """`under_node`: whether a node of ours is between the graph and its results."""
+        self._call = call
+        self._operands = operands = call.operands
+        self._held = {id(t): weakref.ref(t) for t in operands}
+        self._under_node = under_node
+        self.joins_groups = not under_node  # what one result does not need is unpacked all the same
+        self._holders: dict[int, weakref.ref[Holder]] = {}
+        """By number, what is not held."""
+        self.metas = []
+        self.may_skip = False
+        """Whether no other result has a part in the graph."""
+
+    @property
+    def who(self) -> str:  # type: ignore[override]
+        """As of a graph."""
+        return f"remat: {self._call.name}" if self._under_node else Graph.who
+
+    def operands(self) -> list[Tensor]:
+        """The operands, unless they were changed in place."""
+        versions = self._call.versions
+        if [*map(_version, self._operands)] != versions:
+            for tensor, before in zip(self._operands, versions, strict=True):
+                check_version(tensor, before)
+        return self._operands
+
+    def skip(self) -> None:
+        """As of a graph, if all results are under the node."""
+        if self.may_skip:
+            super().skip()
+
+    def _record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> Any:
+        internals.push_saved_tensors_hooks(self._pack, unpack)
+        try:
+            return self._call.forward(fun, args, kwargs, mode)
+        finally:
+            internals.pop_saved_tensors_hooks()
+
+    def _pack(self, tensor: Tensor) -> Holder | Held:
+        number = len(self.metas)
+        self.metas.append(meta_of(tensor))
+        if id(tensor) in self._held:
+            return tensor, tensor._version, self._held[id(tensor)]
+        return self._hold(tensor, number)
+
+    @abstractmethod
+    def _hold(self, tensor: Tensor, number: int) -> Holder | Held:
+        """What stands for a tensor that is no operand."""
+
+    def _holder(self, number: int) -> Holder:
+        holder = Holder(self, number)
+        self._holders[number] = weakref.ref(holder)
+        return holder
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

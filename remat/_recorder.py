@@ -9,7 +9,7 @@ ops are spared.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,15 +19,18 @@ from torch.autograd.graph import increment_version
 from remat import _torch_internals as internals
 from remat._context import drawn_from
 from remat._names import current_name
+from remat._recording import Recording
 from remat._tape import CONSTANT, DETACH, Kept, Op, Output, Tape, aliases_of, bytes_of, outputs_of, write_token
 from remat._values import (
     OpCall,
     OpMode,
     Reader,
+    Ref,
     Token,
     Values,
     flat,
     plain,
+    ref_of,
     returned,
     schema_of,
     tensors,
@@ -61,7 +64,14 @@ class PolicyContext:
 class Recorder(OpMode):
     """Notes the ops of a forward run, and asks the policy about each."""
 
-    def __init__(self, policy: Decide, repeats_draws: bool, where: Callable[[], str] = lambda: "unknown") -> None:
+    def __init__(
+        self,
+        policy: Decide,
+        repeats_draws: bool,
+        where: Callable[[], str] = lambda: "unknown",
+        *,
+        for_graph: bool = False,
+    ) -> None:
         """A recorder of one run.
 
         **Arguments:**
@@ -69,6 +79,7 @@ class Recorder(OpMode):
         - `policy`: what decides.
         - `repeats_draws`: whether reruns draw what the run draws.
         - `where`: the place in the user's code.
+        - `for_graph`: whether the graph of the run holds nothing, and says by `saves` what it would save.
         """
         super().__init__()
         self._policy = policy
@@ -78,6 +89,12 @@ class Recorder(OpMode):
         self._since = internals.next_sequence_number()
         self._where = where
         self._reader = Reader(Values())
+        self._for_graph = for_graph
+        if for_graph:
+            self._reader.outside = []
+        self._saved: set[Token] = set()
+        """What a graph that holds nothing would save."""
+        self._runs: set[Token] = set()
         self._by_ops: dict[int, CheckpointPolicy | None] = {}
         self._ops: list[Op] = []
         self._views: set[Token] = set()
@@ -113,6 +130,8 @@ class Recorder(OpMode):
             return out
         changed = schema.written(args, kwargs)
         call, storages = reader.call(schema, args, kwargs, changed)
+        self._rescue(changed)
+        before = drawn_from(args, kwargs) if schema.draws and self._for_graph and self._repeats_draws else None
         out = func(*args, **kwargs)
         if changed and not schema.counts_writes:
             increment_version(changed)
@@ -127,6 +146,7 @@ class Recorder(OpMode):
                 self._decide_of_views(found, decision)
             return out
         op = self._note(call, out, changed, decision)
+        op.before = before
         if schema.draws and self._repeats_draws:
             op.after = drawn_from(args, kwargs)
         if not (_keeps(decision) and op.can_be_spared):
@@ -181,12 +201,33 @@ class Recorder(OpMode):
         known = [t for t in tensors(args, kwargs) if plain(t)]
         self._again += [self._reader.read(t).token for t in known]
         self._pin([t.untyped_storage() for t in known])
+        changed = [t for t in schema_of(func).written(args, kwargs) if plain(t)]
+        self._rescue(changed)
         out = func(*args, **kwargs)
-        for t in schema_of(func).written(args, kwargs):
-            if plain(t):
-                self._overwritten.add(self._reader.read(t).token)
-                self._reader.write(t, self._reader.values.new())
+        for t in changed:
+            self._overwritten.add(self._reader.read(t).token)
+            self._reader.overwrite(t, self._reader.values.new())
         return out
+
+    def _rescue(self, tensors: list[Tensor]) -> None:
+        """Hold what is about to be written to, where no op has computed it."""
+        for t in tensors if self._for_graph else ():
+            token = self._reader.read(t).token
+            if token not in self._producer:
+                assert self._reader.outside is not None
+                self._reader.outside.append((token, t.untyped_storage().clone()))
+
+    def saves(self, tensor: Tensor) -> Ref | None:
+        """The graph would save a tensor: what it is, None where no op has computed that."""
+        if not plain(tensor):
+            return None
+        token = self._reader.read(tensor).token
+        self._saved.add(token)
+        return ref_of(tensor, token, token) if token in self._producer else None
+
+    def keeps(self, ref: Ref) -> bool:
+        """Whether the policy lets a value be kept."""
+        return _keeps(self._decisions.get(ref.token))
 
     def _note(self, call: OpCall, out: Any, changed: list[Tensor], decision: CheckpointPolicy) -> Op:
         reader, values = self._reader, self._reader.values
@@ -236,6 +277,8 @@ class Recorder(OpMode):
                 continue
             if _keeps(decision) or (name is not None and decision in _MUST):
                 self._decisions[token] = decision
+                if token in self._saved:
+                    self._pin([t.untyped_storage()])
 
     def _pin(self, storages: list[Any]) -> None:
         """An op that will run again needs what it reads, though no backward may."""
@@ -249,35 +292,26 @@ class Recorder(OpMode):
         """Whether the policy lets anything be kept."""
         return any(map(_keeps, self._decisions.values()))
 
-    def tape(self, results: list[Tensor]) -> Tape:
+    def tape(self, results: list[Tensor], saved: Mapping[Token, Any] | None = None) -> Tape:
         """What to keep, now that the run is over and its graph still there.
 
         **Arguments:**
 
         - `results`: what the run returned. They are alive whether a backward reads them or not, and the caller may
             write to them.
+        - `saved`: what a graph that holds nothing would save: values, and their storages where these are there.
         """
         aliases: dict[int, list[Tensor]] = {}
         for raw in map(internals.innermost, results):
             if plain(raw):
                 aliases.setdefault(raw.untyped_storage()._cdata, []).append(raw)
-        returned = self._only_returned(results)
-        pins, self._pins = self._pins, {}
-        pinned = {id(s) for s in pins.values()}
-        alive = {c.token: s for c, s in self._reader.all() if c.made and id(s) not in pinned}
-        for token in returned:
-            alive.pop(token, None)
         plan = _Plan(self._producer, lambda t: _keeps(self._decisions.get(t)) and t not in self._overwritten)
-        plan.need([*alive, *self._again], alive | pins)
-        candidates = [weakref.ref(s) for s in pins.values()]
-        pins.clear()
-        for ref in candidates:
-            storage = ref()
-            if storage is not None:  # held by the graph, too
-                token = self._reader.of(storage).token
-                if token not in returned:
-                    alive[token] = storage
-                    plan.need([token], alive)
+        if saved is None:
+            self._need_what_is_alive(plan, results)
+        else:
+            storages = self._pins | {token: storage for token, storage in saved.items() if storage is not None}
+            plan.need([*saved, *self._again], storages)
+        self._runs = plan.runs
         kept = {}
         with internals.below_all_transforms():
             for token, storage in plan.kept.items():
@@ -290,6 +324,31 @@ class Recorder(OpMode):
                     offload=self._decisions[token] in _OFFLOAD,
                 )
         return Tape(self._reader.values, self._ops, self._views, plan.runs, kept, self.matched)
+
+    def recording(self, name: str) -> Recording:
+        """How to compute what the graph would save and `tape` does not keep. `name`: of the function."""
+        ops = [op for op in self._ops if op.token in self._runs]
+        read = {token for op in ops for token in op.reads}
+        outside = {token: storage for token, storage in self._reader.outside or () if token in read}
+        return Recording(name, ops, outside)
+
+    def _need_what_is_alive(self, plan: _Plan, results: list[Tensor]) -> None:
+        returned = self._only_returned(results)
+        pins, self._pins = self._pins, {}
+        pinned = {id(s) for s in pins.values()}
+        alive = {c.token: s for c, s in self._reader.all() if c.made and id(s) not in pinned}
+        for token in returned:
+            alive.pop(token, None)
+        plan.need([*alive, *self._again], alive | pins)
+        candidates = [weakref.ref(s) for s in pins.values()]
+        pins.clear()
+        for ref in candidates:
+            storage = ref()
+            if storage is not None:  # held by the graph, too
+                token = self._reader.of(storage).token
+                if token not in returned:
+                    alive[token] = storage
+                    plan.need([token], alive)
 
     def _only_returned(self, results: list[Tensor]) -> set[Token]:
         """The results that no backward reads."""

@@ -79,7 +79,7 @@ class Replay(OpMode):
             out = self._run(func, args, kwargs)
             for t in schema.written(args, kwargs):
                 if plain(t):
-                    reader.write(t, reader.values.new())
+                    reader.overwrite(t, reader.values.new())
             return out
         changed = schema.written(args, kwargs)
         call, storages = reader.call(schema, args, kwargs, changed)

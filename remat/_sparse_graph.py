@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -16,16 +15,14 @@ from remat import _tree
 from remat._errors import PURITY
 from remat._native import (
     WRONG_COUNT,
-    Graph,
-    Held,
+    Call,
+    CallGraph,
     Holder,
     Meta,
     Saved,
     at_the_base,
-    check_version,
     meta_of,
     same,
-    unpack,
     wrong_metadata,
 )
 from remat._run import paused_runs
@@ -36,72 +33,22 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _requires_grad = operator.attrgetter("requires_grad")
 
 
-class _Call(Protocol):
-    """A call, as its graph knows it."""
+class SparseGraph(CallGraph):
+    """The native graph of a call. Of what it would save it holds the operands alone, and runs the function again."""
 
-    name: str
-    operands: list[Tensor]
-    versions: list[int]
-
-    def forward(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The user's own call."""
-
-    def again(self, operands: list[Tensor]) -> Any:
-        """The call again, with operands in the place of the tensors that it was given and found."""
-
-
-class SparseGraph(Graph):
-    """The native graph of a call. Of what it would save it holds the operands alone."""
-
-    def __init__(self, call: _Call, early_stop: bool, under_node: bool = False) -> None:
-        self._call = call
-        self._operands = operands = call.operands
-        self._held = {id(t): weakref.ref(t) for t in operands}
-        self._required = [*map(_requires_grad, operands)]
+    def __init__(self, call: Call, early_stop: bool, under_node: bool = False) -> None:
+        super().__init__(call, under_node)
+        self._required = [*map(_requires_grad, call.operands)]
         self._early_stop = early_stop
-        self._under_node = under_node
-        self.joins_groups = not under_node  # what one result does not need is unpacked all the same
-        self._holders: dict[int, weakref.ref[Holder]] = {}
-        """By number, what is computed again."""
-        self.metas = []
         self.compares = True
-        self.may_skip = False
-        """Whether no other result has a part in the graph."""
-
-    @property
-    def who(self) -> str:  # type: ignore[override]
-        """As of a graph."""
-        return f"remat: {self._call.name}" if self._under_node else Graph.who
-
-    def operands(self) -> list[Tensor]:
-        """The operands, unless they were changed in place."""
-        versions = self._call.versions
-        if [*map(_version, self._operands)] != versions:
-            for tensor, before in zip(self._operands, versions, strict=True):
-                check_version(tensor, before)
-        return self._operands
 
     def record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own call."""
-        internals.push_saved_tensors_hooks(self._pack, unpack)
-        try:
-            return self._call.forward(fun, args, kwargs)
-        finally:
-            internals.pop_saved_tensors_hooks()
+        return self._record(fun, args, kwargs, None)
 
-    def _pack(self, tensor: Tensor) -> Holder | Held:
-        number = len(self.metas)
-        self.metas.append(meta_of(tensor))
-        if id(tensor) in self._held:
-            return tensor, tensor._version, self._held[id(tensor)]
-        holder = Holder(self, number)
-        self._holders[number] = weakref.ref(holder)
-        return holder
-
-    def skip(self) -> None:
-        """As of a graph, if all results are under the node."""
-        if self.may_skip:
-            super().skip()
+    def _hold(self, tensor: Tensor, number: int) -> Holder:
+        del tensor
+        return self._holder(number)
 
     def rerun(self) -> Saved:
         """Run the function again: what its graph would save."""

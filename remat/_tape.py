@@ -57,18 +57,32 @@ class Op:
 
     **Attributes:**
 
-    - `func`, `token`, `reads`: as of the call.
+    - `call`: the call, and its `func`, `token` and `reads`.
     - `returns`: `Tensor`, or the sequence that was returned.
     - `outputs`: what was returned, flat: an `Output` or `Changed` for each tensor, else the value itself.
     - `writes`: the new values of storages that it wrote to.
     - `values`: all that it computed.
     - `can_be_spared`: whether all that it does is known: it computes values or returns numbers.
-    - `after`: the state of the generators that it has drawn from: a rerun that spares it goes on from there.
+    - `before`, `after`: the states of the generators that it has drawn from: to draw the same again, and for a rerun
+        that spares it to go on from.
     """
 
-    __slots__ = ("after", "can_be_spared", "func", "outputs", "reads", "returns", "token", "values", "writes")
+    __slots__ = (
+        "after",
+        "before",
+        "call",
+        "can_be_spared",
+        "func",
+        "outputs",
+        "reads",
+        "returns",
+        "token",
+        "values",
+        "writes",
+    )
 
     def __init__(self, call: OpCall, returns: Any, outputs: list[Any], writes: list[Token]) -> None:
+        self.call = call
         self.func, self.token, self.reads = call.schema.func, call.token, call.reads
         self.returns = returns
         self.outputs = outputs
@@ -76,6 +90,7 @@ class Op:
         self.values = [o.token for o in outputs if type(o) is Output] + writes
         does = self.values or any(o is not None for o in outputs)
         self.can_be_spared = bool(does) and _KNOWN.issuperset(map(type, outputs))
+        self.before: RandomState | None = None
         self.after: RandomState | None = None
 
 

@@ -27,6 +27,7 @@ from remat._derived import Derived
 from remat._errors import CheckpointError, RematError
 from remat._frozen import Freezer, Table, Thawer, cell_contents
 from remat._primitive import attach, attach_over_graph, attach_over_graph_below
+from remat._recorded_graph import RecordedGraph
 from remat._recorder import Recorder
 from remat._run import CHANGES
 from remat._spare import Replay, is_recorded
@@ -217,32 +218,34 @@ class UnwatchedCall:
 
         - `policy`: what is kept, or None.
         """
-        operands, graph, recorder = self.operands, None, None
-        if policy is not None or self.needs_node:
-            self._under_transforms = internals.transforms_active()
-        if policy is not None:
-            recorder = Recorder(policy.start(), self._repeats_draws)
-            out = self.forward(fun, args, kwargs, recorder)
-        elif self.needs_node:
+        operands, graph = self.operands, None
+        mode: Recorder | Search | None = None
+        if self.needs_node:
             size = max(map(Tensor.numel, operands), default=0)
-            level = internals.lone_grad() if size > _WORTH_A_GRAPH and self._reads.may_run_below else None
+            is_worth_it = policy is not None or size > _WORTH_A_GRAPH
+            level = internals.lone_grad() if is_worth_it and self._reads.may_run_below else None
             if level is not None and self._may_run_below(level):
-                below = self._run_below(level)
+                below = self._run_below(level, policy)
                 if below is not None:
                     return below[0]
-            search = Search() if size > _WORTH_A_MODE else None
-            out = self.forward(fun, args, kwargs, search)
-            self._last = None if search is None else search.found()
+            self._under_transforms = internals.transforms_active()
+            if policy is not None:
+                mode = Recorder(policy.start(), self._repeats_draws)
+            elif size > _WORTH_A_MODE:
+                mode = Search()
+            out = self.forward(fun, args, kwargs, mode)
         else:
-            graph = SparseGraph(self, early_stop=True, under_node=True)
+            graph = self._graph(policy)
             out = graph.record(fun, args, kwargs)
         results = _tree.Picked(out, lambda r: _is_computed(r, operands))
         values = results.tensors
+        if isinstance(mode, Search):
+            self._last = mode.found()
+        else:
+            self._keep(graph or mode, results)
         if not values:
             return out
         self.returned = results.positions
-        if recorder is not None:
-            self.tape = recorder.tape([r for r in results.leaves if isinstance(r, Tensor)])
         derived = Derived(self, self)
         attached: Sequence[Tensor]
         if graph is None:
@@ -254,6 +257,17 @@ class UnwatchedCall:
             )
             attached = attach_over_graph(derived, values, operands, graph)
         return out if attached is values else results.replaced(attached)
+
+    def _graph(self, policy: Any) -> SparseGraph | RecordedGraph:
+        """What holds nothing of the run that is about to begin, but what a policy keeps."""
+        if policy is None:
+            return SparseGraph(self, early_stop=True, under_node=True)
+        return RecordedGraph(self, Recorder(policy.start(), self._repeats_draws, for_graph=True))
+
+    def _keep(self, recorder: Any, results: _tree.Picked) -> None:
+        """Take what a policy keeps of the run."""
+        if isinstance(recorder, (Recorder, RecordedGraph)):
+            self.tape = recorder.tape([r for r in results.leaves if isinstance(r, Tensor)])
 
     def _may_run_below(self, level: int) -> bool:
         """Whether a `grad`, the only transform, is all that differentiates the call, and it changes no list."""
@@ -270,7 +284,7 @@ class UnwatchedCall:
             and _TENSORS.issuperset(map(type, below))
         )
 
-    def _run_below(self, level: int) -> tuple[Any] | None:
+    def _run_below(self, level: int, policy: Any) -> tuple[Any] | None:
         """The result of the call, run below a `grad`, the only transform: there its graph need not save anything.
 
         None where it can't run there: it draws, which ops do in other ways there, or it fails, or what it returns is a
@@ -280,10 +294,12 @@ class UnwatchedCall:
         with internals.base_level(), internals.grad_enabled():
             below = [(t, internals.unwrap_grad(t, level)) for t in operands]
             self.operands = leaves = [b.detach().requires_grad_() if t.requires_grad else b for t, b in below]
-            graph = SparseGraph(self, early_stop=True, under_node=True)
+            graph = self._graph(policy)
             try:
                 out = graph.record(self.again, (leaves,), {"is_rerun": False})
                 results = _tree.Picked(out, lambda r: isinstance(r, Tensor)) if _is_plain(out) else None
+                if results is not None:
+                    self._keep(graph, results)
             except RematError:  # it has written to an operand: once is enough
                 raise
             except Exception:
@@ -292,7 +308,7 @@ class UnwatchedCall:
         if results is None or self.random is not None or not self._can_be_lifted(results, leaves):
             if (random := self.random or self._random_before) is not None:
                 random.put_back()
-            self.operands, self.random, self._reads.may_run_below = operands, None, False
+            self.operands, self.random, self.tape, self._reads.may_run_below = operands, None, None, False
             return None
         made = [(i, r) for i, r in zip(results.positions, results.tensors, strict=True) if id(r) not in lifted]
         values = [r for _, r in made if r.requires_grad]

@@ -46,6 +46,12 @@ _nans: dict[str, Any] = {}
 _make_ref: Callable[[Any], Ref] = functools.partial(tuple.__new__, Ref)  # what `Ref` calls, but sooner
 
 
+def ref_of(tensor: Tensor, token: Token, slot: int) -> Ref:
+    """The tensor, as an op reads it."""
+    offset = tensor.storage_offset()
+    return _make_ref((token, slot, tensor.size(), tensor.stride(), offset, tensor.dtype, tensor.is_conj()))
+
+
 class OpCall(NamedTuple):
     """A call of an op, with a `Ref` in the place of each tensor."""
 
@@ -121,8 +127,8 @@ class Reader:
 
     def __init__(self, values: Values) -> None:
         self.values = values
-        self.outside: list[Any] | None = None
-        """Where to hold the storages that no op of the run made."""
+        self.outside: list[tuple[Token, Any]] | None = None
+        """Where to hold the storages with values that no op of the run has computed."""
         self._contents: dict[int, Content] = {}
         self._draws = 0
         self._accesses = 0
@@ -131,9 +137,9 @@ class Reader:
         """What a storage contains."""
         known = self._contents.get(id(storage))
         if known is None or known.storage() is not storage:
-            if self.outside is not None:
-                self.outside.append(storage)
             token = self.values.outside(storage)
+            if self.outside is not None:
+                self.outside.append((token, storage))
             self._contents[id(storage)] = known = Content(storage, token, False, token)
         return known
 
@@ -155,7 +161,13 @@ class Reader:
     def give_away(self, tensor: Tensor) -> None:
         """Whoever has the memory may change it: the function does that in every run alike."""
         self._accesses += 1
-        self.write(tensor, self.values.number("memory", self.read(tensor).token, self._accesses))
+        self.overwrite(tensor, self.values.number("memory", self.read(tensor).token, self._accesses))
+
+    def overwrite(self, tensor: Tensor, token: Token) -> None:
+        """Something that is not known has written to a tensor's storage."""
+        self.write(tensor, token)
+        if self.outside is not None:
+            self.outside.append((token, tensor.untyped_storage()))
 
     def all(self) -> Iterator[tuple[Content, Any]]:
         """The contents of the storages that are still there, with those."""

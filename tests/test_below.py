@@ -28,8 +28,8 @@ def below(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     went: list[bool] = []
     run = _unwatched.UnwatchedCall._run_below
 
-    def seen(call: Any, level: int) -> Any:
-        result = run(call, level)
+    def seen(call: Any, level: int, policy: Any) -> Any:
+        result = run(call, level, policy)
         went.append(result is not None)
         return result
 

@@ -67,6 +67,8 @@ def counts(run: Callable[[], Any]) -> dict[str, int]:
 def again(fun: Fun, policy: Any, transform: Callable[[Fun], Any], *ops: str) -> dict[str, int]:
     """How often each op runs more often than without remat."""
     without, with_remat = counts(lambda: transform(fun)), counts(lambda: transform(remat(fun, policy=policy)))
+    for found in (without, with_remat):  # a batched product is one or the other, as its backward has it
+        found["mm"] = found.get("mm", 0) + found.pop("bmm", 0)
     return {op: n for op in ops if (n := with_remat.get(op, 0) - without.get(op, 0))}
 
 

@@ -1,0 +1,106 @@
+"""The native graph of a call under a policy: what it would save is kept, or computed again by single ops."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat._context import Ambient
+from remat._native import Call, CallGraph, Held, Holder, Saved, at_the_base, version
+from remat._recorder import Recorder
+from remat._recording import Recording, tensor_of
+from remat._run import paused_runs
+from remat._tape import Tape
+from remat._values import Ref, Token
+
+
+class _Pin(Holder):
+    """What holds a tensor until the run is over, because the policy lets it be kept."""
+
+    __slots__ = ("tensor", "version")
+    tensor: Tensor
+    version: int
+
+
+class RecordedGraph(CallGraph):
+    """The native graph of a call under a policy. It does not run the function again, but ops that it has run."""
+
+    _tape: Tape
+    _recording: Recording
+
+    def __init__(self, call: Call, recorder: Recorder) -> None:
+        super().__init__(call, under_node=True)
+        self._recorder: Recorder | None = recorder
+        self._saved: dict[int, Ref] = {}
+        self._ambient = Ambient.current()._replace(autocast=())  # of ops, autocast has cast the arguments
+
+    def record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The user's own call."""
+        return self._record(fun, args, kwargs, self._recorder)
+
+    def tape(self, results: list[Tensor]) -> Tape:
+        """What is kept of the run, now that it is over. `results`: all that it returned."""
+        assert self._recorder is not None
+        storages: dict[Token, Any] = {}
+        for number, weak in self._holders.items():
+            holder = weak()
+            if isinstance(holder, _Pin) and holder.tensor._version == holder.version:
+                # It may be part of a storage of which other parts were written to since.
+                self._saved[number] = self._recorder.saves(holder.tensor) or self._saved[number]
+                storages[self._saved[number].token] = holder.tensor.untyped_storage()
+            elif holder is not None:
+                storages.setdefault(self._saved[number].token, None)
+            if isinstance(holder, _Pin):
+                del holder.tensor
+        self._tape = self._recorder.tape(results, storages)
+        self._recording = self._recorder.recording(self._call.name)
+        self._recorder = None
+        return self._tape
+
+    def _hold(self, tensor: Tensor, number: int) -> Holder | Held:
+        assert self._recorder is not None
+        with internals.DisableTorchFunction(), internals.DisableTorchDispatch():
+            ref = self._recorder.saves(tensor)
+            if ref is None:
+                tensor = tensor.detach() if tensor.requires_grad else tensor
+                return tensor, tensor._version, weakref.ref(tensor)
+            self._saved[number] = ref
+            if not self._recorder.keeps(ref):
+                return self._holder(number)
+            pin = _Pin(self, number)
+            pin.tensor, pin.version = tensor.detach(), tensor._version
+            self._holders[number] = weakref.ref(pin)
+            return pin
+
+    def rerun(self) -> Saved:
+        """Compute again what the graph would save."""
+        with at_the_base(), paused_runs(), internals.DisableTorchFunction(), torch.no_grad(), self._ambient.restored():
+            return self._rerun()
+
+    def _rerun(self) -> Saved:
+        self._tape.fetch()
+        saved: Saved = [None] * len(self.metas)
+        refs = {number: ref for number, ref in self._saved.items() if self._holders[number]() is not None}
+        kept = self._tape.kept if self._is_last() else dict(self._tape.kept)
+        lost: dict[Token, tuple[Tensor, int]] = {}
+        for tensor, before in zip(self._operands, self._call.versions, strict=True):
+            if tensor._version != before:
+                lost[self._tape.values.outside(tensor.untyped_storage())] = tensor, before
+        values = self._recording.compute({ref.token for ref in refs.values()}, kept, lost)
+        for number, ref in refs.items():
+            if ref.token in lost:
+                saved[number] = lost[ref.token]
+            else:
+                tensor = tensor_of(ref, values[ref.token])
+                saved[number] = tensor, version(tensor)
+        return saved
+
+    def _is_last(self) -> bool:
+        """Whether nobody will ask for what is kept after this backward pass."""
+        if self._call.last_rerun:
+            return True
+        return self.may_skip and internals.graph_task() != -1 and not internals.graph_is_retained()
