@@ -22,6 +22,7 @@ from remat._names import current_name
 from remat._recording import Recording
 from remat._tape import CONSTANT, DETACH, Kept, Op, Output, Tape, aliases_of, bytes_of, outputs_of, write_token
 from remat._values import (
+    NotPlainError,
     OpCall,
     OpMode,
     Reader,
@@ -68,7 +69,7 @@ class Recorder(OpMode):
         self,
         policy: Decide,
         repeats_draws: bool,
-        where: Callable[[], str] = lambda: "unknown",
+        where: Callable[[], str] | None = None,
         *,
         for_graph: bool = False,
     ) -> None:
@@ -81,7 +82,8 @@ class Recorder(OpMode):
         - `where`: the place in the user's code.
         - `for_graph`: whether the graph of the run holds nothing, and says by `saves` what it would save.
         """
-        super().__init__()
+        # A function that need not be watched does nothing with memory that it gets hold of but read it.
+        super().__init__(looks_at_calls=not for_graph or getattr(policy, "looks_at_calls", True))
         self._policy = policy
         self._repeats_draws = repeats_draws
         self._complaint: str | None = None
@@ -114,22 +116,14 @@ class Recorder(OpMode):
         reader = self._reader
         if func is DETACH:
             return func(*args, **kwargs)
-        if func is CONSTANT:
-            reader.constant(args[0])
         schema = schema_of(func)
-        if schema.is_view and not self._minds_views(func):
-            return func(*args, **kwargs)
-        given = tensors(args, kwargs)
-        if not all(map(plain, given)):
-            return self._run_again(func, args, kwargs)
         if schema.is_view:
-            out = func(*args, **kwargs)
-            found = returned(out)
-            if all(map(plain, found)):
-                self._decide_of_views(found, self._decision(out, func, args, kwargs))
-            return out
+            return self._view(func, args, kwargs)
         changed = schema.written(args, kwargs)
-        call, storages = reader.call(schema, args, kwargs, changed)
+        try:
+            call, storages = reader.call(schema, args, kwargs, changed)
+        except NotPlainError:
+            return self._run_again(func, args, kwargs)
         self._rescue(changed)
         before = drawn_from(args, kwargs) if schema.draws and self._for_graph and self._repeats_draws else None
         out = func(*args, **kwargs)
@@ -151,6 +145,19 @@ class Recorder(OpMode):
             op.after = drawn_from(args, kwargs)
         if not (_keeps(decision) and op.can_be_spared):
             self._pin(storages)
+        return out
+
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is CONSTANT:
+            self._reader.constant(args[0])
+        if not self._minds_views(func):
+            return func(*args, **kwargs)
+        if not all(map(plain, tensors(args, kwargs))):
+            return self._run_again(func, args, kwargs)
+        out = func(*args, **kwargs)
+        found = returned(out)
+        if all(map(plain, found)):
+            self._decide_of_views(found, self._decision(out, func, args, kwargs))
         return out
 
     def __enter__(self) -> Any:
@@ -256,7 +263,8 @@ class Recorder(OpMode):
         if not _keeps(self._decisions.get(token)):  # the same value may have been computed before
             self._decisions[token] = decision
         self._tensors[token] = weakref.ref(tensor)
-        self._places[token] = self._where()
+        if self._where is not None:
+            self._places[token] = self._where()
 
     def _decide_of_views(self, views: list[Tensor], decision: CheckpointPolicy) -> None:
         """A view has no value of its own: to keep it is to keep what it views.
@@ -318,7 +326,7 @@ class Recorder(OpMode):
                 kept[token] = Kept(
                     self._producer[token].func,
                     self._names.get(token),
-                    self._places[token],
+                    self._places.get(token, "unknown"),
                     self._tensor(token, storage),
                     [t.detach() for t in aliases.get(storage._cdata, ())],
                     offload=self._decisions[token] in _OFFLOAD,

@@ -97,8 +97,7 @@ class Call:
             draws = KeptDraws() if preserve_rng_state and internals.tracing() else None
             run.random = draws or (RandomState(tensors, keyed=keys is not None) if preserve_rng_state else None)
         if self.policy is not None and not internals.tracing():
-            where = call_site if self.watched else lambda: "unknown"
-            self._recorder = Recorder(self.policy.start(), preserve_rng_state, where)
+            self._recorder = Recorder(self.policy.start(), preserve_rng_state, call_site if self.watched else None)
         with internals.without_saved_tensors_hooks(), run, self._recorder or draws or contextlib.nullcontext():
             out = self.closure.call(*args, **kwargs)
         self._log = run.log

@@ -19,6 +19,7 @@ from remat._context import RandomState
 from remat._errors import CheckpointError
 from remat._tape import CONSTANT, DETACH, Changed, Op, Output, Tape, aliases_of, layout, outputs_of, write_token
 from remat._values import (
+    NotPlainError,
     OpCall,
     OpMode,
     Reader,
@@ -69,20 +70,19 @@ class Replay(OpMode):
         reader = self._reader
         if func is DETACH:
             return func(*args, **kwargs)
-        if func is CONSTANT:
-            reader.constant(args[0])
         schema = schema_of(func)
         if schema.is_view:
+            if func is CONSTANT:
+                reader.constant(args[0])
             return func(*args, **kwargs)
-        given = tensors(args, kwargs)
-        if not all(map(plain, given)):
-            out = self._run(func, args, kwargs)
-            for t in schema.written(args, kwargs):
-                if plain(t):
-                    reader.overwrite(t, reader.values.new())
-            return out
         changed = schema.written(args, kwargs)
-        call, storages = reader.call(schema, args, kwargs, changed)
+        try:
+            call, storages = reader.call(schema, args, kwargs, changed)
+        except NotPlainError:
+            out = self._run(func, args, kwargs)
+            for t in filter(plain, changed):
+                reader.overwrite(t, reader.values.new())
+            return out
         if call.token in self._tape.views:
             return func(*args, **kwargs)
         op = self._tape.spared(call.token)

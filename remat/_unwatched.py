@@ -2,9 +2,9 @@
 
 What such a function depends on is known before it runs: its arguments, the tensors in its cells and those of the
 modules that it uses. Under plain autograd the call keeps its native graph, without what that would save; so do calls
-with large tensors under a lone `grad`, which run below it. Under other transforms a node takes the place of the graph,
-and reruns need not compute the last product of large tensors. With a policy there is always a node, and the tape tells
-what reruns need not compute.
+with large tensors or with a policy under a lone `grad`, which run below it. A backward pass over such a graph runs the
+function again, or with a policy single ops of it. Under other transforms a node takes the place of the graph, and reruns
+need not compute the last product of large tensors, or what the tape of a policy tells.
 """
 
 from __future__ import annotations

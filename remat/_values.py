@@ -122,6 +122,10 @@ class Content:
         """The value that is in the memory: another one, or none, as long as the ops that compute `token` are spared."""
 
 
+class NotPlainError(Exception):
+    """A tensor is not `plain`."""
+
+
 class Reader:
     """The values of the storages of one run."""
 
@@ -177,7 +181,10 @@ class Reader:
                 yield content, storage
 
     def call(self, schema: Schema, args: Any, kwargs: Any, changed: list[Tensor]) -> tuple[OpCall, list[Any]]:
-        """A call of an op by what it reads, and the storages of that. `changed`: what it writes to."""
+        """A call of an op by what it reads, and the storages of that. `changed`: what it writes to.
+
+        Raises `NotPlainError` where it reads a tensor whose memory does not say what it is.
+        """
         storages: list[Any] = []
         reads: list[Token] = []
         kinds: list[Any] = []
@@ -205,6 +212,8 @@ class Reader:
         for x in args:
             kind = type(x)
             if isinstance(x, Tensor):
+                if not plain(x):
+                    raise NotPlainError
                 storage = x.untyped_storage()
                 content = self._contents.get(id(storage))
                 if content is None or content.storage() is not storage:
@@ -261,10 +270,16 @@ class _Calls(TorchFunctionMode):
 class OpMode(internals.BareDispatchMode):
     """A mode that sees the ops, and also the calls that give away the memory of a tensor, to numpy or to a kernel."""
 
+    def __init__(self, *, looks_at_calls: bool = True) -> None:
+        """`looks_at_calls`: whether calls count at all."""
+        super().__init__()
+        self._looks_at_calls = looks_at_calls
+        self._calls: _Calls | None = None
+
     @property
     def call(self) -> Any:
         """The torch call that is running: function, args, kwargs. None between two."""
-        return self._calls.current
+        return None if self._calls is None else self._calls.current
 
     @internals.left_alone_by_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -279,14 +294,16 @@ class OpMode(internals.BareDispatchMode):
         """The memory of a tensor is given away: whoever has it may read it, and write to it."""
 
     def __enter__(self) -> Any:
-        self._calls = _Calls(self.accessed)
-        self._calls.__enter__()
+        if self._looks_at_calls:
+            self._calls = _Calls(self.accessed)
+            self._calls.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._calls.__exit__(*error)
-        del self._calls
+        calls, self._calls = self._calls, None
+        if calls is not None:
+            calls.__exit__(*error)
 
 
 # Ops.
@@ -374,9 +391,12 @@ def refs(args: Any) -> Iterator[Ref]:
         yield from (r for r in flat(x) if isinstance(r, Ref))
 
 
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
 def plain(tensor: Tensor) -> bool:
     """Whether the memory of a tensor says what it is (not of a DTensor, a sparse, lazily zero or negated one)."""
     kind = type(tensor)
-    if kind is not Tensor and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if kind not in _PLAIN and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
     return tensor.layout is torch.strided and not tensor._is_zerotensor() and not tensor.is_neg()

@@ -26,6 +26,7 @@ class _ByName(Policy):
     listed: CheckpointPolicy
     named: CheckpointPolicy
     unnamed: CheckpointPolicy
+    looks_at_calls = False
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del ctx, op, args, kwargs
@@ -40,6 +41,7 @@ class _ByName(Policy):
 class _SaveOrOffload(Policy):
     saved: frozenset[str]
     offloaded: frozenset[str]
+    looks_at_calls = False
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del ctx, op, args, kwargs

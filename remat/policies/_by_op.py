@@ -196,6 +196,7 @@ def save_every(n: int, *ops: Any) -> Policy:
 class _BySize(Policy):
     least: int
     most: int | None
+    looks_at_calls = False
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del args, kwargs

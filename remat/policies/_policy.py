@@ -74,6 +74,11 @@ class Policy(abc.ABC):
         - `args`, `kwargs`: what the op was called with, below all transforms.
         """
 
+    @property
+    def looks_at_calls(self) -> bool:
+        """Whether a decision may depend on `ctx.call`, which it takes time to have ready."""
+        return True
+
     def by_op(self, op: Any) -> CheckpointPolicy | None:
         """The decision on all that an op returns, where nothing but the op counts; else None."""
         del op
@@ -122,6 +127,7 @@ class Constant(Policy):
 
     name: str
     decision: CheckpointPolicy
+    looks_at_calls = False
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del ctx, args, kwargs
@@ -148,6 +154,7 @@ class ByOp(Policy):
     ops: frozenset[str]
     listed: CheckpointPolicy
     other: CheckpointPolicy
+    looks_at_calls = False
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del ctx, args, kwargs
@@ -288,6 +295,10 @@ class _Combined(Policy):
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         # Every part is asked about every op, whatever the others say: it may count.
         return self.combine([p(ctx, op, *args, **kwargs) for p in self.parts])
+
+    @property
+    def looks_at_calls(self) -> bool:
+        return any(getattr(p, "looks_at_calls", True) for p in self.parts)
 
     def by_op(self, op: Any) -> CheckpointPolicy | None:
         decisions = [p.by_op(op) if isinstance(p, Policy) else None for p in self.parts]
