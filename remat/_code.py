@@ -65,6 +65,7 @@ _ATTRIBUTES = words("""
     eigenvalues eigenvectors logabsdet solution
     copy count endswith format get items join keys lower startswith upper
     """)
+ACCESS = words("tensor_split tolist")  # to the memory of a tensor, without an op
 CHANGES_CONTAINERS = words("append extend insert pop reverse sort update")
 _MATH = frozenset(n for n in dir(math) if not n.startswith("_"))
 KNOWN_NAMES = OPS | _ATTRIBUTES | CHANGES_CONTAINERS | _MATH

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from remat import _torch_internals as internals
-from remat._code import CHANGES_CONTAINERS, DRAWS, KNOWN_NAMES, MAY_BE_INPLACE, OPS, names_of
+from remat._code import ACCESS, CHANGES_CONTAINERS, DRAWS, KNOWN_NAMES, MAY_BE_INPLACE, OPS, names_of
 from remat._frozen import ATOMS
 from remat._stock import (
     BUILTINS,
@@ -89,6 +89,7 @@ class Reads:
         buffer), and the name.
     - `changes_containers`: whether it may change a list or a dict.
     - `draws`: whether it may draw from the global generators.
+    - `gives_memory_away`: whether it may read a tensor's memory without an op.
     - `may_run_below`: False once a call of it has shown that it can't run below a transform.
     - `may_write`: whether an argument that is True may tell it to work in place.
     - `unpacks`: whether the keys of an argument may (`**options`).
@@ -101,6 +102,7 @@ class Reads:
         self.is_known = False
         self.changes_containers = False
         self.draws = False
+        self.gives_memory_away = False
         self.may_run_below = True
         self.may_write = False
         self.unpacks = False
@@ -132,6 +134,7 @@ class Reads:
                 self.tensors += [(weakref.ref(module), is_parameter, name) for name in read]
         self.changes_containers = bool(self._names & CHANGES_CONTAINERS)
         self.draws = bool(self._names & DRAWS)
+        self.gives_memory_away = not self._names.isdisjoint(ACCESS)
         self.may_write = bool(self._names & MAY_BE_INPLACE)
         del self._functions, self._modules, self._settings, self._kinds, self._stock, self._roots, self._names
         del self._looked_up

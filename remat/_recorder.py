@@ -72,6 +72,7 @@ class Recorder(OpMode):
         where: Callable[[], str] | None = None,
         *,
         for_graph: bool = False,
+        gives_memory_away: bool = True,
     ) -> None:
         """A recorder of one run.
 
@@ -81,9 +82,9 @@ class Recorder(OpMode):
         - `repeats_draws`: whether reruns draw what the run draws.
         - `where`: the place in the user's code.
         - `for_graph`: whether the graph of the run holds nothing, and says by `saves` what it would save.
+        - `gives_memory_away`: whether the function may, by `tensor.tolist()`, say.
         """
-        # A function that need not be watched does nothing with memory that it gets hold of but read it.
-        super().__init__(looks_at_calls=not for_graph or getattr(policy, "looks_at_calls", True))
+        super().__init__(looks_at_calls=gives_memory_away or getattr(policy, "looks_at_calls", True))
         self._policy = policy
         self._repeats_draws = repeats_draws
         self._complaint: str | None = None

@@ -38,9 +38,15 @@ from remat._values import (
 class Replay(OpMode):
     """Gives the ops of a rerun their kept results, and spares those that nobody reads."""
 
-    def __init__(self, tape: Tape, name: str, consume: bool) -> None:
-        """A rerun of the function `name`. With `consume`, what is given back is kept no longer: it is the last."""
-        super().__init__()
+    def __init__(self, tape: Tape, name: str, consume: bool, *, gives_memory_away: bool = True) -> None:
+        """A rerun of the function `name`.
+
+        **Arguments:**
+
+        - `consume`: whether it is the last: then what is given back is kept no longer.
+        - `gives_memory_away`: as of the recorder.
+        """
+        super().__init__(looks_at_calls=gives_memory_away)
         tape.fetch()
         self._tape = tape
         self._name = name

@@ -2,9 +2,9 @@
 
 What such a function depends on is known before it runs: its arguments, the tensors in its cells and those of the
 modules that it uses. Under plain autograd the call keeps its native graph, without what that would save; so do calls
-with large tensors or with a policy under a lone `grad`, which run below it. A backward pass over such a graph runs the
-function again, or with a policy single ops of it. Under other transforms a node takes the place of the graph, and reruns
-need not compute the last product of large tensors, or what the tape of a policy tells.
+with large tensors or with a policy under a lone `grad`, which run below it. A backward pass over such a graph runs
+the function again, or with a policy single ops of it. Under other transforms a node takes the place of the graph, and
+reruns need not compute the last product of large tensors, or what the tape of a policy tells.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class UnwatchedCall:
                     return below[0]
             self._under_transforms = internals.transforms_active()
             if policy is not None:
-                mode = Recorder(policy.start(), self._repeats_draws)
+                mode = self._recorder(policy)
             elif size > _WORTH_A_MODE:
                 mode = Search()
             out = self.forward(fun, args, kwargs, mode)
@@ -262,7 +262,15 @@ class UnwatchedCall:
         """What holds nothing of the run that is about to begin, but what a policy keeps."""
         if policy is None:
             return SparseGraph(self, early_stop=True, under_node=True)
-        return RecordedGraph(self, Recorder(policy.start(), self._repeats_draws, for_graph=True))
+        return RecordedGraph(self, self._recorder(policy, for_graph=True))
+
+    def _recorder(self, policy: Any, for_graph: bool = False) -> Recorder:
+        return Recorder(
+            policy.start(),
+            self._repeats_draws,
+            for_graph=for_graph,
+            gives_memory_away=self._reads.gives_memory_away,
+        )
 
     def _keep(self, recorder: Any, results: _tree.Picked) -> None:
         """Take what a policy keeps of the run."""
@@ -405,7 +413,9 @@ class UnwatchedCall:
     def __call__(self, *operands: Tensor) -> list[Tensor]:
         if self.tape is not None:
             again = is_recorded(filter(self.tape.was_read, operands))
-            with Replay(self.tape, self.name, self.last_rerun and not again) as replay:
+            consume = self.last_rerun and not again
+            away = self._reads.gives_memory_away
+            with Replay(self.tape, self.name, consume, gives_memory_away=away) as replay:
                 self._reruns.append(replay)
                 result = self.again(operands)
         elif self._last is not None:

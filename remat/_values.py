@@ -249,6 +249,8 @@ class Reader:
 # Memory that is read and written without ops.
 
 _ACCESS = {Tensor.data_ptr, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.tolist}
+_ACCESS_INDICES = {torch.tensor_split, Tensor.tensor_split, torch.ctc_loss}
+"""They read the memory of indices and lengths that are tensors, before they call any op."""
 
 
 class _Calls(TorchFunctionMode):
@@ -261,6 +263,9 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _ACCESS:
             self._accessed(args[0])
+        elif func in _ACCESS_INDICES:
+            for x in tensors(args[1:], kwargs):
+                self._accessed(x)
         self.current = func, args, kwargs
         out = func(*args, **kwargs)
         self.current = None

@@ -214,6 +214,22 @@ def test_parameters_that_are_not_read_do_not_hold_what_is_kept() -> None:
     assert peaks[0] == peaks[1]
 
 
+@pytest.mark.parametrize("policy", [nothing_saveable, everything_saveable])
+def test_indices_that_no_op_reads(policy: Any) -> None:
+    def fun(x: Tensor) -> Tensor:
+        at = (x > 0).sum().reshape(1) + torch.tensor([1])
+        first, second = torch.tensor_split(x, at)
+        a, b = x.tensor_split(tensor_indices_or_sections=at)
+        return first.sin().sum() + (second**3).sum() + a.cos().sum() + b.exp().sum()
+
+    def second_derivative(fun: Fun) -> Tensor:
+        x = leaf(numbers(6))
+        (first,) = torch.autograd.grad(fun(x), x, create_graph=True)
+        return torch.autograd.grad(first.sum(), x)[0]
+
+    assert_same(second_derivative(remat(fun, policy=policy)), second_derivative(fun))
+
+
 @each_first
 def test_dots_saveable_runs_no_matmul_twice(transform: Any) -> None:
     assert again(matmuls, dots_saveable, transform, *MATMULS) == {}
