@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +135,21 @@ def save_if(predicate: Callable[..., bool]) -> Policy:
     return _SaveIf(predicate)
 
 
+class _Counting:
+    """`save_every` in one run."""
+
+    looks_at_calls = False
+
+    def __init__(self, n: int, ops: Collection[Any]) -> None:
+        self._n = n
+        self._ops = ops
+        self._counts = {False: itertools.count(), True: itertools.count()}  # torch may ask about the rerun too
+
+    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = op in self._ops and next(self._counts[ctx.is_recompute]) % self._n == 0
+        return MUST_SAVE if kept else PREFER_RECOMPUTE
+
+
 @dataclass(frozen=True, repr=False)
 class _SaveEvery(Policy):
     n: int
@@ -147,15 +162,7 @@ class _SaveEvery(Policy):
         )
 
     def start(self) -> Decide:
-        counts = {False: itertools.count(), True: itertools.count()}  # torch may ask about the rerun too
-        ops = _ops.overloads(self.ops)
-
-        def decide(ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            del args, kwargs
-            kept = op in ops and next(counts[ctx.is_recompute]) % self.n == 0
-            return MUST_SAVE if kept else PREFER_RECOMPUTE
-
-        return decide
+        return _Counting(self.n, _ops.overloads(self.ops))
 
     def __repr__(self) -> str:
         return call("save_every", self.n, *sorted(self.ops))
