@@ -101,6 +101,6 @@ class RecordedGraph(CallGraph):
 
     def _is_last(self) -> bool:
         """Whether nobody will ask for what is kept after this backward pass."""
-        if self._call.last_rerun:
-            return True
-        return self.may_skip and internals.graph_task() != -1 and not internals.graph_is_retained()
+        if self._call.last_rerun or internals.graph_task() == -1 or internals.graph_is_retained():
+            return self._call.last_rerun
+        return self.may_skip and internals.accumulates_into_all_leaves()  # else it may leave out some results

@@ -9,10 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from remat._context import replayed
+from remat._errors import CheckpointError
 from remat._tape import Kept, Op, Output
 from remat._values import Ref, Token, flat
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+_TAKEN = (
+    "remat: what the policy has kept for {} was given to an earlier backward pass, and is gone. Pass retain_graph=True "
+    "to each backward pass but the last."
+)
 
 
 class Recording:
@@ -45,8 +52,11 @@ class Recording:
 
         def find(tokens: Iterable[Token]) -> None:
             for token in tokens:
-                if token not in values:
-                    values[token] = kept.pop(token).get(self._name) if token in kept else self._outside[token]
+                if token in values:
+                    continue
+                if token not in kept and token not in self._outside:
+                    raise CheckpointError(_TAKEN.format(self._name))
+                values[token] = kept.pop(token).get(self._name) if token in kept else self._outside[token]
 
         for op in ops:
             reason = next((lost[token] for token in op.reads if token in lost), None)
