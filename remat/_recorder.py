@@ -126,7 +126,7 @@ class Recorder(OpMode):
         except NotPlainError:
             return self._run_again(func, args, kwargs)
         self._rescue(changed)
-        before = drawn_from(args, kwargs) if schema.draws and self._for_graph and self._repeats_draws else None
+        before = drawn_from(args, kwargs) if schema.draws and self._repeats_draws else None
         out = func(*args, **kwargs)
         if changed and not schema.counts_writes:
             increment_version(changed)
@@ -141,9 +141,10 @@ class Recorder(OpMode):
                 self._decide_of_views(found, decision)
             return out
         op = self._note(call, out, changed, decision)
-        op.before = before
-        if schema.draws and self._repeats_draws:
-            op.after = drawn_from(args, kwargs)
+        if before is not None:
+            op.before = before.drawn_since()  # fused attention may draw, and does not without dropout
+            op.after = None if op.before is None else before.now()
+            op.draws = op.before is not None
         if not (_keeps(decision) and op.can_be_spared):
             self._pin(storages)
         return out

@@ -54,8 +54,8 @@ class Replay(OpMode):
         self._reader = Reader(Values(tape.values))
         self._reader.outside = []  # until all is computed that may have to be
         self._recipes: dict[Token, OpCall] = {}
-        self._before: dict[Token, RandomState] = {}
-        """Of spared ops that draw: the state of the generators that they would have drawn from."""
+        self._before: dict[Token, RandomState | None] = {}
+        """Of spared ops that may draw: the state of the generators that they would have drawn from."""
 
     def given(self, i: int, operand: Tensor) -> None:
         """Say which operand a tensor is a copy of."""
@@ -127,6 +127,8 @@ class Replay(OpMode):
         if op.after is not None:
             self._before[call.token] = op.after.now()
             op.after.put_back()
+        elif not op.draws:
+            self._before[call.token] = None
         for i, t in enumerate(changed):
             token = write_token(self._reader.values, call, i)
             storage = t.untyped_storage()

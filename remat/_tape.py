@@ -63,6 +63,7 @@ class Op:
     - `writes`: the new values of storages that it wrote to.
     - `values`: all that it computed.
     - `can_be_spared`: whether all that it does is known: it computes values or returns numbers.
+    - `draws`: whether it draws, or that is not known.
     - `before`, `after`: the states of the generators that it has drawn from: to draw the same again, and for a rerun
         that spares it to go on from.
     """
@@ -72,6 +73,7 @@ class Op:
         "before",
         "call",
         "can_be_spared",
+        "draws",
         "func",
         "outputs",
         "reads",
@@ -90,6 +92,7 @@ class Op:
         self.values = [o.token for o in outputs if type(o) is Output] + writes
         does = self.values or any(o is not None for o in outputs)
         self.can_be_spared = bool(does) and _KNOWN.issuperset(map(type, outputs))
+        self.draws = call.schema.draws
         self.before: RandomState | None = None
         self.after: RandomState | None = None
 

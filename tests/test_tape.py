@@ -174,6 +174,23 @@ def test_what_is_kept_is_found_again_beside_a_draw(way: str) -> None:
     assert again(draws, everything_saveable, derivative, "sin", "cos", *MATMULS) == {}
 
 
+def attention(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x[None, None], x.sin()[None, None], x.cos()[None, None])[0, 0].sin()
+
+
+@pytest.mark.parametrize("policy", [nothing_saveable, everything_saveable, recompute_ops("sin")])
+def test_an_op_that_may_draw_and_does_not(policy: Any) -> None:
+    """A rerun that spares it leaves the generators as they are."""
+    x = leaf(numbers(2, 2))
+    out = remat(attention, policy=policy)(x).sum()
+    torch.rand(1)
+    before = torch.get_rng_state()
+    (actual,) = torch.autograd.grad(out, x, create_graph=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    (expected,) = torch.autograd.grad(attention(x).sum(), x)
+    assert_same(actual.detach(), expected)
+
+
 def other_results(x: Tensor) -> tuple[Tensor, ...]:
     detached = (x @ x).detach()
     return x.sin(), detached.exp(), x.argsort(-1)
