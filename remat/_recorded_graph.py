@@ -21,9 +21,8 @@ from remat._values import Ref, Token
 class _Pin(Holder):
     """What holds a tensor until the run is over, because the policy lets it be kept."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("tensor",)
     tensor: Tensor
-    version: int
 
 
 class RecordedGraph(CallGraph):
@@ -48,13 +47,13 @@ class RecordedGraph(CallGraph):
         storages: dict[Token, Any] = {}
         for number, weak in self._holders.items():
             holder = weak()
-            if isinstance(holder, _Pin) and holder.tensor._version == holder.version:
-                # It may be part of a storage of which other parts were written to since.
-                self._saved[number] = self._recorder.saves(holder.tensor) or self._saved[number]
-                storages[self._saved[number].token] = holder.tensor.untyped_storage()
-            elif holder is not None:
-                storages.setdefault(self._saved[number].token, None)
+            if holder is None:
+                continue
+            ref = self._saved[number] = self._recorder.latest(self._saved[number])
+            storages.setdefault(ref.token, None)
             if isinstance(holder, _Pin):
+                if self._recorder.contains(holder.tensor, ref.token):
+                    storages[ref.token] = holder.tensor.untyped_storage()
                 del holder.tensor
         self._tape = self._recorder.tape(results, storages)
         self._recording = self._recorder.recording(self._call.name)
@@ -72,7 +71,7 @@ class RecordedGraph(CallGraph):
             if not self._recorder.keeps(ref):
                 return self._holder(number)
             pin = _Pin(self, number)
-            pin.tensor, pin.version = tensor.detach(), tensor._version
+            pin.tensor = tensor.detach()
             self._holders[number] = weakref.ref(pin)
             return pin
 

@@ -29,6 +29,7 @@ from remat._values import (
     Ref,
     Token,
     Values,
+    are_apart,
     flat,
     plain,
     ref_of,
@@ -111,6 +112,8 @@ class Recorder(OpMode):
         self._pins: dict[Token, Any] = {}
         self._tensors: dict[Token, weakref.ref[Tensor]] = {}
         self._overwritten: set[Token] = set()
+        self._writes: dict[Token, Ref] = {}
+        """By what a storage contained before an op wrote to it: what that wrote to, and what was there then."""
         self._read: set[Token] = set()
 
     def op(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -234,6 +237,16 @@ class Recorder(OpMode):
         self._saved.add(token)
         return ref_of(tensor, token, token) if token in self._producer else None
 
+    def latest(self, ref: Ref) -> Ref:
+        """The same tensor, of what its storage contained after writes to other parts of it."""
+        while (write := self._writes.get(ref.token)) is not None and are_apart(ref, write):
+            ref = ref._replace(token=write.token, slot=write.token)
+        return ref
+
+    def contains(self, tensor: Tensor, token: Token) -> bool:
+        """Whether the storage of a tensor contains a value, here and now."""
+        return self._reader.read(tensor).token == token
+
     def keeps(self, ref: Ref) -> bool:
         """Whether the policy lets a value be kept."""
         return _keeps(self._decisions.get(ref.token))
@@ -249,6 +262,7 @@ class Recorder(OpMode):
         for t, token in zip(changed, writes, strict=True):
             before = reader.read(t).token
             self._overwritten.add(before)
+            self._writes[before] = ref_of(t, token, token)
             reader.write(t, token)
             # To keep a storage is to keep what is put there later, if nothing is said of that.
             earlier = self._decisions.get(before, decision)

@@ -52,6 +52,27 @@ def ref_of(tensor: Tensor, token: Token, slot: int) -> Ref:
     return _make_ref((token, slot, tensor.size(), tensor.stride(), offset, tensor.dtype, tensor.is_conj()))
 
 
+def are_apart(a: Ref, b: Ref) -> bool:
+    """Whether two tensors in one storage are known to have no element in common."""
+    if a.dtype is not b.dtype or a.stride != b.stride or 0 in a.size or 0 in b.size:
+        return False
+    lengths = zip(a.stride, a.size, b.size, strict=True)
+    steps = sorted(((stride, 1 - m, n - 1) for stride, m, n in lengths), reverse=True)
+    return not _may_meet(a.offset - b.offset, steps)
+
+
+def _may_meet(distance: int, steps: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether so many of the steps (length, least, most) may add up to a distance."""
+    if not steps:
+        return distance == 0
+    (length, least, most), *rest = steps
+    if length == 0:
+        return _may_meet(distance, rest)
+    low, high = sum(step * n for step, n, _ in rest), sum(step * n for step, _, n in rest)
+    first, last = max(least, -((high - distance) // length)), min(most, (distance - low) // length)
+    return last - first > 3 or any(_may_meet(distance - n * length, rest) for n in range(first, last + 1))
+
+
 class OpCall(NamedTuple):
     """A call of an op, with a `Ref` in the place of each tensor."""
 

@@ -1,18 +1,22 @@
 """Known functions under a policy, in plain autograd: a backward runs single ops of theirs again, not the function."""
 
 import gc
+import itertools
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from helpers import CountOps, Fun, assert_same, leaf, numbers
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import grad
 
 from remat import CheckpointError, checkpoint_name, remat
 from remat._recorded_graph import RecordedGraph
 from remat._unwatched import UnwatchedCall
+from remat._values import are_apart, ref_of
 from remat.debug import LiveBytes
 from remat.policies import (
     Policy,
@@ -289,6 +293,39 @@ def test_results_that_are_not_under_the_node(policy: Policy) -> None:
         return torch.autograd.grad(found[0].sin().sum(), x)[0]
 
     assert_same(derivative(remat(fun, policy=policy)), derivative(fun))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 4), st.integers(0, 4)), max_size=3),
+    st.integers(0, 12),
+    st.integers(0, 12),
+)
+def test_are_apart(lengths: list[tuple[int, int, int]], first: int, second: int) -> None:
+    strides, *sizes = zip(*lengths, strict=True) if lengths else ((), (), ())
+    memory = torch.arange(200)
+    views = [memory.as_strided(size, strides, at) for size, at in zip(sizes, (first, second), strict=True)]
+    in_common = {*views[0].flatten().tolist()} & {*views[1].flatten().tolist()}
+    apart = are_apart(*(ref_of(view, 0, 0) for view in views))
+    assert not (apart and in_common)
+    assert apart or in_common or 0 in strides or 0 in views[0].shape or 0 in views[1].shape or len(lengths) > 1
+
+
+def test_parts_of_a_matrix_are_apart() -> None:
+    parts = torch.empty(3, 8).chunk(4, 1)
+    for i, j in itertools.product(range(4), repeat=2):
+        assert are_apart(ref_of(parts[i], 0, 0), ref_of(parts[j], 0, 0)) is (i != j)
+
+
+def test_memory_of_what_is_written_to_in_parts() -> None:
+    """The gates of a cell are one tensor, each part of which is written to: it is there once."""
+    cell = nn.LSTMCell(N, N).double().requires_grad_(False)
+    x, h = numbers(N, N), numbers(N, N, seed=1)
+    peaks = []
+    for way in (lambda f: f, remat(policy=nothing_saveable)):
+        with LiveBytes() as meter:
+            way(lambda x: cell(x, (h, h))[0])(leaf(x)).sum().backward()
+        peaks.append(meter.peak)
+    assert peaks[1] <= peaks[0]
 
 
 N = 64
