@@ -39,13 +39,14 @@ ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 def parts(obj: Any) -> tuple[Any, ...]:
     """The objects that a callable is put together from, but for the contents of cells."""
-    if isinstance(obj, types.FunctionType):
+    kind = type(obj)
+    if kind is types.FunctionType:
         return (*(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values())
-    if isinstance(obj, types.MethodType):
+    if kind is types.MethodType:
         return (obj.__func__, obj.__self__)
-    if isinstance(obj, functools.partial):
+    if issubclass(kind, functools.partial):
         return (obj.func, *obj.args, *obj.keywords.values())
-    if hasattr(type(obj), "__remat_maker__"):
+    if hasattr(kind, "__remat_maker__"):
         return (obj.__wrapped__,)
     return ()
 

@@ -36,6 +36,9 @@ def as_it_was(before: Any, now: Any, operands: Sequence[Any], replaced: Containe
 class Space:
     """A namespace that the function reads, and may assign to."""
 
+    _held: Sequence[str] = ()
+    """The names of tensors, once it is frozen."""
+
     def __init__(self, names: dict[str, Any], only: frozenset[str] | None = None) -> None:
         self.names = names
         self.only = only
@@ -53,9 +56,10 @@ class Space:
         """Hold tensors by their position, now that the forward is over."""
         for name in self.now().keys() - self.before.keys():
             self.before[name] = GONE
-        for name, value in self.before.items():
-            if isinstance(value, Tensor):
-                self.before[name] = Held(value, position.get(id(value)))
+        self._held = [name for name, value in self.before.items() if isinstance(value, Tensor)]
+        for name in self._held:
+            value = self.before[name]
+            self.before[name] = Held(value, position.get(id(value)))
 
     def assign(self, wanted: dict[str, Any]) -> None:
         """Make the names mean what they mean in `wanted`."""
@@ -70,10 +74,10 @@ class Space:
 
         **Arguments:**
 
-        - `value`: what a name has to mean, by what it meant and what it means now.
+        - `value`: what the name of a tensor has to mean, by what it meant and what it means now.
         """
         now = self.now()
-        self.assign({n: value(v, now.get(n, GONE)) for n, v in self.before.items()})
+        self.assign({**self.before, **{n: value(self.before[n], now.get(n, GONE)) for n in self._held}})
         return now
 
     def restore(self, found: Any) -> None:
@@ -120,8 +124,7 @@ class Items(Space):
 
     def has_changed(self) -> bool:
         """Whether it holds something else than it held, until it is frozen."""
-        now = self.now()
-        return not (_are_same(now, self.before) and _are_same(now.values(), self.before.values()))
+        return not same_items(self.now(), self.before)
 
     def assign(self, wanted: dict[Any, Any]) -> None:
         """Hold what is wanted, and nothing else."""
@@ -129,17 +132,17 @@ class Items(Space):
         if isinstance(self.held, list):
             if not _are_same(self.held[self.start :], items.values()):
                 self.held[self.start :] = items.values()
-        elif not (_are_same(self.held, items) and _are_same(self.held.values(), items.values())):
+        elif not same_items(self.held, items):
             self.held.clear()
             for key, value in items.items():
                 self.held[key] = value
 
 
-_OF_THREADS = {"asyncio", "concurrent", "multiprocessing", "queue", "threading"}
+_OF_THREADS = {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading"}
 
 
 def is_shared(obj: Any) -> bool:
-    """Whether threads hand things to each other by an object: it changes at any time, and is to stay as it is."""
+    """Whether all threads use an object: it changes at any time, and is to stay as it is."""
     return type(obj).__module__.partition(".")[0] in _OF_THREADS
 
 
@@ -148,6 +151,11 @@ def items_of(held: list[Any] | dict[Any, Any], limit: int) -> Items | None:
     if len(held) <= limit:
         return Items(held)
     return Items(held, len(held)) if isinstance(held, list) else None
+
+
+def same_items(some: dict[Any, Any], others: dict[Any, Any]) -> bool:
+    """Whether two dicts hold the very same, in the same order."""
+    return _are_same(some, others) and _are_same(some.values(), others.values())
 
 
 def _are_same(some: Collection[Any], others: Collection[Any]) -> bool:

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import logging
 import queue
 import random
 import threading
@@ -373,6 +374,20 @@ def test_what_a_thread_hands_over_during_a_rerun_stays(ck: str) -> None:
     assert holder.ready.is_set()
     assert holder.rows.unfinished_tasks == 1
     assert holder.batch.done()
+
+
+@pytest.mark.parametrize("ck", MIXED)
+def test_a_logger_that_is_made_between_forward_and_rerun_is_there_in_the_rerun(ck: str) -> None:
+    logger, late, found = logging.getLogger(__name__), f"{__name__}.{ck}", deque[bool]()
+
+    def fun(x: Tensor) -> Tensor:
+        found.append(late in logger.manager.loggerDict)
+        return x.sin().tanh()
+
+    y = MIXED[ck](fun)(leaf(numbers(3)))
+    logging.getLogger(late)
+    y.sum().backward()
+    assert list(found) == [False, True]
 
 
 @CHECKED

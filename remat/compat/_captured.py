@@ -6,7 +6,6 @@ import contextlib
 import dis
 import functools
 import itertools
-import operator
 import types
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._frozen import ATOMS, Freezer, Held, Table, Thawer, cell_contents, parts, written_names
-from remat._spaces import Items, as_it_was, is_shared, items_of
+from remat._spaces import Items, as_it_was, is_shared, items_of, same_items
 from remat._stock import PRIVATE, is_stock
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -241,7 +240,7 @@ class Captured:
         - `given`: the identities of the tensors that a rerun will be given.
         - `read`: by identity, the tensors that it has read: others are not to be held.
         """
-        assigns = any(map(_differ, self._namespaces, self._attributes))
+        assigns = not all(map(same_items, self._namespaces, self._attributes))
         if assigns or any(container.has_changed() for container in self._containers):
             self._has_built = self._builds()
         if not self._has_built:
@@ -262,7 +261,7 @@ class Captured:
         return (
             any(m is not None and id(m) not in self._modules for m in children)
             or self._hooks != internals.hooks_so_far()
-            or any(map(_differ, map(_parameters, self._namespaces), self._parameters))
+            or not all(map(same_items, map(_parameters, self._namespaces), self._parameters))
             or [*map(_sizes, self._namespaces)] != self._sizes
         )
 
@@ -368,28 +367,23 @@ def _sizes(attributes: dict[str, Any]) -> list[int]:
 
 
 def _data(names: dict[str, Any], before: dict[str, Any], read: Container[int]) -> dict[str, Any]:
-    """The data among attributes, and what was assigned."""
-    found = dict.fromkeys(names.keys() - before.keys(), _MISSING)
-    for name, old in before.items():
-        if isinstance(old, Tensor) and id(old) not in read:
+    """The data among attributes, and what was assigned. Of tensors, only those that were read are held."""
+    found = {n: old for n in before.keys() - PRIVATE if isinstance(old := before[n], _DATA) or id(old) in read}
+    if not same_items(names, before):
+        found |= dict.fromkeys(names.keys() - before.keys(), _MISSING)
+        for name, old in before.items():
             if names.get(name, _MISSING) is not old:
-                found[name] = Held(old, None)
-        elif names.get(name, _MISSING) is not old or (isinstance(old, _DATA) and name not in PRIVATE):
-            found[name] = old
+                found[name] = Held(old, None) if isinstance(old, Tensor) and id(old) not in read else old
     return found
 
 
-_DATA = (Tensor, list, dict, tuple, bool, int, float, complex, str, type(None))
-
-
-def _differ(after: dict[str, Any], before: dict[str, Any]) -> bool:
-    return len(after) != len(before) or any(map(operator.is_not, after.values(), before.values()))
+_DATA = (list, dict, tuple, bool, int, float, complex, str, type(None))
 
 
 def _put_back(namespaces: list[dict[str, Any]], attributes: Sequence[dict[str, Any]]) -> None:
     """Make namespaces what they were before."""
     for after, before in zip(namespaces, attributes, strict=True):
-        if _differ(after, before):
+        if not same_items(after, before):
             for name in after.keys() - before.keys():
                 del after[name]
             after.update(before)
@@ -423,7 +417,8 @@ def _containers(objects: Sequence[Any], namespaces: Sequence[dict[str, Any]]) ->
 
 def _containers_of(value: Any) -> Iterator[_Container]:
     """A list or a dict, those in a tuple, and the attributes of an object."""
-    if type(value) in _KEPT or isinstance(value, _NO_CONTAINERS) or is_shared(value):
+    kind = type(value)
+    if kind in _KEPT or issubclass(kind, _NO_CONTAINERS) or is_shared(value):
         return
     if isinstance(value, tuple):
         for item in value:
