@@ -19,7 +19,18 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._frozen import ATOMS, Freezer, Frozen, Held, Table, Thawer, cell_contents, parts, written_names
-from remat._spaces import GONE, CellSpace, Space, as_it_was, is_shared, items_of
+from remat._spaces import (
+    GONE,
+    CellSpace,
+    Space,
+    as_it_was,
+    content_of,
+    is_shared,
+    item_of,
+    items_of,
+    set_item,
+    values_of,
+)
 from remat._stock import is_stock
 
 
@@ -91,7 +102,7 @@ def _spaces(roots: Iterable[Any]) -> list[Space]:
             if not isinstance(obj, tuple) and id(obj) not in found and (items := items_of(obj, _FEW)):
                 found[id(obj)] = items
             if len(obj) <= _FEW:
-                todo += [(o, depth - 1) for o in (obj.values() if isinstance(obj, dict) else obj)]
+                todo += [(o, depth - 1) for o in values_of(obj)]
         else:
             attributes = getattr(obj, "__dict__", None)
             if isinstance(attributes, dict) and id(attributes) not in found and not is_shared(obj):
@@ -135,7 +146,7 @@ def _slots(roots: Iterable[Any], position: dict[int, int], freeze: Freezer) -> I
                 if _holds(value, position):
                     yield obj.__globals__, name, freeze(value)
         elif isinstance(obj, (dict, list)):
-            for key, value in list(obj.items() if isinstance(obj, dict) else enumerate(obj)):
+            for key, value in content_of(obj).items():
                 nearby.append(value)
                 if _holds(value, position):
                     yield obj, key, freeze(value)
@@ -145,12 +156,6 @@ def _slots(roots: Iterable[Any], position: dict[int, int], freeze: Freezer) -> I
             nearby.append(getattr(obj, "__dict__", None))
         if depth:
             todo += [(o, depth - 1) for o in nearby]
-
-
-def _at(container: Any, key: Any) -> Any:
-    if isinstance(container, dict):
-        return container.get(key, GONE)
-    return container[key] if key < len(container) else GONE
 
 
 class Closure:
@@ -221,7 +226,7 @@ class Closure:
     def _not_put_back(self, slots: Iterable[_Slot]) -> list[_Slot]:
         """Those where no space puts something else: what is there now, the function may have put there itself."""
         before = {(id(s.place), n): v for s in self._spaces for n, v in s.before.items()}
-        return [slot for slot in slots if before.get((id(slot[0]), slot[1]), now := _at(*slot[:2])) is now]
+        return [slot for slot in slots if before.get((id(slot[0]), slot[1]), now := item_of(*slot[:2])) is now]
 
     def thawer(self, operands: Sequence[Any]) -> Thawer:
         """What puts functions together again for one rerun."""
@@ -244,14 +249,15 @@ class Closure:
             for space in self._spaces:
                 found.append((space, space.put_back(was)))
             for container, key, held in self._slots:
-                before = _at(container, key)
+                before = item_of(container, key)
                 if before is not GONE:  # it is, where the function put it there itself
-                    container[key] = value = thaw(held)
+                    value = thaw(held)
+                    set_item(container, key, value)
                     slots.append((container, key, before, value))
             yield [thaw(x) for x in self._frozen]
         finally:
             for container, key, before, value in slots:
-                if _at(container, key) is value:
-                    container[key] = before
+                if item_of(container, key) is value:
+                    set_item(container, key, before)
             for space, what in found:
                 space.restore(what)

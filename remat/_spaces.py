@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Callable, Collection, Container, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,47 @@ from torch import Tensor
 from remat._frozen import Held
 
 GONE: Any = object()
+
+
+# Dicts and lists are read and written past the methods of their own classes. These may make what they return, or fetch
+# it, and what they keep besides is in attributes, which are looked at themselves.
+
+
+def _base(held: Any) -> Any:
+    """The class of Python's that has the items."""
+    if isinstance(held, dict):
+        return OrderedDict if isinstance(held, OrderedDict) else dict
+    return list
+
+
+def content_of(held: Any, start: int = 0) -> dict[Any, Any]:
+    """What a dict holds, or a list from `start` on: a copy."""
+    if type(held) is dict:
+        return dict(held)
+    base = _base(held)
+    if base is list:
+        return dict(enumerate(list.__getitem__(held, slice(start, None)), start))
+    return {key: dict.__getitem__(held, key) for key in base.__iter__(held)}
+
+
+def values_of(held: Any) -> Iterable[Any]:
+    """The values in a dict, a list or a tuple."""
+    if isinstance(held, dict):
+        return content_of(held).values()
+    return list.__iter__(held) if isinstance(held, list) else tuple.__iter__(held)
+
+
+def item_of(held: Any, key: Any) -> Any:
+    """An item of a dict or a list, or GONE."""
+    base = _base(held)
+    if base is list:
+        return list.__getitem__(held, key) if key < list.__len__(held) else GONE
+    return base.get(held, key, GONE)
+
+
+def set_item(held: Any, key: Any, value: Any) -> None:
+    """Put an item there."""
+    _base(held).__setitem__(held, key, value)
 
 
 def as_it_was(before: Any, now: Any, operands: Sequence[Any], replaced: Container[int | None] = ()) -> Any:
@@ -50,7 +92,7 @@ class Space:
         return self.names
 
     def now(self) -> dict[str, Any]:
-        return dict(self.names) if self.only is None else {n: self.names.get(n, GONE) for n in self.only}
+        return content_of(self.names) if self.only is None else {n: item_of(self.names, n) for n in self.only}
 
     def freeze(self, position: dict[int, int]) -> None:
         """Hold tensors by their position, now that the forward is over."""
@@ -65,9 +107,9 @@ class Space:
         """Make the names mean what they mean in `wanted`."""
         for name, value in wanted.items():
             if value is GONE:
-                self.names.pop(name, None)
-            elif self.names.get(name, GONE) is not value:
-                self.names[name] = value
+                _base(self.names).pop(self.names, name, None)
+            elif item_of(self.names, name) is not value:
+                set_item(self.names, name, value)
 
     def put_back(self, value: Callable[[Any, Any], Any]) -> Any:
         """Make the names mean what they meant at the call. What it returns is for `restore`.
@@ -118,24 +160,27 @@ class Items(Space):
         return self.held
 
     def now(self) -> dict[Any, Any]:
-        if isinstance(self.held, dict):
-            return dict(self.held)
-        return dict(enumerate(self.held[self.start :], self.start))
+        return content_of(self.held, self.start)
 
     def has_changed(self) -> bool:
         """Whether it holds something else than it held, until it is frozen."""
-        return not same_items(self.now(), self.before)
+        return not self._holds(self.before)
+
+    def _holds(self, items: dict[Any, Any]) -> bool:
+        now = self.now()
+        return _are_same(now.values(), items.values()) if isinstance(self.held, list) else same_items(now, items)
 
     def assign(self, wanted: dict[Any, Any]) -> None:
         """Hold what is wanted, and nothing else."""
         items = {key: value for key, value in wanted.items() if value is not GONE}
+        if self._holds(items):
+            return
         if isinstance(self.held, list):
-            if not _are_same(self.held[self.start :], items.values()):
-                self.held[self.start :] = items.values()
-        elif not same_items(self.held, items):
-            self.held.clear()
+            list.__setitem__(self.held, slice(self.start, None), items.values())
+        else:
+            _base(self.held).clear(self.held)
             for key, value in items.items():
-                self.held[key] = value
+                set_item(self.held, key, value)
 
 
 _OF_THREADS = {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading"}

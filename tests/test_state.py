@@ -1,12 +1,13 @@
 """What a function reads besides its arguments changes between forward and rerun: right, or an error, never silent."""
 
+import copy
 import gc
 import itertools
 import logging
 import queue
 import random
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent import futures
 from types import SimpleNamespace
@@ -374,6 +375,60 @@ def test_what_a_thread_hands_over_during_a_rerun_stays(ck: str) -> None:
     assert holder.ready.is_set()
     assert holder.rows.unfinished_tasks == 1
     assert holder.batch.done()
+
+
+class Factory(OrderedDict[str, Any]):
+    """It holds classes, and gives instances of them."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+class Shelf(dict[str, Any]):
+    """It counts what its user puts there and takes out."""
+
+    used = 0
+
+    def __getitem__(self, key: str) -> Any:
+        self.used += 1
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.used += 1
+        super().__setitem__(key, value)
+
+
+class Row(list[Any]):
+    """It gives copies."""
+
+    def __getitem__(self, i: Any) -> Any:
+        return copy.copy(super().__getitem__(i))
+
+    def __iter__(self) -> Any:
+        raise AssertionError("nobody asks for all")
+
+
+@pytest.mark.parametrize("ck", MIXED)
+def test_dicts_and_lists_with_methods_of_their_own(ck: str) -> None:
+    """What they hold is read and put back past these methods."""
+    parts = [SimpleNamespace(scale=2.0)]
+    held = SimpleNamespace(made=Factory(act=nn.Tanh), shelf=Shelf(scale=3.0), row=Row(parts), turn=0)
+
+    def fun(x: Tensor) -> Tensor:
+        held.turn += 1
+        held.shelf["scale"] = held.shelf["scale"] + 1.0
+        return held.made["act"](x).sin() * held.shelf["scale"] * held.row[0].scale
+
+    x = leaf(numbers(3))
+    MIXED[ck](fun)(x).sum().backward()
+    assert held.turn == 1
+    assert dict(held.made.items()) == {"act": nn.Tanh}
+    assert dict.get(held.shelf, "scale") == 4.0
+    assert list.__getitem__(held.row, 0) is parts[0]
+    assert held.shelf.used in (3, 6)  # by one run, or two
+    expected = leaf(numbers(3))
+    (expected.tanh().sin() * 8.0).sum().backward()
+    assert_same(x.grad, expected.grad)
 
 
 @pytest.mark.parametrize("ck", MIXED)

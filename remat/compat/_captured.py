@@ -15,7 +15,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._frozen import ATOMS, Freezer, Held, Table, Thawer, cell_contents, parts, written_names
-from remat._spaces import Items, as_it_was, is_shared, items_of, same_items
+from remat._spaces import Items, as_it_was, is_shared, items_of, same_items, values_of
 from remat._stock import PRIVATE, is_stock
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
@@ -359,7 +359,7 @@ class Captured:
 
 
 def _parameters(attributes: dict[str, Any]) -> dict[str, Any]:
-    return dict(attributes.get("_parameters", {}))
+    return dict(attributes.get("_parameters", {}).items())
 
 
 def _sizes(attributes: dict[str, Any]) -> list[int]:
@@ -410,7 +410,7 @@ def _containers(objects: Sequence[Any], namespaces: Sequence[dict[str, Any]]) ->
                 room -= _EACH
             if len(container) <= limit:
                 room -= len(container)
-                near += _values(container)
+                near += values_of(container)
         values = near
     return [*found.values()]
 
@@ -434,11 +434,7 @@ _HOLDERS = {list, tuple, dict}
 def _modules_in(containers: Iterable[Any]) -> Iterator[torch.nn.Module]:
     for container in containers:
         if len(container) <= _MANY:
-            yield from (m for m in _values(container) if isinstance(m, torch.nn.Module))
-
-
-def _values(container: Any) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container
+            yield from (m for m in values_of(container) if isinstance(m, torch.nn.Module))
 
 
 _NO_CONTAINERS = (Tensor, torch.nn.Module, *_FUNCTIONS, *_CONSTANT)
