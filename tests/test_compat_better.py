@@ -9,6 +9,7 @@ import random
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import grad as grad_of
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import remat.compat
@@ -1360,6 +1362,102 @@ def test_decorator() -> None:
     assert_same(x.grad, z.grad)
     with pytest.raises(TypeError, match="must be callable"):
         REMAT.checkpoint(use_reentrant=False)(3)
+
+
+# After the last tensor that the backward needs.
+
+
+def add(h: Tensor, r: Tensor) -> Tensor:
+    h += r
+    return h
+
+
+def change_a_view(h: Tensor, r: Tensor) -> Tensor:
+    h.view(-1).mul_(2.0)
+    return h - r
+
+
+def read_before_and_after(h: Tensor, r: Tensor) -> Tensor:
+    z = h + 1.0
+    h -= r
+    return z - h.div_(3.0)
+
+
+def change_a_part(h: Tensor, r: Tensor) -> Tensor:
+    h += r
+    h[0] /= 2.0
+    return h
+
+
+def negate(h: Tensor, r: Tensor) -> Tensor:
+    return h.neg_() - r
+
+
+class Order(TorchDispatchMode):
+    """Notes the ops of a run in order, without those that autograd adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += [str(func)] if func is not torch.ops.aten.detach.default else []
+        return func(*args, **(kwargs or {}))
+
+
+ENDS = [add, change_a_view, read_before_and_after, change_a_part, negate]
+MATRICES = [(64, 64), (2, 32, 64)]
+
+
+@pytest.mark.parametrize("size", MATRICES, ids=str)
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("kept", [None, (), ("mm",), ("sin",), "order"], ids=str)
+def test_what_follows_the_last_product_in_place(kept: Any, end: Any, size: tuple[int, ...]) -> None:
+    results: deque[Tensor] = deque()
+    orders = Order(), Order()
+
+    def fun(x: Tensor) -> Tensor:
+        y = end(x.sin() @ W64, x + 1.0)
+        results.append(y.detach())
+        return y
+
+    contexts: dict[str, Any] = {}
+    if kept == "order":
+        contexts = {"context_fn": lambda: orders}
+    elif kept is not None:
+        ops = [getattr(torch.ops.aten, name).default for name in kept]
+        make = functools.partial(REMAT.create_selective_checkpoint_contexts, ops, allow_cache_entry_mutation=True)
+        contexts = {"context_fn": make}
+    x, z = leaf(numbers(*size)), leaf(numbers(*size))
+    ours(fun, x, **contexts).square().sum().backward()
+    expected = end(z.sin() @ W64, z + 1.0)
+    expected.square().sum().backward()
+    assert_same(x.grad, z.grad)
+    assert len(results) == 2
+    assert_same([*results], [expected.detach()] * 2)
+    if kept == "order":
+        assert orders[1].ops == orders[0].ops[: len(orders[1].ops)]
+
+
+@pytest.mark.parametrize("size", MATRICES, ids=str)
+@pytest.mark.parametrize("end", [add, change_a_view, read_before_and_after])
+def test_arithmetic_in_place_does_not_need_the_last_product(end: Any, size: tuple[int, ...]) -> None:
+    x = leaf(numbers(*size))
+    y = ours(lambda x: end(x.sin() @ W64, x + 1.0), x)
+    with CountOps() as ops:
+        y.sum().backward()
+    assert ops["mm"] == 1
+
+
+def test_what_a_policy_has_kept_and_the_function_changes_at_its_end() -> None:
+    """Nobody needs it in the rerun, as in torch's."""
+    for api in (TORCH, REMAT):
+        context_fn = functools.partial(api.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        x, z = leaf(numbers(2, 32, 64)), leaf(numbers(2, 32, 64))
+        y = api.checkpoint(lambda x: add(x.sin() @ W64, x), x, use_reentrant=False, context_fn=context_fn)
+        y.square().sum().backward()
+        add(z.sin() @ W64, z).square().sum().backward()
+        assert_same(x.grad, z.grad)
 
 
 # Silently wrong, or nobody's business: more that must be right.

@@ -15,7 +15,7 @@ from remat._errors import CheckpointError
 from remat._native import WRONG_COUNT, Graph, Saved, at_the_base, same, unpack, wrong_metadata
 from remat.compat._call import NO_CONTEXTS, Call, Contexts, UsesTransforms
 from remat.compat._rerun import Collector, Rerun
-from remat.compat._selective import Selective
+from remat.compat._selective import GivenBack, Selective
 
 TIP = (
     "To find the cause, pass debug=True to checkpoint, or call it under set_checkpoint_debug_enabled(True): the error "
@@ -107,6 +107,7 @@ class Region(Graph):
             collector = Collector(call.record, early_stop)
         else:
             collector = rerun = Rerun(call.record, tensors, early_stop, self._under_context, trusting, inner)
+            rerun.counter = self.rerun_context if isinstance(self.rerun_context, GivenBack) else None
         context = self.rerun_context
         if self._under_context and not self._is_complete:  # a backward inside of the forward, and of its context
             context = internals.DisableTorchDispatch()

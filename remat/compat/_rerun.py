@@ -28,6 +28,7 @@ from remat._watch import Watch
 from remat.compat._record import Outside, Record, Result, results_of
 from remat.compat._spared_calls import SparedCalls
 from remat.compat._torch_calls import (
+    ARITHMETIC,
     BACKWARDS,
     CONTAINERS,
     RENORMALIZING,
@@ -138,6 +139,7 @@ class Rerun(Collector, Watch):
         self._outside = {id(o.tensor): o for o in record.outside if o.tensor is not None}
         self.trusting = trusting
         self._is_sharded = internals.uses_fully_shard()
+        self._under_context = under_context
         self._unseen: Any = internals.DisableTorchDispatch if under_context else contextlib.nullcontext
         # A context may count the function's ops: those that are computed later have to come in the same order.
         self._may_spare = not under_context or not any(r.is_view for result in record.tail for r in results_of(result))
@@ -166,6 +168,10 @@ class Rerun(Collector, Watch):
     """Whether it reads something else than it would find."""
     _lazy = False
     """Whether calls are spared from then on."""
+    counter: Any = None
+    """What counts the ops, and can take back what it has counted."""
+    _counted = 0
+    """How many ops it had counted when the call began."""
 
     def _stop(self) -> None:
         func = self._running
@@ -176,8 +182,16 @@ class Rerun(Collector, Watch):
         elif self._aligned and self._position == self._tail_begin:
             self._lazy = True
             result = self._record.tail[0]
-            if type(result) is Result and not result.is_view and result.is_large and cuttable(func):
+            if type(result) is Result and not result.is_view and result.is_large and self._may_cut(func):
                 raise _Cut
+
+    def _may_cut(self, func: Any) -> bool:
+        """Whether the rest of a call need not run. If somebody reads its result after all, it runs as a whole."""
+        if not cuttable(func) or (self._under_context and self.counter is None):
+            return False
+        if self.counter is not None:
+            self.counter.rewind(self._counted)
+        return True
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -215,6 +229,8 @@ class Rerun(Collector, Watch):
             out = self._late(func, args, kwargs)
             return self.original_of(out) if changes else out
         self._running = func
+        if self.counter is not None:
+            self._counted = len(self.counter.seen)
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
         except _Cut:
@@ -368,6 +384,9 @@ class Rerun(Collector, Watch):
         """A call that nothing but the function itself needs."""
         at = self._position - self._tail_begin
         noted = self._record.tail[at] if self._lazy and self._aligned and 0 <= at < len(self._record.tail) else None
+        if self._changes_spared(func, args, kwargs, noted):
+            self.spared.add(func, args, kwargs, args[:1], writes=True)
+            return args[0]
         if noted is None or mutable(func) or kwargs.get("out") is not None or name_of(func) == "data_ptr":
             self._lazy = False
             self.spared.compute()
@@ -383,6 +402,13 @@ class Rerun(Collector, Watch):
         if self.spared and not mutable(func):
             self.spared.add(func, args, kwargs, out if isinstance(out, (list, tuple)) else (out,), is_view=True)
         return out
+
+    def _changes_spared(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], noted: Any) -> bool:
+        """Whether a call computes in place on what was not computed, and on nothing else."""
+        if func not in ARITHMETIC or type(noted) is not Result or kwargs or not self.spared.has(args[0]):
+            return False
+        with internals.DisableTorchFunction():
+            return args[0].requires_grad == noted.requires_grad
 
     def _spare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         with internals.DisableTorchFunction(), self._unseen():

@@ -123,9 +123,11 @@ class _Counter(internals.BareDispatchMode):
         super().__init__()
         self._counts: dict[int, int] = {}
         self._graph_task = -1
+        self.seen: list[int] = []
+        """The ops that count, by identity."""
 
     def __enter__(self) -> Any:
-        self._counts = {}
+        self._counts, self.seen = {}, []
         self._graph_task = internals.graph_task()
         return super().__enter__()
 
@@ -137,7 +139,14 @@ class _Counter(internals.BareDispatchMode):
         """The op, by its identity, for to hash it is a call of Python's, and its number."""
         number = self._counts.get(id(func), 0)
         self._counts[id(func)] = number + 1
+        self.seen.append(id(func))
         return id(func), number
+
+    def rewind(self, to: int) -> None:
+        """Forget the last ops: they will come again. `to`: how many come before."""
+        for key in self.seen[to:]:
+            self._counts[key] -= 1
+        del self.seen[to:]
 
 
 class Selective(_Counter):
@@ -215,7 +224,7 @@ class Selective(_Counter):
         return [kept for kept in self.cache.kept if kept.storage in storages]
 
 
-class _GivenBack(_Counter):
+class GivenBack(_Counter):
     """The context of the rerun: gives ops their kept results."""
 
     def __init__(self, cache: _Cache) -> None:
@@ -325,7 +334,7 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
 
 def _contexts(policy: Policy, allow_cache_entry_mutation: bool, preserve_rng_state: bool = False) -> Contexts:
     cache = _Cache()
-    return Selective(policy, allow_cache_entry_mutation, cache, preserve_rng_state), _GivenBack(cache)
+    return Selective(policy, allow_cache_entry_mutation, cache, preserve_rng_state), GivenBack(cache)
 
 
 def for_one_region(context_fn: Callable[[], Contexts], preserve_rng_state: bool) -> Contexts:

@@ -16,12 +16,21 @@ from remat.compat._torch_calls import all_of, replaced, tensors_in
 
 
 class _Spared(NamedTuple):
-    """A call that did not run, and the memory that its results belong into; or a view of such memory."""
+    """A call that did not run, and the memory that its results belong into.
+
+    It may also be a view of such memory that was made, or a change of it in place that was not.
+    """
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: list[weakref.ref[Tensor] | None]
+    writes: bool
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether somebody has such memory."""
+        return any(ref is not None and ref() is not None for ref in self.results)
 
 
 class _Later(NamedTuple):
@@ -59,10 +68,24 @@ class SparedCalls:
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def add(self, func: Any, args: Any, kwargs: Any, out: Sequence[Any], *, is_view: bool = False) -> None:
-        """A call did not run, and `out` has the memory of its results; or `out` may be a view of such memory."""
-        known = [(t, *self._places.get(id(t), (None, None))) for t in tensors_in(all_of(args, kwargs))]
-        places = [place if ref is not None and ref() is t else None for t, ref, place in known]
+    def _place_of(self, tensor: Tensor) -> _Later | None:
+        ref, place = self._places.get(id(tensor), (None, None))
+        return place if ref is not None and ref() is tensor else None
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether what a tensor contains was not computed."""
+        return self._place_of(tensor) is not None
+
+    def add(
+        self, func: Any, args: Any, kwargs: Any, out: Sequence[Any], *, is_view: bool = False, writes: bool = False
+    ) -> None:
+        """A call did not run, and `out` has the memory of its results; or `out` may be a view of such memory.
+
+        **Arguments:**
+
+        - `writes`: whether the call is a change in place, of memory or a view of it.
+        """
+        places = [*map(self._place_of, tensors_in(all_of(args, kwargs)))]
         if is_view and not any(places):
             return
         later = iter(places)
@@ -71,20 +94,21 @@ class SparedCalls:
         for number, (t, ref) in enumerate(zip(out, refs, strict=True)):
             if ref is not None:
                 self._places[id(t)] = ref, _Later(len(self._calls), number)
-        self._calls.append(_Spared(func, args, kwargs, [None] * len(refs) if is_view else refs))
+        self._calls.append(_Spared(func, args, kwargs, [None] * len(refs) if is_view or writes else refs, writes))
 
     def compute(self) -> None:
         """Somebody reads what they return."""
         calls = self._calls
         self.clear()
         found: list[Any] = []
-        for func, args, kwargs, results in calls:
-            args, kwargs = _filled(args, found), _filled(kwargs, found)
+        for call in calls:
+            args, kwargs = _filled(call.args, found), _filled(call.kwargs, found)
             with torch.no_grad():
-                out = func(*args, **kwargs)
+                out = call.func(*args, **kwargs)
             found.append(out if isinstance(out, (list, tuple)) else (out,))
-            with internals.DisableTorchFunction(), self._unseen():
-                for t, ref in zip(found[-1], results, strict=True):
+        with internals.DisableTorchFunction(), self._unseen():
+            for call, computed in zip(calls, found, strict=True):
+                for t, ref in zip(computed, call.results, strict=True):
                     memory = ref() if ref is not None else None
                     if memory is None:
                         continue
@@ -96,11 +120,11 @@ class SparedCalls:
 
     def finish(self) -> None:
         """The function has returned and its result is gone: what is left of their memory belongs to somebody."""
-        while self._calls:
-            if any(ref is not None and ref() is not None for ref in self._calls[-1].results):
-                self.compute()
-                return
+        if not any(call.is_alive for call in self._calls):
+            self.clear()
+        while self._calls and not (self._calls[-1].is_alive or self._calls[-1].writes):
             self._calls.pop()
+        self.compute()
 
     def clear(self) -> None:
         """Nobody will read what they return."""

@@ -51,6 +51,11 @@ def may_change(func: Any, kwargs: dict[str, Any] | None) -> bool:
     return mutable(func) or bool(kwargs and not _TELLING.isdisjoint(kwargs))
 
 
+_ARITHMETIC = ("add", "sub", "mul", "div", "truediv")
+ARITHMETIC = {f for n in _ARITHMETIC for f in (getattr(Tensor, f"{n}_", None), getattr(Tensor, f"__i{n}__", None)) if f}
+"""Calls that compute on their first argument in place, and return it."""
+
+
 def name_of(func: Any) -> str:
     """What a torch function is called."""
     return str(getattr(func, "__name__", func))
