@@ -60,6 +60,18 @@ def test_make_bench_runs_every_script_that_needs_no_gpu() -> None:
     assert sorted(line.split()[2:]) == sorted(set(SCRIPTS) - {"gpu"})
 
 
+def test_architectures_of_transformers() -> None:
+    pytest.importorskip("transformers")
+    names = "falcon", "mobilevit", "olmo_hybrid"  # a product changed in place, BatchNorm, a dict that makes its values
+    done = python(BENCH / "peers" / "architectures.py", *names)
+    assert "3 architectures of 3" in done.stdout, done.stdout + done.stderr
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines()]
+    found = [(way, [int(n) for n in counts]) for _, way, *counts in filter(None, rows) if way.startswith("remat")]
+    assert len(found) == 11
+    assert [(way, counts) for way, counts in found if counts[1:3] != [0, 0]] == [], done.stdout
+    assert all(counts[0] == 3 for _, counts in found[:5]), done.stdout  # of `.backward()`
+
+
 def made_up(folder: Path, script: str = "", ratio: str = "", value: float | None = 0.0) -> Path:
     """Results that meet every target exactly, but for one."""
     for name, targets in check.TARGETS.items():

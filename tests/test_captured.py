@@ -923,3 +923,20 @@ def test_hooks_of_a_view_are_moved_while_a_run_looks_on() -> None:
     loss(remat, x).backward()
     loss(plain, y).backward()
     assert_same(x.grad, y.grad)
+
+
+@SOME
+@pytest.mark.parametrize("name", ["__rsub__", "__rpow__", "__rtruediv__"])
+def test_methods_of_torch_in_a_cell(name: str, transform: str) -> None:
+    """They are functions of Python's that refer to themselves, and stay the same."""
+    method = getattr(Tensor, name)
+
+    def fun(x: Tensor) -> Tensor:
+        y = x + 3.0
+        y += 1.0
+        return method(y, 2.0)
+
+    def of(ck: Decorator) -> Any:
+        return TRANSFORMS[transform](ck(fun), numbers(3, 3))
+
+    assert_same(of(remat), of(plain))

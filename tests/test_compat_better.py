@@ -1460,6 +1460,17 @@ def test_what_a_policy_has_kept_and_the_function_changes_at_its_end() -> None:
         assert_same(x.grad, z.grad)
 
 
+@both_variants
+def test_packets_of_ops(variant: str) -> None:
+    """That an op can be told where to write does not mean that it writes there."""
+    aten = torch.ops.aten
+    _, checkpoint = VARIANTS[variant]
+    x, z = leaf(numbers(3, 3)), leaf(numbers(3, 3))
+    checkpoint(lambda x: aten.mm(aten.sin(x), x), x).sum().backward()
+    aten.mm(aten.sin(z), z).sum().backward()
+    assert_same(x.grad, z.grad)
+
+
 # Silently wrong, or nobody's business: more that must be right.
 
 

@@ -35,7 +35,8 @@ def looks_up(func: Any) -> bool:
 def mutable(func: Any) -> bool:
     """Whether a torch function may write to its arguments, or to `.grad`."""
     if isinstance(func, _OPS[0]):
-        return any(getattr(func, name)._schema.is_mutable for name in func.overloads())
+        arguments = [a for name in func.overloads() for a in getattr(func, name)._schema.arguments if a.name != "out"]
+        return any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
     if isinstance(func, _OPS[1]):
         return bool(func._schema.is_mutable)
     return may_write(func) or func in BACKWARDS or func in RENORMALIZING or func == SET_DATA
