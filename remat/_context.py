@@ -185,7 +185,7 @@ class KeptDraws(OpMode):
         super().__init__()
         self._drawn: list[tuple[Any, list[Tensor]]] = []
 
-    def op(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         if schema_of(func).draws:
             self._drawn.append((func, [t.clone() for t in flat(out)]))
@@ -213,7 +213,7 @@ class _Redraw(OpMode):
         super().__init__()
         self._left = iter(drawn)
 
-    def op(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         schema = schema_of(func)
         if not schema.draws:
             return func(*args, **kwargs)

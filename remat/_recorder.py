@@ -116,7 +116,7 @@ class Recorder(OpMode):
         """By what a storage contained before an op wrote to it: what that wrote to, and what was there then."""
         self._read: set[Token] = set()
 
-    def op(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         reader = self._reader
         if func is DETACH:
             return func(*args, **kwargs)

@@ -72,7 +72,7 @@ class Replay(OpMode):
                 self._fill([raw.untyped_storage(), *self._losing(raw.untyped_storage())])
             self._reader.give_away(raw)
 
-    def op(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         reader = self._reader
         if func is DETACH:
             return func(*args, **kwargs)
@@ -237,7 +237,7 @@ class Replay(OpMode):
         args = [_over(x, memory) for x in call.args]
         kwargs = {k: _over(v, memory) for k, v in call.kwargs.items()}
         state = self._before.get(call.token)
-        with contextlib.nullcontext() if state is None else state.replayed():
+        with contextlib.nullcontext() if state is None else state.replayed(), internals.views_resolved():
             out = call.schema.func(*args, **kwargs)
         values, targets = self._reader.values, call.schema.written(args, kwargs)
         for t, output in zip(flat(out), outputs_of(values, call, out, targets), strict=True):

@@ -106,13 +106,13 @@ _SHAPES: dict[Any, Callable[..., tuple[int, ...]]] = {
 }
 
 
-class _WithoutProducts(internals.TorchDispatchMode):
+class _WithoutProducts(internals.DispatchMode):
     """Within it, products return memory that nobody has written."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         shape = _SHAPES.get(func)
         if shape is None or any(type(t) not in _PLAIN or t.layout is not torch.strided for t in args):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         return args[-1].new_empty(shape(*args))
 
 

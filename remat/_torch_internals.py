@@ -63,17 +63,6 @@ from torch.utils.checkpoint import _CachingTorchDispatchMode, create_selective_c
 from torch.utils.hooks import RemovableHandle
 
 
-class BareDispatchMode(TorchDispatchMode):
-    """A mode whose handler is called as it is: torch turns dynamo off around that of others, for 4 µs a call.
-
-    Its handler is to be `left_alone_by_dynamo`: what is compiled inside of the mode would have it compiled too.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
 class SingleLevelFunction(_SingleLevelFunction):
     """An autograd node for one level of functorch's stack; `autograd.Function` refuses to be used there."""
 
@@ -745,6 +734,46 @@ def left_alone_by_dynamo(fun: F) -> F:
     """
     set_code_exec_strategy(fun.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return fun
+
+
+def _is_complex(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_complex()
+
+
+@contextlib.contextmanager
+def views_resolved() -> Iterator[None]:
+    """Within it, in a mode, ops do what they do without one.
+
+    torch runs what a mode calls without the keys that resolve conjugate and negative views. So kernels that make such
+    views themselves, as that of `linalg.pinv` does, read past them (pytorch/pytorch#198118; seen in 2.13).
+    """
+    key, not_excluded = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
+    with not_excluded(key.Conjugate, False), not_excluded(key.Negative, False):
+        yield
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that sees every aten op below all transforms, in `_op`. Complex ops do in it what they do without it."""
+
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Do an op."""
+        return func(*args, **kwargs)
+
+    @left_alone_by_dynamo
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with DisableTorchFunction():  # the user has not called what is called here
+            if not any(map(_is_complex, args)):
+                return self._op(func, args, kwargs or {})
+            with views_resolved():
+                return self._op(func, args, kwargs or {})
+
+
+class BareDispatchMode(DispatchMode):
+    """A mode whose handler is called as it is: torch turns dynamo off around that of others, for 4 µs a call."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def compiling() -> bool:

@@ -307,15 +307,6 @@ class OpMode(internals.BareDispatchMode):
         """The torch call that is running: function, args, kwargs. None between two."""
         return None if self._calls is None else self._calls.current
 
-    @internals.left_alone_by_dynamo
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with internals.DisableTorchFunction():  # the user has not called what is called here
-            return self.op(func, args, kwargs or {})
-
-    def op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do an op."""
-        return func(*args, **kwargs)
-
     def accessed(self, tensor: Tensor) -> None:
         """The memory of a tensor is given away: whoever has it may read it, and write to it."""
 

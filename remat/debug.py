@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import optree
 import torch
 from typing_extensions import Self
 
-from remat._torch_internals import TorchDispatchMode
+from remat._torch_internals import DispatchMode
 
 __all__ = ["LiveBytes"]
 
@@ -26,7 +26,7 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
                 pass
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(DispatchMode):
     """Measure the live bytes of all tensors made while the context is active.
 
     Each torch op that runs in the context is seen below every `torch.func` transform and below autograd. A
@@ -88,15 +88,7 @@ class LiveBytes(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         # What an op reads and no op has made was there before. The one exception is `torch.tensor(...)`: its
         # new storage shows first as the argument of `lift_fresh`.
         if func is not torch.ops.aten.lift_fresh.default:

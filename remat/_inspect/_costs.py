@@ -17,16 +17,16 @@ from remat._names import current_name
 from remat._remat import plainly
 
 
-class _Flops(internals.TorchDispatchMode):
+class _Flops(internals.DispatchMode):
     """Adds up the floating point operations of the ops that run, as torch's flop counter knows them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.total += _flops_of(func, args, kwargs or {}, out)
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        self.total += _flops_of(func, args, kwargs, out)
         return out
 
 
@@ -109,15 +109,14 @@ class OpCosts(Sequence[OpCost]):
         return table(("op", "count", "size", "FLOPs", "time"), rows, left=(0,))
 
 
-class _Costs(internals.TorchDispatchMode):
+class _Costs(internals.DispatchMode):
     """Weighs the ops that policies are asked about."""
 
     def __init__(self) -> None:
         super().__init__()
         self.costs: dict[str, OpCost] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         start = time.perf_counter()
         out = func(*args, **kwargs)
         for device in {t.device for t in tensors(out) if t.device.type not in ("cpu", "meta")}:

@@ -37,7 +37,7 @@ class _Origin:
         self.why, self.where = f"named {name!r}", call_site()
 
 
-class Origins(internals.TorchDispatchMode):
+class Origins(internals.DispatchMode):
     """Sees which storages a function makes, and where it first reads the others."""
 
     def __init__(self) -> None:
@@ -50,8 +50,7 @@ class Origins(internals.TorchDispatchMode):
         origin = self.made.get(id(storage))
         return origin if origin is not None and origin.storage() is storage else None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is not torch.ops.aten.lift_fresh.default:  # it is given what `torch.tensor` has just made
             for storage in (t.untyped_storage() for t in tensors((args, kwargs))):
                 if self.of(storage) is None and id(storage) not in self.read:

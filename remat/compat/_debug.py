@@ -60,7 +60,7 @@ def _describe(value: Any) -> str:
     return repr(value)
 
 
-class _Trace(internals.TorchDispatchMode):
+class _Trace(internals.DispatchMode):
     """Notes the ops of one run."""
 
     def __init__(self) -> None:
@@ -71,8 +71,7 @@ class _Trace(internals.TorchDispatchMode):
         self.ops = []
         return super().__enter__()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten.detach.default:  # the hooks make some, and not the same in both runs
             return func(*args, **kwargs)
         shown = [*map(_describe, args), *(f"{k}={_describe(v)}" for k, v in kwargs.items())]

@@ -181,9 +181,7 @@ class Selective(_Counter):
             kept.settle()
         self._unsettled = []
 
-    @internals.left_alone_by_dynamo
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.ignores(func):
             return func(*args, **kwargs)
         if self._unsettled:
@@ -231,9 +229,7 @@ class GivenBack(_Counter):
         super().__init__()
         self._cache = cache
 
-    @internals.left_alone_by_dynamo
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.ignores(func):
             return func(*args, **kwargs)
         key = self.key(func)

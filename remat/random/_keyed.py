@@ -110,7 +110,7 @@ def _from_explicit_generator(args: Any, kwargs: Any) -> bool:
     return any(isinstance(arg, torch.Generator) and not is_global(arg) for arg in (*args, *kwargs.values()))
 
 
-class _Guard(internals.TorchDispatchMode):
+class _Guard(internals.DispatchMode):
     """Stops an op that has drawn from a global generator, and undoes the draw."""
 
     supports_higher_order_operators = True
@@ -119,8 +119,7 @@ class _Guard(internals.TorchDispatchMode):
         super().__init__()
         self._threading = threading
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._threading.suspended or not _may_draw(func) or _from_explicit_generator(args, kwargs):
             return func(*args, **kwargs)
         # Whether it draws depends on its arguments, such as dropout_p=0: look if it did.
