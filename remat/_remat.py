@@ -24,7 +24,7 @@ from remat._run import Run
 from remat._static import StaticArguments, as_tuple
 from remat._unwatched import unwatched
 from remat._watch import active_watches
-from remat.policies import Policy, as_policy
+from remat.policies import Policy, as_policy, nothing_saveable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,7 +57,8 @@ class Remat(Generic[P, R]):
         functools.update_wrapper(self, fun, updated=("__dict__",) if isinstance(fun, types.FunctionType) else ())
         self._options = options
         self._name = _name(fun)
-        self._policy = None if options.policy is None or _compile.tracing() else as_policy(options.policy)
+        policy = None if options.policy is None or _compile.tracing() else as_policy(options.policy)
+        self._policy = None if policy == nothing_saveable else policy
         self._static = StaticArguments(fun, self._name, options.static_argnums, options.static_argnames)
         self._may_be_unwatched = options.preserve_rng_state and not (options.static_argnums or options.static_argnames)
 

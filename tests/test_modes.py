@@ -36,7 +36,7 @@ def selective(fun: Any) -> Any:
 
 
 MODES: dict[str, Callable[[Any], Any]] = {
-    "nothing": lambda fun: remat(fun, policy=policies.nothing_saveable),
+    "nothing": lambda fun: remat(fun, policy=policies.save_ops()),
     "dots": lambda fun: remat(fun, policy=policies.dots_saveable),
     "everything": lambda fun: remat(fun, policy=policies.everything_saveable),
     "selective": selective,

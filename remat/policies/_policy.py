@@ -115,7 +115,7 @@ class Constant(Policy):
     """The same decision for every op: `everything_saveable` and `nothing_saveable`.
 
     To save everything is not to go without remat: values that neither the backward pass nor the rerun reads
-    are not kept.
+    are not kept. To save nothing is to give `remat` no policy.
 
     **Source:** `jax.checkpoint_policies`.
 
