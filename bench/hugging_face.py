@@ -1,0 +1,121 @@
+"""Models of Transformers with each layer checkpointed by the library's switch: torch's checkpoint and ours behind it.
+
+8 layers, forward and backward: of width 32 on 2 x 8 tokens, where all is Python, and of width 256 on 4 x 256 tokens.
+Then the gradients of each of 4 samples, of 4 layers of width 128 on 128 tokens. The policy keeps the results of
+products with weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+import transformers
+from _common import Benchmark, Run
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from remat import policies
+from remat.nn import checkpoint_with
+
+POLICY = policies.dots_with_no_batch_dims_saveable
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def gpt2(width: int, layers: int) -> Any:
+    config = transformers.GPT2Config(
+        n_layer=layers, n_embd=width, n_head=4, vocab_size=100, bos_token_id=0, eos_token_id=0, **NO_DROPOUT
+    )
+    return transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager")
+
+
+def llama(width: int, layers: int) -> Any:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=100,
+    )
+    return transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager")
+
+
+def by_torch(**options: Any) -> Callable[..., Any]:
+    return functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, **options)
+
+
+# What the library's switch is given.
+FUNCTIONS: dict[str, Callable[..., Any] | None] = {
+    "no remat": None,
+    "torch, non-reentrant": by_torch(),
+    "torch, selective": by_torch(context_fn=functools.partial(create_selective_checkpoint_contexts, POLICY)),
+    "remat": checkpoint_with(None),
+    "remat, policy": checkpoint_with(POLICY),
+}
+
+
+def loss(model: Any, params: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    batch = {"input_ids": tokens[None], "labels": tokens[None], "use_cache": False}
+    return functional_call(model, params, (), batch).loss
+
+
+def step(model: Any, tokens: Tensor) -> Run:
+    def run() -> None:
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        model.zero_grad()
+
+    return run
+
+
+def per_sample_gradients(model: Any, tokens: Tensor) -> Run:
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    return functools.partial(vmap(grad(functools.partial(loss, model)), in_dims=(None, 0)), params, tokens)
+
+
+def runs(model: Any, tokens: Tensor, make: Callable[[Any, Tensor], Run]) -> dict[str, Run | str]:
+    """The same work in each way."""
+    found: dict[str, Run | str] = {}
+    for way, function in FUNCTIONS.items():
+        switched = copy.deepcopy(model).train()
+        if function is not None:
+            switched._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+        found[way] = make(switched, tokens)
+    return found
+
+
+def main() -> None:
+    bench = Benchmark(__file__, __doc__)
+    transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", message="There is a performance drop")
+    layers = 2 if bench.fast else 8
+    models = {"GPT-2": gpt2, "Llama": llama}
+    for width, batch, length in [(32, 2, 8)] if bench.fast else [(32, 2, 8), (256, 4, 256)]:
+        tokens = torch.randint(100, (batch, length))
+        works = {
+            f"{name}, width {width}, {batch} x {length} tokens": runs(make(width, layers), tokens, step)
+            for name, make in models.items()
+        }
+        bench.measure(works, rounds=11, repeats=5 if width == 32 else 1)
+    width, length = (32, 8) if bench.fast else (128, 128)
+    tokens = torch.randint(100, (4, length))
+    works = {
+        f"{name}, gradients of each sample": runs(make(width, layers // 2), tokens, per_sample_gradients)
+        for name, make in models.items()
+    }
+    bench.measure(works, rounds=11)
+    for rows in bench.sections.values():
+        for way, row in rows.items():
+            if row.seconds and way != "no remat":
+                row.notes["of no remat"] = f"{row.over(rows['no remat']):.2f}"
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()
