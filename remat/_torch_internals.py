@@ -736,10 +736,6 @@ def left_alone_by_dynamo(fun: F) -> F:
     return fun
 
 
-def _is_complex(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_complex()
-
-
 @contextlib.contextmanager
 def views_resolved() -> Iterator[None]:
     """Within it, in a mode, ops do what they do without one.
@@ -755,6 +751,10 @@ def views_resolved() -> Iterator[None]:
 class DispatchMode(TorchDispatchMode):
     """A mode that sees every aten op below all transforms, in `_op`. Complex ops do in it what they do without it."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the handler is marked: torch would put a function around it, for 4 µs a call
+
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do an op."""
         return func(*args, **kwargs)
@@ -762,18 +762,11 @@ class DispatchMode(TorchDispatchMode):
     @left_alone_by_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with DisableTorchFunction():  # the user has not called what is called here
-            if not any(map(_is_complex, args)):
-                return self._op(func, args, kwargs or {})
-            with views_resolved():
-                return self._op(func, args, kwargs or {})
-
-
-class BareDispatchMode(DispatchMode):
-    """A mode whose handler is called as it is: torch turns dynamo off around that of others, for 4 µs a call."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
+            for x in args:
+                if isinstance(x, Tensor) and x.is_complex():
+                    with views_resolved():
+                        return self._op(func, args, kwargs or {})
+            return self._op(func, args, kwargs or {})
 
 
 def compiling() -> bool:

@@ -293,7 +293,7 @@ class _Calls(TorchFunctionMode):
         return out
 
 
-class OpMode(internals.BareDispatchMode):
+class OpMode(internals.DispatchMode):
     """A mode that sees the ops, and also the calls that give away the memory of a tensor, to numpy or to a kernel."""
 
     def __init__(self, *, looks_at_calls: bool = True) -> None:

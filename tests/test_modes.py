@@ -1,6 +1,7 @@
 """In modes of ours, ops do what they do without one."""
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -58,3 +59,18 @@ def test_what_a_kernel_conjugates(way: str) -> None:
         return [y.detach(), a.grad]
 
     assert_same(run(MODES[way](inverted)), run(inverted))
+
+
+@pytest.mark.parametrize("way", ["dots", "selective", "LiveBytes"])
+def test_no_function_of_dynamo_around_each_op(way: str) -> None:
+    """torch puts one around the handler of a mode, unless the mode says that it need not."""
+    fun = MODES[way](lambda x: (x @ x).sin())
+    x = numbers(3, 3).requires_grad_()
+    files: set[str] = set()
+    sys.setprofile(lambda frame, event, arg: files.add(frame.f_code.co_filename))
+    try:
+        fun(x).sum().backward()
+    finally:
+        sys.setprofile(None)
+    assert any("remat" in file for file in files)
+    assert not any("_dynamo" in file for file in files)

@@ -113,7 +113,7 @@ class _Cache:
         self.kept: list[_Kept] = []
 
 
-class _Counter(internals.BareDispatchMode):
+class _Counter(internals.DispatchMode):
     """Numbers the calls of each op in one run.
 
     The ops of a backward inside of the function do not count: they need not be the same in both runs.
