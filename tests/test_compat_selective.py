@@ -233,6 +233,67 @@ def test_two_backward_passes_and_double_backward(policy: Any) -> None:
     assert_same(run(REMAT), run(None))
 
 
+def attention(x: Tensor) -> Tensor:
+    q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (x @ WEIGHT).chunk(3, -1))
+    return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+WEIGHT = numbers(8, 24)
+
+
+def test_what_was_given_back_is_not_held() -> None:
+    """Views of the product are copied: after that it is there no longer than with torch."""
+
+    def run(api: Any) -> tuple[Tensor, int]:
+        x = leaf(numbers(2, 16, 8))
+        with LiveBytes() as meter:
+            y = attention(x) if api is None else call(api, [mm], attention, x)
+            y.sum().backward()
+        return x.grad, meter.peak
+
+    (actual, peak), (expected, _) = run(REMAT), run(None)
+    assert_same(actual, expected)
+    assert peak <= run(TORCH)[1]
+
+
+@torch.library.custom_op("remat_tests::seen", mutates_args=())
+def seen_op(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+seen_op.register_autograd(
+    lambda ctx, g: g * ctx.saved_tensors[0].cos(),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def test_results_that_each_have_a_backward_of_their_own() -> None:
+    """What was given back to the first is computed again for the second, unless the op is not one of torch's."""
+
+    def fun(x: Tensor) -> tuple[Tensor, Tensor]:
+        first = seen_op(x @ x).sin()
+        return first, (torch.bernoulli(torch.full_like(x, 0.5)) * (x @ x.T)).exp()
+
+    def run(api: Any) -> Any:
+        torch.manual_seed(0)
+        x = leaf(numbers(3, 3))
+        keeps = lambda ctx, op, *args, **kwargs: P.MUST_SAVE  # noqa: E731
+        results = fun(x) if api is None else call(api, keeps, fun, x)
+        ops = []
+        for result in results:
+            with CountOps() as count:
+                result.sum().backward()
+            ops.append([count[name] for name in ("mm", "bernoulli", "seen")])
+        return x.grad, torch.get_rng_state(), ops
+
+    (*actual, ops), (*expected, without) = run(REMAT), run(None)
+    assert_same(actual, expected)
+    assert (ops[0], without) == (without[0], [[2, 0, 0], [2, 0, 0]])
+    assert ops[1] == [4, 1, 0]
+    with pytest.raises(RuntimeError, match="extra time"):
+        run(TORCH)
+
+
 @pytest.mark.parametrize("policy", [[add_], lambda ctx, op, *a, **k: P.MUST_SAVE if op is add_ else P.PREFER_RECOMPUTE])
 def test_an_in_place_op_whose_result_is_saved(policy: Any) -> None:
     def fun(x: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def test_what_a_kernel_conjugates(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["dots", "selective", "LiveBytes"])
 def test_no_function_of_dynamo_around_each_op(way: str) -> None:
-    """torch puts one around the handler of a mode, unless the mode says that it need not."""
+    """There would be one around the handler of a mode that does not say that it needs none."""
     fun = MODES[way](lambda x: (x @ x).sin())
     x = numbers(3, 3).requires_grad_()
     files: set[str] = set()

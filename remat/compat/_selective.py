@@ -111,6 +111,7 @@ class _Cache:
     def __init__(self) -> None:
         self.entries: dict[tuple[int, int], Any] = {}
         self.kept: list[_Kept] = []
+        """All of it, while the forward runs."""
 
 
 class _Counter(internals.DispatchMode):
@@ -171,6 +172,7 @@ class Selective(_Counter):
 
     def __exit__(self, *args: Any) -> Any:
         self._settle()
+        self.cache.kept = []
         super().__exit__(*args)
         if self._error is not None:  # Python takes it for an unknown operand of `@`, and hides it
             error, self._error = self._error, None
@@ -228,6 +230,12 @@ class GivenBack(_Counter):
     def __init__(self, cache: _Cache) -> None:
         super().__init__()
         self._cache = cache
+        self._is_last = False
+
+    def __enter__(self) -> Any:
+        in_backward = internals.graph_task() != -1 and not internals.graph_is_retained()
+        self._is_last = in_backward and internals.accumulates_into_all_leaves()
+        return super().__enter__()
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.ignores(func):
@@ -251,6 +259,8 @@ class GivenBack(_Counter):
         if drawn is not None:  # so that the ops after it draw what they drew
             drawn.put_back()
         leaves = [x.get(func) if isinstance(x, _Kept) else x for x in kept]
+        if self._is_last and _is_repeatable(func, drawn is not None):
+            self._cache.entries[key] = None  # not held any longer: should another backward ask for it, the op runs
         if _is_mutable(func):
             return args[0].copy_(leaves[0])
         return _tree.unflatten(spec, leaves)
@@ -270,6 +280,11 @@ def _is_strided(out: Any) -> bool:
 @functools.cache
 def _is_mutable(func: Any) -> bool:
     return isinstance(func, OpOverload) and bool(func._schema.is_mutable)
+
+
+def _is_repeatable(func: Any, draws_again: bool) -> bool:
+    """Whether an op may run again. `draws_again`: whether it draws what it has drawn."""
+    return getattr(func, "namespace", "") == "aten" and (draws_again or not schema_of(func).draws)
 
 
 @functools.cache
