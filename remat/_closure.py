@@ -100,18 +100,18 @@ def _spaces(roots: Iterable[Any]) -> list[Space]:
             continue
         if pieces := parts(obj):
             todo += [(p, depth) for p in pieces]
-        elif depth <= 0:
             continue
-        elif isinstance(obj, (list, tuple, dict)):
+        if depth <= 0:
+            continue
+        if isinstance(obj, (list, tuple, dict)):
             if not isinstance(obj, tuple) and id(obj) not in found and (items := items_of(obj, _FEW)):
                 found[id(obj)] = items
             if len(obj) <= _FEW:
                 todo += [(o, depth - 1) for o in values_of(obj)]
-        else:
-            attributes = getattr(obj, "__dict__", None)
-            if isinstance(attributes, dict) and id(attributes) not in found and not is_shared(obj):
-                found[id(attributes)] = Space(attributes)
-                todo += [(o, depth - 1) for o in attributes.values()]
+        attributes = getattr(obj, "__dict__", None)
+        if isinstance(attributes, dict) and id(attributes) not in found and not is_shared(obj):
+            found[id(attributes)] = Space(attributes)
+            todo += [(o, depth - 1) for o in attributes.values()]
     return list(found.values())
 
 

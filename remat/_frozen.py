@@ -123,7 +123,7 @@ class Held(Frozen):
     def stand_in(self) -> Tensor:
         """What to find in the place of one that is gone: to compute with it is an error."""
         shape, dtype, device = self._meta
-        with internals.DisableTorchFunction():
+        with internals.DisableTorchFunction(), internals.DisableTorchDispatch():  # the function has not called it
             return torch.empty((), dtype=dtype, device=device).expand(shape).as_subclass(_Gone)
 
 

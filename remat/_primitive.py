@@ -90,6 +90,7 @@ class RematNode(internals.SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, link: Link, values: Values, shared: set[int], *operands: Tensor) -> tuple[Tensor, ...]:
         ctx.link = link
+        ctx.tape = link.fn.call.tape
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)
         return _unshared(values, shared)
@@ -97,6 +98,8 @@ class RematNode(internals.SingleLevelFunction):
     @staticmethod
     @internals.left_alone_by_dynamo
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        if all(c is None for c in cotangents):  # the function cuts the graph: the node may have been freed
+            return (None,) * len(ctx.needs_input_grad)
         link: Link = ctx.link
         operands: tuple[Tensor, ...] = ctx.saved_tensors
         if link.versions:
@@ -104,7 +107,7 @@ class RematNode(internals.SingleLevelFunction):
                 link.check_versions(operands)
         grads = gradients(link, operands, ctx.needs_input_grad[3:], cotangents)
         if not internals.graph_is_retained():
-            ctx.link = None  # what the function closes over goes with the saved operands
+            ctx.link = ctx.tape = None  # what the function closes over goes with the saved operands
         return None, None, None, *grads
 
 
@@ -118,7 +121,7 @@ class RematOverGraph(internals.SingleLevelFunction):
     def forward(
         ctx: Any, fn: Derived, graph: OwnGraph, values: Values, shared: set[int], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.fn, ctx.graph = fn, graph
+        ctx.fn, ctx.graph, ctx.tape = fn, graph, fn.call.tape
         ctx.set_materialize_grads(False)
         return _unshared(values, shared)
 
@@ -133,9 +136,11 @@ class RematOverGraph(internals.SingleLevelFunction):
         count = len(cotangents)
         needed = ctx.needs_input_grad[4 + count :]
         if not internals.graph_is_retained():
-            ctx.fn = ctx.graph = None
-        if graph is not None and all(c is None for c in cotangents):
-            graph.skip()
+            ctx.fn = ctx.graph = ctx.tape = None
+        if all(c is None for c in cotangents):
+            if graph is not None:
+                graph.skip()
+            return (None,) * len(ctx.needs_input_grad)
         if not (
             torch.is_grad_enabled()
             or internals.transforms_active()
@@ -152,14 +157,19 @@ class RematOverGraph(internals.SingleLevelFunction):
             for (node, number), operand in zip(ctx.next_functions[count:], operands, strict=True):
                 if node is not None and not internals.is_end_of(node, number, operand):
                     raise CheckpointError(_DETACHED.format(fn.call.name, list(operand.shape), operand.dtype))
-        grads = gradients(Link(fn, range(count)), operands, needed, cotangents)
+        grads = gradients(Link(fn, range(count)), operands, needed, cotangents, is_last=graph.may_skip)
         return None, None, None, None, *[None] * count, *grads
 
 
 def gradients(
-    link: Link, operands: Sequence[Tensor], needed: Sequence[bool], cotangents: Sequence[Tensor | None]
+    link: Link,
+    operands: Sequence[Tensor],
+    needed: Sequence[bool],
+    cotangents: Sequence[Tensor | None],
+    *,
+    is_last: bool = True,
 ) -> list[Any]:
-    """The gradients of a node's operands."""
+    """The gradients of a node's operands. `is_last`: whether nothing else in this backward pass computes again."""
     wrt = [i for i, n in enumerate(needed) if n]
     given = [i for i, c in enumerate(cotangents) if c is not None]
     grads: list[Any] = [None] * len(operands)
@@ -167,7 +177,8 @@ def gradients(
         call = link.fn.call
         if call.tape is not None:
             read = [*filter(call.tape.was_read, operands), *(c for c in cotangents if c is not None)]
-            call.last_rerun = not (internals.graph_is_retained() or any(map(internals.requires_grad_below, read)))
+            retained = internals.graph_is_retained() or any(map(internals.requires_grad_below, read))
+            call.last_rerun = is_last and not retained
         try:
             with paused_runs():
                 results = _differentiate(

@@ -380,7 +380,9 @@ class Recorder(OpMode):
         saved: set[int] = set()
         if self._read & tokens.keys():
             nodes = internals.nodes_behind((n for r in results for n in internals.nodes_of(r)), self._since)
-            saved = {id(t.untyped_storage()) for t in internals.saved_tensors(nodes) if plain(t)}
+            tapes = [tape for n in nodes if isinstance(tape := getattr(n, "tape", None), Tape)]  # of calls inside
+            kept = [k.memory for tape in tapes for k in tape.kept.values()]
+            saved = {id(t.untyped_storage()) for t in (*internals.saved_tensors(nodes), *kept) if plain(t)}
         return {
             token
             for token, r in tokens.items()

@@ -123,7 +123,7 @@ def tensor_of(ref: Ref, value: Any) -> Tensor:
     """The tensor, over a storage or a tensor with its value."""
     if not isinstance(value, Tensor):
         return ref.over(value)
-    if value.dtype is not ref.dtype or ref.conjugated or value.is_conj():
+    if value.dtype is not ref.dtype or ref.conjugated or ref.negated or value.is_conj() or value.is_neg():
         return ref.over(value.untyped_storage())
     size, stride, offset = ref.size, ref.stride, ref.offset
     if value.size() == size and value.stride() == stride and value.storage_offset() == offset:

@@ -19,6 +19,7 @@ from remat._values import (
     OpCall,
     Token,
     Values,
+    flagged,
     flat,
     plain,
 )
@@ -37,10 +38,13 @@ class Output(NamedTuple):
     offset: int
     dtype: torch.dtype
     device: torch.device
+    conjugated: bool
+    negated: bool
 
     def over(self, storage: Any) -> Tensor:
+        """The tensor, over a storage with this value."""
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
+        return flagged(empty.set_(storage, self.offset, self.size, self.stride), self.conjugated, self.negated)
 
 
 class Changed(NamedTuple):
@@ -120,8 +124,8 @@ _make_output: Callable[[Any], Output] = functools.partial(tuple.__new__, Output)
 
 
 def _output(token: Token, t: Tensor, storage: Any) -> Output:
-    offset = int(t.storage_offset())
-    return _make_output((token, storage.nbytes(), t.size(), t.stride(), offset, t.dtype, t.device))
+    size, stride, offset = t.size(), t.stride(), int(t.storage_offset())
+    return _make_output((token, storage.nbytes(), size, stride, offset, t.dtype, t.device, t.is_conj(), t.is_neg()))
 
 
 def write_token(values: Values, call: OpCall, i: int) -> Token:

@@ -736,6 +736,9 @@ def left_alone_by_dynamo(fun: F) -> F:
     return fun
 
 
+negative_view: Callable[[Tensor], Tensor] = torch._neg_view  # what `z.conj().imag` is of `z.imag`
+
+
 @contextlib.contextmanager
 def views_resolved() -> Iterator[None]:
     """Within it, in a mode, ops do what they do without one.

@@ -34,12 +34,19 @@ class Ref(NamedTuple):
     offset: int
     dtype: torch.dtype
     conjugated: bool
+    negated: bool
 
     def over(self, storage: Any) -> Tensor:
         """The tensor, over a storage with this value."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        tensor = empty.set_(storage, self.offset, self.size, self.stride)
-        return tensor.conj() if self.conjugated else tensor
+        return flagged(empty.set_(storage, self.offset, self.size, self.stride), self.conjugated, self.negated)
+
+
+def flagged(tensor: Tensor, conjugated: bool, negated: bool) -> Tensor:
+    """A tensor over the same memory that is lazily conjugated, or negated."""
+    if conjugated:
+        tensor = tensor.conj()
+    return internals.negative_view(tensor) if negated else tensor
 
 
 _nans: dict[str, Any] = {}
@@ -48,8 +55,8 @@ _make_ref: Callable[[Any], Ref] = functools.partial(tuple.__new__, Ref)  # what 
 
 def ref_of(tensor: Tensor, token: Token, slot: int) -> Ref:
     """The tensor, as an op reads it."""
-    offset = tensor.storage_offset()
-    return _make_ref((token, slot, tensor.size(), tensor.stride(), offset, tensor.dtype, tensor.is_conj()))
+    size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+    return _make_ref((token, slot, size, stride, offset, tensor.dtype, tensor.is_conj(), tensor.is_neg()))
 
 
 def are_apart(a: Ref, b: Ref) -> bool:
@@ -244,7 +251,8 @@ class Reader:
                 slot = slots.get(id(storage), token)
                 storages.append(storage)
                 reads.append(token)
-                x = _make_ref((token, slot, x.size(), x.stride(), x.storage_offset(), x.dtype, x.is_conj()))
+                size, stride, offset = x.size(), x.stride(), x.storage_offset()
+                x = _make_ref((token, slot, size, stride, offset, x.dtype, x.is_conj(), x.is_neg()))
             elif kind is int or kind is bool or x is None:
                 kinds.append(kind)
             elif isinstance(x, (list, tuple)):
@@ -412,8 +420,8 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def plain(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor says what it is (not of a DTensor, a sparse, lazily zero or negated one)."""
+    """Whether the memory of a tensor says what it is (not of a DTensor, a sparse or lazily zero one)."""
     kind = type(tensor)
     if kind not in _PLAIN and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
-    return tensor.layout is torch.strided and not tensor._is_zerotensor() and not tensor.is_neg()
+    return tensor.layout is torch.strided and not tensor._is_zerotensor()

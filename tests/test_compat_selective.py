@@ -593,3 +593,24 @@ def test_a_weight_that_autocast_casts_once(within: bool) -> None:
     expected = run(lambda fun, x: fun(x))
     assert_same(run(functools.partial(call, REMAT, addmm)), expected)
     assert_same(run(functools.partial(call, TORCH, addmm)), expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda z: z.t_().sin() * z.detach().clone(),
+        lambda z: torch.cat([z.detach().view(-1), z.unsqueeze_(0).flatten()]).sin(),
+    ],
+)
+def test_views_in_place_are_not_kept(change: Any) -> None:
+    """What they change is no memory: another tensor over it stays as it is."""
+
+    def fun(x: Tensor) -> Tensor:
+        z = (x @ x).clone()
+        before = z.detach()
+        return change(z).sum() * before.sin()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return P.MUST_SAVE
+
+    reruns(REMAT, policy, fun, allow_cache_entry_mutation=True)

@@ -1388,3 +1388,60 @@ def test_a_large_table_in_reach_is_not_looked_through() -> None:
     assert_same(x.grad, 900 * x.detach().cos())
     assert state["count"] == 1
     assert sum(looked_at) <= 10_000
+
+
+class Statistics(nn.Module):
+    """It keeps the last mean, which it never reads, a running one, and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.mean, self.running = nn.Linear(3, 3).double(), 0, None, numbers(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean = x.detach().mean(0)
+        self.running = self.running * 0.5 + self.mean
+        return (self.linear(x) * self.running).sin() * self.calls
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("ops", [[], [torch.ops.aten.mm.default], [torch.ops.aten.empty.memory_format]])
+def test_state_under_a_policy(ops: Any, debug: bool) -> None:
+    context_fn = functools.partial(remat.compat.create_selective_checkpoint_contexts, ops)
+
+    def run(checkpoint: Any) -> Any:
+        torch.manual_seed(0)
+        module, x = Statistics(), leaf(numbers(4, 3))
+        options = {"context_fn": context_fn, "debug": debug} if checkpoint is ours else {}
+        for _ in range(2):
+            y = checkpoint(module, checkpoint(module, x, **options), **options)
+            y.sum().backward()
+        return x.grad, module.linear.weight.grad, module.running, module.calls
+
+    right(run)
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent
+
+
+@pytest.mark.parametrize("read", [lambda y: y.detach().numpy().sum(), lambda y: y.mul_(2).tolist()])
+def test_values_of_a_function_of_which_the_kernel_was_spared(read: Any) -> None:
+    def run(checkpoint: Any) -> Any:
+        x, seen = leaf(numbers(1000, 3)), Seen()
+
+        def fun(x: Tensor) -> Tensor:
+            y = Rounded.apply(x.sin() * 2)
+            seen.append(read(y))
+            return y
+
+        checkpoint(fun, x).square().sum().backward()
+        return x.grad
+
+    right(run)

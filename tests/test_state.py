@@ -923,3 +923,63 @@ def test_draws_three_deep() -> None:
         return torch.autograd.grad(y.sum(), x)[0]
 
     assert_same(fun(checkpoint(use_reentrant=False), remat), fun(plain, plain))
+
+
+class CountingList(list):  # type: ignore[type-arg]
+    total = 0
+
+    def append(self, item: Any) -> None:
+        self.total += 1
+        super().append(item)
+
+
+class CountingDict(dict):  # type: ignore[type-arg]
+    total = 0
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.total += 1
+        super().__setitem__(key, value)
+
+
+@CHECKED
+def test_attributes_of_lists_and_dicts(transform: str) -> None:
+    """They are put back with what the lists and dicts hold."""
+
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        history, table = CountingList(), CountingDict()
+
+        def fun(x: Tensor) -> Tensor:
+            history.append(1)
+            table["a"] = 2
+            return x.sin() * (history.total + 2 * table.total)
+
+        fun = ck(fun)
+        y = fun(x) + fun(x)
+        held.append((history, table))
+        return y
+
+    held: list[Any] = []
+    agree(program, transform)
+    assert [(h.total, len(h), t.total) for h, t in held] == [(2, 2, 2)] * 2
+
+
+def test_a_result_that_the_next_call_detaches() -> None:
+    """Its node is asked for nothing, though it was freed."""
+
+    def run(ck: Decorator) -> Any:
+        calls: list[int] = []
+        w = leaf(numbers(3, 3))
+
+        def step(x: Tensor, h: Tensor) -> Tensor:
+            calls.append(0)  # so that it is watched
+            return torch.tanh(x @ w + h.detach())
+
+        h = numbers(2, 3)
+        for seed in range(3):
+            h = ck(step)(numbers(2, 3, seed=seed), h)
+            h.sum().backward()
+            with torch.no_grad():
+                w -= 0.1 * w.grad
+        return w.detach(), w.grad
+
+    assert_same(run(remat), run(plain))

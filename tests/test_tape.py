@@ -10,6 +10,7 @@ import pytest
 import torch
 from fuzz_programs import FORWARD, Example, examples
 from helpers import (
+    SIZE,
     TRANSFORMS,
     UNIT,
     CountOps,
@@ -1029,3 +1030,97 @@ def test_a_checkpoint_at_the_end_is_not_run_again_to_see_what_it_saves() -> None
     assert ops["tanh"] == 1
     y = checkpoint(lambda x: fun(x)[0].sin(), x, use_reentrant=False)  # nor in the rerun of this one
     assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(x.tanh().sin().sum(), x))
+
+
+# Lazily conjugated and negated tensors.
+
+
+def dot_of_conjugates(z: Tensor) -> Tensor:
+    y = z.conj() @ z.conj()  # under a mode, the op returns a conjugated one
+    return (y * y * y).imag + (z * y).real.sum()
+
+
+def written_through_a_negative(z: Tensor) -> Tensor:
+    v = z * z
+    v.conj().imag.mul_(2)
+    return (v * v).real.sum()
+
+
+def read_through_a_negative(z: Tensor) -> Tensor:
+    v = z * z
+    return v.conj().imag.sin().sum() + (v.conj().imag * z.real).cos().sum()
+
+
+FLAGGED = [dot_of_conjugates, written_through_a_negative, read_through_a_negative]
+COMPLEX_WAYS: dict[str, Callable[[Fun, Tensor], Tensor]] = {
+    "autograd.grad": lambda fun, z: torch.autograd.grad(fun(z := leaf(z)), z)[0],
+    "create_graph": lambda fun, z: torch.autograd.grad(
+        torch.view_as_real(torch.autograd.grad(fun(z := leaf(z)), z, create_graph=True)[0].resolve_conj()).tanh().sum(),
+        z,
+    )[0],
+    "grad": lambda fun, z: grad(fun)(z),
+    "grad(grad)": lambda fun, z: grad(lambda z: torch.view_as_real(grad(fun)(z).resolve_conj()).tanh().sum())(z),
+}
+
+
+@pytest.mark.parametrize(
+    "policy", [NOTHING, dots_saveable, everything_saveable, save_ops("mul"), offload_ops("dot")], ids=str
+)
+@pytest.mark.parametrize("way", COMPLEX_WAYS)
+@pytest.mark.parametrize("fun", FLAGGED)
+def test_lazily_conjugated_and_negated_tensors(fun: Fun, way: str, policy: Any) -> None:
+    z = torch.complex(numbers(1, 4), numbers(1, 4, seed=1))[0]
+    run = COMPLEX_WAYS[way]
+    assert_same(run(remat(fun, policy=policy), z).resolve_conj(), run(fun, z).resolve_conj())
+
+
+@pytest.mark.parametrize("policy", [dots_saveable, everything_saveable], ids=str)
+def test_lazily_conjugated_results_under_vmap(policy: Any) -> None:
+    z = torch.complex(numbers(2, 4), numbers(2, 4, seed=1))
+    actual, expected = (vmap(grad(fun))(z) for fun in (remat(dot_of_conjugates, policy=policy), dot_of_conjugates))
+    assert_same(actual.resolve_conj(), expected.resolve_conj())
+
+
+def test_what_is_read_through_a_negative_view_is_not_kept() -> None:
+    z = leaf(torch.complex(numbers(SIZE), numbers(SIZE)))
+    with LiveBytes() as meter:
+        y = remat(lambda z: (z * z).conj().imag.sin().sum(), policy=NOTHING)(z)
+        assert meter.current < SMALL
+    y.backward()
+
+
+# Calls inside of calls.
+
+
+def product_and_more(x: Tensor) -> tuple[Tensor, Tensor]:
+    v = x @ x
+    return v.sin(), v
+
+
+@pytest.mark.parametrize("transform", [".backward()", "grad"])
+def test_what_a_call_inside_keeps_and_returns(transform: str) -> None:
+    def fun(decorator: Any) -> Fun:
+        inner = decorator(product_and_more)
+        return lambda x: sum(map(torch.sum, inner(x * 1.0)))
+
+    def derivative(fun: Fun) -> Any:
+        return FIRST[transform](fun)
+
+    def runs(fun: Fun) -> int:
+        return counts(lambda: derivative(fun)).get("mm", 0)
+
+    inside = remat(fun(remat(policy=everything_saveable)), policy=everything_saveable)
+    assert runs(inside) == runs(fun(lambda f: f))
+
+
+def test_batched_cotangents_where_an_argument_is_returned() -> None:
+    """Two reruns in one backward pass: the first may not take what is kept."""
+    x, cotangents = leaf(numbers(4)), numbers(3, 4)
+
+    def run(fun: Fun) -> Tensor:
+        return torch.autograd.grad(fun(x)[0], x, cotangents, is_grads_batched=True)[0]
+
+    def fun(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin().exp(), x
+
+    assert_same(run(remat(fun, policy=everything_saveable)), run(fun))

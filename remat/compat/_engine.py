@@ -43,6 +43,9 @@ class Region(Graph):
         contexts: Contexts,
     ) -> None:
         self.forward_context, self.rerun_context = contexts
+        forward, rerun = contexts
+        self._selects = isinstance(forward, Selective)
+        self._counter = rerun if isinstance(rerun, GivenBack) else None
         self.explain: Callable[[CheckpointError], CheckpointError] | None = None
         """What makes a more detailed error of one: for debugging."""
         self._options = options
@@ -96,7 +99,7 @@ class Region(Graph):
     @property
     def _may_begin_again(self) -> bool:
         """Whether there can be two reruns: a context of the user's may be entered once."""
-        return not self._under_context or isinstance(self.forward_context, Selective)
+        return not self._under_context or self._selects
 
     def _collect(self, unpacked: list[Any], inner: dict[int, Tensor], trusting: bool) -> Collector:
         call = self._call
@@ -107,7 +110,7 @@ class Region(Graph):
             collector = Collector(call.record, early_stop)
         else:
             collector = rerun = Rerun(call.record, tensors, early_stop, self._under_context, trusting, inner)
-            rerun.counter = self.rerun_context if isinstance(self.rerun_context, GivenBack) else None
+            rerun.counter = self._counter
         context = self.rerun_context
         if self._under_context and not self._is_complete:  # a backward inside of the forward, and of its context
             context = internals.DisableTorchDispatch()

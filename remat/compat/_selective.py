@@ -295,6 +295,8 @@ def _can_be_kept(func: Any) -> bool:
     """
     if not isinstance(func, OpOverload):
         return True
+    if torch.Tag.inplace_view in func.tags:
+        return False
     if not func._schema.is_mutable:
         return not any(r.alias_info is not None for r in func._schema.returns)
     writes = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
