@@ -595,20 +595,15 @@ def test_a_weight_that_autocast_casts_once(within: bool) -> None:
     assert_same(run(functools.partial(call, TORCH, addmm)), expected)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda z: z.t_().sin() * z.detach().clone(),
-        lambda z: torch.cat([z.detach().view(-1), z.unsqueeze_(0).flatten()]).sin(),
-    ],
-)
+@pytest.mark.parametrize("change", [Tensor.t_, lambda z: z.unsqueeze_(0)])
 def test_views_in_place_are_not_kept(change: Any) -> None:
     """What they change is no memory: another tensor over it stays as it is."""
 
     def fun(x: Tensor) -> Tensor:
         z = (x @ x).clone()
-        before = z.detach()
-        return change(z).sum() * before.sin()
+        same = z.detach()
+        change(z)
+        return z.sin() * same
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         return P.MUST_SAVE
