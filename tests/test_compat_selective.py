@@ -609,3 +609,55 @@ def test_views_in_place_are_not_kept(change: Any) -> None:
         return P.MUST_SAVE
 
     reruns(REMAT, policy, fun, allow_cache_entry_mutation=True)
+
+
+class Counting(nn.Module):
+    """It keeps a number that it computes, and counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3).double()
+        self.register_buffer("count", torch.tensor(0))
+        self.numbers: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = x.sin(), self.linear(x)
+        self.numbers.append(float(y.detach().mean()))
+        self.count.add_(1)
+        return z * float(self.count) + y * self.numbers[-1]
+
+
+def test_numbers_that_the_rerun_need_not_compute_count() -> None:
+    def run(api: Any) -> Any:
+        torch.manual_seed(0)
+        module, x = Counting(), leaf(numbers(800, 3))
+        keeps = lambda ctx, op, *args, **kwargs: P.MUST_SAVE  # noqa: E731
+        y = module(x) if api is None else call(api, keeps, module, x, allow_cache_entry_mutation=True)
+        y.sum().backward()
+        return x.grad, module.linear.weight.grad, module.count, module.numbers
+
+    assert_same(run(REMAT), run(None))
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return ((x - self.mean) * 2).sin()
+
+
+def test_a_kept_buffer_that_the_next_call_changes() -> None:
+    """The error says that it was kept, not what comes of running the function again after that."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return P.PREFER_RECOMPUTE if op in (sin, torch.ops.aten.mul.Tensor) else P.MUST_SAVE
+
+    module, y = Centred(), leaf(numbers(4, 3))
+    for _ in range(2):
+        y = call(REMAT, policy, module, y, allow_cache_entry_mutation=True)
+    with pytest.raises(CheckpointError, match=r"has been mutated: a result of aten.lerp_"):
+        y.sum().backward()

@@ -91,7 +91,13 @@ class Region(Graph):
             collector = self._collect(unpacked, inner, self._may_begin_again)
             if isinstance(collector, Rerun) and collector.was_misled:
                 collector.saved.clear()
-                collector = self._collect(unpacked, inner, trusting=False)
+                first = collector.error
+                try:
+                    collector = self._collect(unpacked, inner, trusting=False)
+                except RuntimeError as error:
+                    if isinstance(first, CheckpointError):
+                        raise first from error
+                    raise
         if self._is_complete:
             self._check(collector)
         return collector.saved
@@ -117,9 +123,10 @@ class Region(Graph):
         internals.push_saved_tensors_hooks(collector.pack, same)
         try:
             call.rerun(rerun, tensors, context)
-        except Exception:
+        except Exception as error:
             if rerun is None or not rerun.was_misled:
                 raise
+            rerun.error = error
         finally:
             internals.pop_saved_tensors_hooks()
         return collector

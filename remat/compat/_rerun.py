@@ -170,6 +170,8 @@ class Rerun(Collector, Watch):
     """Whether calls are spared from then on."""
     counter: Any = None
     """What counts the ops, and can take back what it has counted."""
+    error: Exception | None = None
+    """What ended it."""
     _counted = 0
     """How many ops it had counted when the call began."""
 
@@ -390,7 +392,7 @@ class Rerun(Collector, Watch):
         if noted is None or mutable(func) or kwargs.get("out") is not None or name_of(func) == "data_ptr":
             self._lazy = False
             self.spared.compute()
-        elif type(noted) is tuple:
+        elif type(noted) is tuple and self.counter is None:
             return noted[0]
         else:
             results = results_of(noted)
