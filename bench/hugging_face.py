@@ -14,12 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 import transformers
-from _common import Benchmark, Run
+from _common import WAYS, Benchmark, Fun, Run, selective
+from _transformer import Params, params_of
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from remat import policies
 from remat.nn import checkpoint_with
@@ -47,21 +46,21 @@ def llama(width: int, layers: int) -> Any:
     return transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager")
 
 
-def by_torch(**options: Any) -> Callable[..., Any]:
-    return functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, **options)
+def called(way: Callable[[Fun], Fun]) -> Callable[..., Any]:
+    return lambda fun, *args: way(fun)(*args)
 
 
 # What the library's switch is given.
 FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "no remat": None,
-    "torch, non-reentrant": by_torch(),
-    "torch, selective": by_torch(context_fn=functools.partial(create_selective_checkpoint_contexts, POLICY)),
+    "torch, non-reentrant": called(WAYS["torch, non-reentrant"]),
+    "torch, selective": called(selective(POLICY)),
     "remat": checkpoint_with(None),
     "remat, policy": checkpoint_with(POLICY),
 }
 
 
-def loss(model: Any, params: dict[str, Tensor], tokens: Tensor) -> Tensor:
+def loss(model: Any, params: Params, tokens: Tensor) -> Tensor:
     batch = {"input_ids": tokens[None], "labels": tokens[None], "use_cache": False}
     return functional_call(model, params, (), batch).loss
 
@@ -75,8 +74,8 @@ def step(model: Any, tokens: Tensor) -> Run:
 
 
 def per_sample_gradients(model: Any, tokens: Tensor) -> Run:
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    return functools.partial(vmap(grad(functools.partial(loss, model)), in_dims=(None, 0)), params, tokens)
+    gradients = vmap(grad(functools.partial(loss, model)), in_dims=(None, 0))
+    return functools.partial(gradients, params_of(model), tokens)
 
 
 def runs(model: Any, tokens: Tensor, make: Callable[[Any, Tensor], Run]) -> dict[str, Run | str]:
@@ -96,13 +95,13 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="There is a performance drop")
     layers = 2 if bench.fast else 8
     models = {"GPT-2": gpt2, "Llama": llama}
-    for width, batch, length in [(32, 2, 8)] if bench.fast else [(32, 2, 8), (256, 4, 256)]:
+    for width, batch, length, repeats in [(32, 2, 8, 5)] if bench.fast else [(32, 2, 8, 5), (256, 4, 256, 1)]:
         tokens = torch.randint(100, (batch, length))
         works = {
             f"{name}, width {width}, {batch} x {length} tokens": runs(make(width, layers), tokens, step)
             for name, make in models.items()
         }
-        bench.measure(works, rounds=11, repeats=5 if width == 32 else 1)
+        bench.measure(works, rounds=11, repeats=repeats)
     width, length = (32, 8) if bench.fast else (128, 128)
     tokens = torch.randint(100, (4, length))
     works = {

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import types
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,7 +28,6 @@ from remat._spaces import (
     is_shared,
     item_of,
     items_of,
-    same_items,
     set_item,
     values_of,
 )
@@ -47,8 +45,6 @@ def _globals_of(code: types.CodeType) -> frozenset[str]:
 
 _OPAQUE = (Tensor, type, types.ModuleType, str, bytes, int, float, complex, types.CodeType)
 _VALUES = (Tensor, str, bytes, int, float, complex)
-_LEAVES = ATOMS | {Tensor, torch.nn.Parameter}
-_CONTAINERS = {dict, OrderedDict, list, tuple, set}
 _FEW = 100  # items: more are a table, not a state
 _MODULE = vars(torch.nn.Module()).keys()
 
@@ -159,7 +155,7 @@ def _slots(roots: Iterable[Any], position: dict[int, int], freeze: Freezer) -> I
         else:
             nearby.append(getattr(obj, "__dict__", None))
         if depth:
-            todo += [(o, depth - 1) for o in nearby if type(o) not in _LEAVES and (type(o) not in _CONTAINERS or o)]
+            todo += [(o, depth - 1) for o in nearby]
 
 
 class Closure:
@@ -189,8 +185,7 @@ class Closure:
         found = []
         for space in self._spaces:
             now = space.now()
-            if not same_items(now, space.before):
-                found += [t for n, t in space.before.items() if isinstance(t, Tensor) and now.get(n, GONE) is not t]
+            found += [t for n, t in space.before.items() if isinstance(t, Tensor) and now.get(n, GONE) is not t]
         return found
 
     def freeze(self, originals: Sequence[Tensor], captured: int, in_rerun: bool) -> None:
@@ -230,15 +225,8 @@ class Closure:
 
     def _not_put_back(self, slots: Iterable[_Slot]) -> list[_Slot]:
         """Those where no space puts something else: what is there now, the function may have put there itself."""
-        spaces: dict[int, list[Space]] = {}
-        for space in self._spaces:
-            spaces.setdefault(id(space.place), []).append(space)
-        found = []
-        for container, key, held in slots:
-            now = item_of(container, key)
-            if all(s.before.get(key, now) is now for s in spaces.get(id(container), ())):
-                found.append((container, key, held))
-        return found
+        before = {(id(s.place), n): v for s in self._spaces for n, v in s.before.items()}
+        return [slot for slot in slots if before.get((id(slot[0]), slot[1]), now := item_of(*slot[:2])) is now]
 
     def thawer(self, operands: Sequence[Any]) -> Thawer:
         """What puts functions together again for one rerun."""

@@ -98,14 +98,15 @@ class RematNode(internals.SingleLevelFunction):
     @staticmethod
     @internals.left_alone_by_dynamo
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        if all(c is None for c in cotangents):  # the function cuts the graph: the node may have been freed
-            return (None,) * len(ctx.needs_input_grad)
-        link: Link = ctx.link
-        operands: tuple[Tensor, ...] = ctx.saved_tensors
-        if link.versions:
-            with internals.DisableTorchFunction():
-                link.check_versions(operands)
-        grads = gradients(link, operands, ctx.needs_input_grad[3:], cotangents)
+        needed = ctx.needs_input_grad[3:]
+        grads: list[Any] = [None] * len(needed)
+        if any(c is not None for c in cotangents):  # else a function cuts the graph, and the node may have been freed
+            link: Link = ctx.link
+            operands: tuple[Tensor, ...] = ctx.saved_tensors
+            if link.versions:
+                with internals.DisableTorchFunction():
+                    link.check_versions(operands)
+            grads = gradients(link, operands, needed, cotangents)
         if not internals.graph_is_retained():
             ctx.link = ctx.tape = None  # what the function closes over goes with the saved operands
         return None, None, None, *grads

@@ -100,6 +100,5 @@ class RecordedGraph(CallGraph):
 
     def _is_last(self) -> bool:
         """Whether nobody will ask for what is kept after this backward pass."""
-        if self._call.last_rerun or internals.graph_task() == -1 or internals.graph_is_retained():
-            return self._call.last_rerun
-        return self.may_skip and internals.accumulates_into_all_leaves()  # else it may leave out some results
+        # With other results in the graph, the pass may leave out some.
+        return self._call.last_rerun or (self.may_skip and internals.in_last_backward())

@@ -409,16 +409,14 @@ class Run(Watch):
         stands = args
         if self._outer_reruns:
             stands = [self._for_outer_runs(a) if isinstance(a, Tensor) else a for a in args]
-        level = internals.level_of(tensor)
-        below = [(a, s) for a, s in zip(args, stands, strict=True) if s is tensor or _is_below(s, level)]
-        while below:
-            for arg, stand in below:
-                if stand is tensor:
+        layer = tensor
+        while True:
+            for arg, stand in zip(args, stands, strict=True):
+                if stand is layer:
                     return arg
-            if not internals.is_wrapper(tensor):
-                break
-            tensor = internals.unwrapped(tensor)
-        return None
+            if not internals.is_wrapper(layer):
+                return None
+            layer = internals.unwrapped(layer)
 
     def _for_outer_runs(self, tensor: Tensor) -> Tensor:
         """What stands for a tensor in the reruns around this run."""
@@ -530,10 +528,6 @@ class Run(Watch):
         """Check that a rerun ran to the end of what the forward ran."""
         if self._comparison is not None:
             self._comparison.finish()
-
-
-def _is_below(x: Any, level: int) -> bool:
-    return isinstance(x, Tensor) and internals.level_of(x) < level
 
 
 def has(table: dict[int, weakref.ref[Tensor]], tensor: Tensor) -> bool:

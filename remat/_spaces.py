@@ -105,8 +105,6 @@ class Space:
 
     def assign(self, wanted: dict[str, Any]) -> None:
         """Make the names mean what they mean in `wanted`."""
-        if same_items(self.now(), wanted):
-            return
         for name, value in wanted.items():
             if value is GONE:
                 _base(self.names).pop(self.names, name, None)

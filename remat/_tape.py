@@ -19,8 +19,8 @@ from remat._values import (
     OpCall,
     Token,
     Values,
-    flagged,
     flat,
+    laid_over,
     plain,
 )
 
@@ -43,8 +43,7 @@ class Output(NamedTuple):
 
     def over(self, storage: Any) -> Tensor:
         """The tensor, over a storage with this value."""
-        empty = torch.empty(0, dtype=self.dtype, device=self.device)
-        return flagged(empty.set_(storage, self.offset, self.size, self.stride), self.conjugated, self.negated)
+        return laid_over(storage, self)
 
 
 class Changed(NamedTuple):

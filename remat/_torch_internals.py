@@ -476,6 +476,13 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
 graph_is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 # Whether the running backward pass is one of `.backward()` without `inputs` (2.13).
 accumulates_into_all_leaves: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
+
+
+def in_last_backward() -> bool:
+    """Whether a backward pass runs that goes through all of the graph behind its results, and frees it."""
+    return graph_task() != -1 and not graph_is_retained() and accumulates_into_all_leaves()
+
+
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 

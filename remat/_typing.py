@@ -45,6 +45,9 @@ class RepeatableCall(Protocol):
 class OwnGraph(Protocol):
     """The native graph of a call, as the node over it knows it."""
 
+    may_skip: bool
+    """Whether `skip` does anything: no other result has a part in the graph."""
+
     def operands(self) -> list[Tensor]:
         """What the function was given and found. Raises where that was changed in place."""
 

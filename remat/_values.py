@@ -38,15 +38,16 @@ class Ref(NamedTuple):
 
     def over(self, storage: Any) -> Tensor:
         """The tensor, over a storage with this value."""
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return flagged(empty.set_(storage, self.offset, self.size, self.stride), self.conjugated, self.negated)
+        return laid_over(storage, self)
 
 
-def flagged(tensor: Tensor, conjugated: bool, negated: bool) -> Tensor:
-    """A tensor over the same memory that is lazily conjugated, or negated."""
-    if conjugated:
+def laid_over(storage: Any, layout: Any) -> Tensor:
+    """A tensor over a storage, as a `Ref` or an `Output` says that it lies there."""
+    empty = torch.empty(0, dtype=layout.dtype, device=storage.device)
+    tensor = empty.set_(storage, layout.offset, layout.size, layout.stride)
+    if layout.conjugated:
         tensor = tensor.conj()
-    return internals.negative_view(tensor) if negated else tensor
+    return internals.negative_view(tensor) if layout.negated else tensor
 
 
 _nans: dict[str, Any] = {}

@@ -233,8 +233,7 @@ class GivenBack(_Counter):
         self._is_last = False
 
     def __enter__(self) -> Any:
-        in_backward = internals.graph_task() != -1 and not internals.graph_is_retained()
-        self._is_last = in_backward and internals.accumulates_into_all_leaves()
+        self._is_last = internals.in_last_backward()
         return super().__enter__()
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -112,9 +112,9 @@ class SparedCalls:
                     memory = ref() if ref is not None else None
                     if memory is None:
                         continue
-                    has_graph = memory.grad_fn is not None  # an autograd.Function has returned it
-                    with torch.set_grad_enabled(memory.requires_grad and not has_graph):
-                        if memory.requires_grad and not has_graph:
+                    is_leaf = memory.requires_grad and memory.is_leaf  # else an autograd.Function has returned it
+                    with torch.set_grad_enabled(is_leaf):
+                        if is_leaf:
                             memory.requires_grad_(False)
                             t = _OfRerun.apply(t, torch.empty(0, requires_grad=True))
                         memory.copy_(t)
