@@ -149,12 +149,6 @@ def lone_grad() -> int | None:
 stack_depth: Callable[[], int] = _C.get_dynamic_layer_stack_depth
 
 
-def restore_stack(depth: int) -> None:
-    """Pop the levels above `depth` that an exception has left behind."""
-    if _C.get_dynamic_layer_stack_depth() > depth:
-        _C.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-
-
 # Wrappers: a tensor inside a transform wraps the tensor one level down.
 
 is_wrapper: Callable[[Tensor], bool] = _C.is_functorch_wrapped_tensor
