@@ -13,10 +13,10 @@ from typing import Any
 import optree
 import pytest
 import torch
-from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, assert_same, leaf, numbers, pair, plain
+from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, Seen, assert_same, leaf, numbers, pair, plain
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call, functionalize, grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from remat import CheckpointError, RematError, remat
 
@@ -898,6 +898,35 @@ def test_the_tangents_that_an_autograd_function_is_given_are_results() -> None:
     x = numbers(3, 3)
     pushes = [linearize(grad(lambda x, ck=ck: loss(ck, x)), x)[1] for ck in (remat, plain)]
     assert_same(pushes[0](x.cos()), pushes[1](x.cos()))
+
+
+INSIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "grad": lambda w, x: grad(lambda w: (w.sin() * x).sum())(w),
+    "vmap": lambda w, x: vmap(lambda w: w.sin() * x.sum())(w),
+    "jvp": lambda w, x: jvp(lambda w: w.sin() * x, (w,), (x,))[1],
+    "vjp": lambda w, x: vjp(lambda w: w.sin() * x, w)[1](x)[0],
+    "hessian": lambda w, x: hessian(lambda w: (w.sin() * x).sum())(w).sum(0),
+}
+
+
+@pytest.mark.parametrize("where", ["argument", "cell", "attribute"])
+@pytest.mark.parametrize("inside", INSIDE)
+def test_what_a_transform_inside_differentiates(inside: str, where: str) -> None:
+    """It wraps a tensor, for which another one stands in the rerun, out of sight."""
+
+    def gradients(ck: Any) -> Any:
+        calls = Seen()
+        w, x = leaf(numbers(3)), leaf(numbers(3, seed=1))
+        box = types.SimpleNamespace(w=w)
+
+        def fun(x: Tensor, *given: Tensor) -> Tensor:
+            calls.append(1)
+            return INSIDE[inside](*(given or (w if where == "cell" else box.w,)), x)
+
+        y = ck(fun)(x, *[w][: where == "argument"])
+        return torch.autograd.grad(y.sum(), [x, w])
+
+    assert_same(gradients(remat), gradients(plain))
 
 
 def test_hooks_of_a_view_are_moved_while_a_run_looks_on() -> None:

@@ -7,6 +7,7 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,6 +157,28 @@ def test_a_script_module_is_not_seen_to_read() -> None:
     y = remat(lambda x: scripted(x).sin())(torch.ones(3, requires_grad=True))
     with pytest.raises(CheckpointError, match=r"What a ScriptModule .* use remat.checkpoint"):
         y.sum().backward()
+
+
+class Scales(nn.Module):
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("x", [numbers(3), leaf(numbers(3))], ids=["of data", "of a leaf"])
+def test_what_a_script_module_holds_was_computed(x: Tensor) -> None:
+    """The graph of it goes on beyond the call."""
+    w = leaf(numbers(3))
+    box = SimpleNamespace()
+    box.layer = torch.jit.script(Scales(torch.zeros(3, dtype=torch.float64)))
+    box.layer.scale = w.exp()
+    with pytest.raises(RematError, match=r"lambda.* from outside .* Pass it as an argument"):
+        remat(lambda x: box.layer(x).sin())(x).sum().backward()
+    assert w.grad is None
 
 
 def test_the_error_is_torchs_too() -> None:
