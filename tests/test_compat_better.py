@@ -542,11 +542,17 @@ def test_rrelu() -> None:
     def functional(ck: Any) -> Any:
         torch.manual_seed(0)
         x = leaf(numbers(2000))
-        ck(lambda x: torch.rrelu(x, training=True), x).sum().backward()
+        y = ck(lambda x: torch.rrelu(x, training=True), x)
+        y.register_hook(leaves_garbage)
+        y.sum().backward()
         return x.grad
 
     for case in (run, functional):
         right(case)  # torch reads memory that nothing has written, and is right by luck at times
+
+
+def leaves_garbage(g: Tensor) -> None:
+    torch.full_like(g, 7.0)
 
 
 class Held:

@@ -1028,6 +1028,32 @@ def test_a_global_state_that_is_set_up_read_and_then_written_is_an_error() -> No
         ours(fun, x).sum().backward()
 
 
+def test_a_state_out_of_sight_that_is_replaced_beside_one_that_is_set_up_is_an_error() -> None:
+    """The one is read as it was, the other as it is: that the first is not a part of the second can't be seen."""
+
+    class Hidden:
+        __slots__ = ("scale", "table")
+
+    def run(checkpoint: Any, sets_up: bool) -> Any:
+        hidden, x = Hidden(), leaf(numbers(3))
+        hidden.scale, hidden.table = torch.tensor(2.0), None
+
+        def fun(x: Tensor) -> Tensor:
+            y = x.sin() * hidden.scale
+            hidden.scale = hidden.scale + 1
+            if hidden.table is None or not sets_up:
+                hidden.table = torch.arange(3.0).cos()
+            return y.sin() * hidden.table
+
+        checkpoint(fun, x).sum().backward()
+        return x.grad
+
+    right(functools.partial(run, sets_up=False))
+    wrong(functools.partial(run, sets_up=True))
+    match = "which of the two it has to read .* Set up state before the first call"
+    fails(functools.partial(run, sets_up=True), match, ours)
+
+
 @both_variants
 def test_attributes_before_transforms_are_taken_back(variant: str) -> None:
     def fun(m: Any, x: Tensor) -> Tensor:

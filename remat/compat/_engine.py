@@ -92,6 +92,8 @@ class Region(Graph):
             if isinstance(collector, Rerun) and collector.was_misled:
                 collector.saved.clear()
                 first = collector.error
+                if first is None:
+                    collector.check_replaced()
                 try:
                     collector = self._collect(unpacked, inner, trusting=False)
                 except RuntimeError as error:

@@ -196,8 +196,10 @@ def _gradients_when_watched(
         except Exception:
             if not rerun.was_misled:
                 raise
-        if not rerun.was_misled:
-            break
+        else:
+            if not rerun.was_misled:
+                break
+            rerun.check_replaced()
         out = None
     pairs = [
         (o, c)

@@ -54,6 +54,11 @@ STATE_WAS_SET_UP = (
     "forward: it would read what was written. Set up state before the first call, or keep it in tensors and in "
     "attributes of modules."
 )
+REPLACED = (
+    "checkpoint: the function reads a tensor of shape {}, {} from outside, in the place of which its rerun finds "
+    "another one, and its rerun makes other calls than its forward: which of the two it has to read can't be told. Set "
+    "up state before the first call, or keep it in tensors and in attributes of modules."
+)
 
 
 class _Cut(BaseException):
@@ -166,6 +171,8 @@ class Rerun(Collector, Watch):
     """Its function, while it is running."""
     may_be_misled = False
     """Whether it reads something else than it would find."""
+    _replaced: tuple[list[int], torch.dtype] | None = None
+    """Shape and dtype of the first tensor that it reads in the place of what it would find."""
     _lazy = False
     """Whether calls are spared from then on."""
     counter: Any = None
@@ -261,6 +268,11 @@ class Rerun(Collector, Watch):
         """Whether the calls were not those of the forward."""
         return self._matching < self._record.needed
 
+    def check_replaced(self) -> None:
+        """Raise where a rerun that was misled, and did not fail, read other tensors than it would find."""
+        if self._replaced is not None:
+            raise CheckpointError(REPLACED.format(*self._replaced))
+
     # Reading and writing.
 
     def _reads_the_same(self, args: tuple[Any, ...], reads: dict[int, Outside] | None) -> bool:
@@ -303,8 +315,8 @@ class Rerun(Collector, Watch):
         if found is None:
             found = tensor
             expected = self._outside.get(id(tensor))
-        if found is not tensor:
-            self.may_be_misled = True
+        if found is not tensor and self._replaced is None:
+            self.may_be_misled, self._replaced = True, (list(found.shape), found.dtype)
         stand_in = self._swaps.get(id(found))
         if stand_in is not None:
             return stand_in
