@@ -51,6 +51,7 @@ DRAWS: dict[str, Fun] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 @pytest.mark.parametrize(
     "transform",
@@ -62,6 +63,7 @@ DRAWS: dict[str, Fun] = {
         "functionalize(grad)",
         "jvp(grad)",
         ".backward()",
+        "batched backward",
         "double backward",
     ],
 )
