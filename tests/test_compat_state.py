@@ -1028,11 +1028,66 @@ def test_a_global_state_that_is_set_up_read_and_then_written_is_an_error() -> No
         ours(fun, x).sum().backward()
 
 
+class Hidden:
+    """What no checkpoint looks into."""
+
+    __slots__ = ("count", "scale", "table")
+
+
+AS_IT_IS: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda t: t,
+    "contiguous": lambda t: t.contiguous(),
+    "to": lambda t: t.to(t.dtype),
+    "view": lambda t: t.view(3),
+    "detach": lambda t: t.detach(),
+    "data": lambda t: t.data,
+    "expand": lambda t: t.expand(3),
+    "atleast_1d": lambda t: torch.atleast_1d([t])[0],
+}
+
+
+@both_variants
+@pytest.mark.parametrize("as_it_is", AS_IT_IS.values(), ids=AS_IT_IS)
+def test_what_is_counted_beside_a_state_that_is_set_up_is_counted_once(as_it_is: Any, variant: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        hidden, x, calls = Hidden(), leaf(numbers(3)), Seen()
+        hidden.count, hidden.scale = torch.zeros(3, dtype=torch.long), torch.ones(3)
+
+        def fun(x: Tensor) -> Tensor:
+            if not calls:
+                hidden.scale.fill_(2.0)
+                calls.append(1)
+            y = x.sin() * hidden.scale.clone()
+            as_it_is(hidden.count).add_(1)
+            return y.sin()
+
+        checkpoint(fun, x).sum().backward()
+        return hidden.count, x.grad
+
+    right(run, VARIANTS[variant][1])
+
+
+@both_variants
+def test_a_state_that_is_set_up_and_changed_before_the_backward_is_an_error(variant: str) -> None:
+    def run(checkpoint: Any) -> None:
+        hidden, x, calls = Hidden(), leaf(numbers(3)), Seen()
+        hidden.count = torch.zeros(3, dtype=torch.long)
+
+        def fun(x: Tensor) -> Tensor:
+            if not calls:
+                hidden.count.fill_(2)
+                calls.append(1)
+            return (x.sin() * hidden.count.clone()).sin()
+
+        y = checkpoint(fun, x).sum()
+        hidden.count.fill_(3)
+        y.backward()
+
+    fails(run, "modified by an inplace operation", VARIANTS[variant][1])
+
+
 def test_a_state_out_of_sight_that_is_replaced_beside_one_that_is_set_up_is_an_error() -> None:
     """The one is read as it was, the other as it is: that the first is not a part of the second can't be seen."""
-
-    class Hidden:
-        __slots__ = ("scale", "table")
 
     def run(checkpoint: Any, sets_up: bool) -> Any:
         hidden, x = Hidden(), leaf(numbers(3))

@@ -135,10 +135,10 @@ class Call:
         trusting = rerun is None or rerun.trusting
         if rerun is not None:
             rerun.is_state = captured.is_state
-            for key, (ref, before) in self.record.written.items() if trusting else ():
+            for key, (ref, before) in self.record.written.items():
                 original = ref()
-                if original is not None and key not in self._identities:
-                    rerun.swap(original, copy_of(before))
+                if original is not None and key not in self._identities and not rerun.knows(key):
+                    rerun.swap(original, copy_of(before if trusting else original))
             rerun.may_be_misled = trusting and (bool(self.record.written) or captured.has_other_buffers)
         fun, leaves, thaw = captured.thawed(self._leaves, tensors)
         for i, tensor in zip(self._positions, tensors, strict=False):

@@ -318,12 +318,12 @@ class Rerun(Collector, Watch):
         if found is not tensor and self._replaced is None:
             self.may_be_misled, self._replaced = True, (list(found.shape), found.dtype)
         stand_in = self._swaps.get(id(found))
-        if stand_in is not None:
-            return stand_in
         if expected is not None:
             with internals.DisableTorchFunction():
-                self._check(expected)
+                self._check(expected, stand_in)
             found = self._inner.get(id(expected), found)
+        if stand_in is not None:
+            return stand_in
         return None if found is tensor else found
 
     def _made_out_of_sight(self, tensor: Tensor, expected: Outside) -> bool:
@@ -335,10 +335,17 @@ class Rerun(Collector, Watch):
             node = tensor.grad_fn
             return node is not None and not then.requires_grad and internals.sequence_number(node) >= self._since
 
-    def _check(self, outside: Outside) -> None:
-        outside.check()
+    def _check(self, outside: Outside, stand_in: Tensor | None) -> None:
+        """Raise where a call reads something else than in the forward.
+
+        A rerun that is not trusting begins with the state as it is now: as the forward read it, if that did not write
+        to it later.
+        """
         tensor = outside.tensor
-        if self.trusting or self._writes or tensor is None or id(tensor) not in self._record.written:
+        begins_with_it = not self.trusting and id(tensor) in self._record.written
+        if begins_with_it or stand_in is None:
+            outside.check()
+        if tensor is None or not begins_with_it or self._writes:
             return
         if not tensor.is_floating_point():  # a flag: what it is now is what tells the function not to begin again
             return
