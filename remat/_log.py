@@ -13,6 +13,12 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._errors import PURITY, CheckpointError, call_site
 
+_MADE_ANEW = (
+    "remat: {} reads a tensor of shape {}, {} at {} that no torch function was seen to make, that is another one in "
+    "the rerun, and that changes: in place, or because it is made of other numbers each time. If it has the memory of "
+    "an array, make it anew: torch.tensor(array)."
+)
+
 
 class Signature(NamedTuple):
     """What is compared of a call."""
@@ -101,6 +107,8 @@ class Comparison:
         self._hooks = iter(forward.hooks)
         self.operands: dict[Read, Tensor] = {}
         """What is read in the place of what the forward read from outside."""
+        self.written: set[Read] = set()
+        """Those that the forward has written to."""
 
     def next(self, actual: Signature, out: Any) -> None:
         """The next call is this one, and returned `out`. Raises CheckpointError where the forward made another."""
@@ -157,7 +165,12 @@ class Comparison:
     def _as_read(self, arg: Any, then: Any, outside: Container[int]) -> Any:
         """An argument, by what the forward read. No function in a function: one that calls itself is a cycle."""
         if isinstance(arg, Tensor):
-            return self.operands.get(then, arg) if id(arg) in outside else arg
+            if id(arg) not in outside or then not in self.operands:
+                return arg
+            operand = self.operands[then]
+            if then in self.written or not internals.contain_the_same(arg, operand):
+                raise CheckpointError(_MADE_ANEW.format(self._name, list(arg.shape), arg.dtype, call_site()))
+            return operand
         if type(arg) in (tuple, list) and type(then) is tuple and len(arg) == len(then):
             return type(arg)(self._as_read(a, t, outside) for a, t in zip(arg, then, strict=True))
         return arg

@@ -198,15 +198,16 @@ class Recorder(OpMode):
             self._complaint = str(error)
             raise
 
-    def accessed(self, tensor: Tensor) -> None:
-        """The memory of a tensor is given away: the rerun has to have it there."""
+    def accessed(self, tensor: Tensor, given_away: bool) -> None:
+        """The memory of a tensor is read, or given away: the rerun has to have it there."""
         raw = internals.innermost(tensor)
         if plain(raw):
             token = self._reader.read(raw).token
             self._again.append(token)
             self._pin([raw.untyped_storage()])
-            self._overwritten.add(token)
-            self._reader.give_away(raw)
+            if given_away:
+                self._overwritten.add(token)
+                self._reader.give_away(raw)
 
     def _run_again(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op that can't be known by what it reads."""

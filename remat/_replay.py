@@ -34,6 +34,17 @@ _OUT_OF_REACH = (
 )
 
 
+def _with_the_same_array(tensor: Tensor, others: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Two tensors with the memory of one array. Torch does not count writes to the one as writes to the other."""
+    mine = internals.foreign_memory(tensor)
+    for other in others if mine else ():
+        theirs = internals.foreign_memory(other)
+        is_met = theirs.start < mine.stop and mine.start < theirs.stop
+        if is_met and internals.memory_of(other) != internals.memory_of(tensor):
+            return tensor, other
+    return None
+
+
 class Call:
     """One call of a user's function, ready to be repeated: `call(*operands)` gives its results.
 
@@ -161,7 +172,10 @@ class Call:
             if i in self.cut:
                 t = t.detach()  # the graph that it comes with may be gone
             operands.append(t.clone() if t.is_inference() else t)  # an inference tensor can't be saved
-        if pair := internals.two_that_share_memory(originals[i] for i in self._written):
+        pair = internals.two_that_share_memory(originals[i] for i in self._written)
+        for i in self._written:
+            pair = pair or _with_the_same_array(originals[i], originals)
+        if pair is not None:
             raise RematError(CHANGES_SHARED.format(f"remat: {self.name}", *(list(t.shape) for t in pair)))
         return operands
 
@@ -193,7 +207,13 @@ class Call:
             original = ref()
             original = operand if original is None else original
             run.take(
-                original, operand, self._keys[i], live=self._live[i], read=self._reads[i], unread=i in self._unread
+                original,
+                operand,
+                self._keys[i],
+                live=self._live[i],
+                read=self._reads[i],
+                unread=i in self._unread,
+                written=i in self._written,
             )
         run.level = self.level
         run.spares_tail = self.tape is None and not internals.tracing()

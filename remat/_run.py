@@ -99,7 +99,17 @@ class Run(Watch):
         """Whether it is part of the rerun of an outer function."""
         return bool(self._outer_reruns)
 
-    def take(self, original: Tensor, operand: Tensor, key: int, *, live: bool, read: Read | None, unread: bool) -> None:
+    def take(
+        self,
+        original: Tensor,
+        operand: Tensor,
+        key: int,
+        *,
+        live: bool,
+        read: Read | None,
+        unread: bool,
+        written: bool,
+    ) -> None:
         """In this rerun, `operand` stands for `original`.
 
         **Arguments:**
@@ -108,6 +118,7 @@ class Run(Watch):
         - `live`: whether it is differentiated, or an argument.
         - `read`: what the forward called it.
         - `unread`: whether the forward was not seen to read it.
+        - `written`: whether the forward has written to it.
         """
         if read is None or self.reads.get(id(operand), read) != read:
             self.reads.pop(id(operand), None)
@@ -115,6 +126,8 @@ class Run(Watch):
             self.reads[id(operand)] = read
             assert self._comparison is not None
             self._comparison.operands[read] = operand
+            if written:
+                self._comparison.written.add(read)
         self.swap(original, operand, key)
         if not live:
             self.constants[id(operand)] = weakref.ref(operand)

@@ -64,13 +64,14 @@ class Replay(OpMode):
         if layout(raw) == before:
             self._reader.values.set_outside(raw.untyped_storage(), token)
 
-    def accessed(self, tensor: Tensor) -> None:
-        """The memory of a tensor is given away: its value has to be there."""
+    def accessed(self, tensor: Tensor, given_away: bool) -> None:
+        """The memory of a tensor is read, or given away: its value has to be there."""
         raw = internals.innermost(tensor)
         if plain(raw):
             with internals.below_all_transforms():
                 self._fill([raw.untyped_storage(), *self._losing(raw.untyped_storage())])
-            self._reader.give_away(raw)
+            if given_away:
+                self._reader.give_away(raw)
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         reader = self._reader

@@ -223,6 +223,27 @@ def two_that_share_memory(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | 
     return None
 
 
+def foreign_memory(tensor: Tensor) -> range:
+    """The addresses of the memory of a tensor that something else has too: of an array of NumPy's, say. Else none."""
+    plain = innermost(tensor)
+    if type(plain) is not Tensor or plain.device.type != "cpu" or plain.layout != torch.strided:
+        return range(0)
+    storage = plain.untyped_storage()
+    return range(0) if storage.resizable() else range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+
+
+def contain_the_same(a: Tensor, b: Tensor) -> bool:
+    """Whether there are the same numbers in two tensors of one shape, where something else has the memory of the first.
+
+    Yes otherwise.
+    """
+    with DisableTorchFunction(), DisableTorchDispatch(), below_all_transforms():
+        a, b = innermost(a), innermost(b)
+        if not foreign_memory(a) or a.shape != b.shape or a.dtype != b.dtype:
+            return True
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
 def wrapped_memory(wrapper: Tensor) -> set[int]:
     """The memory of a wrapper and of the tangent that it carries."""
     dual = fwad.unpack_dual(wrapper) if forward_ad_active() and _C.is_gradtrackingtensor(wrapper) else (wrapper, None)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
+from remat._effects import GIVES_MEMORY_AWAY
 
 Token = int
 
@@ -139,7 +140,7 @@ class Values:
 class Content:
     """What a storage contains."""
 
-    __slots__ = ("made", "storage", "there", "token")
+    __slots__ = ("is_constant", "is_shared", "made", "storage", "there", "token")
 
     def __init__(self, storage: Any, token: Token, made: bool, there: Token | None) -> None:
         self.storage = weakref.ref(storage)
@@ -149,10 +150,14 @@ class Content:
         """Whether an op of the run made the storage."""
         self.there = there
         """The value that is in the memory: another one, or none, as long as the ops that compute `token` are spared."""
+        self.is_shared = False
+        """Whether others have the memory too, and may change it between any two ops."""
+        self.is_constant = False
+        """Whether what is there is known by its bytes."""
 
 
 class NotPlainError(Exception):
-    """A tensor is not `plain`."""
+    """A tensor is not `plain`, or an op writes to memory that others have too."""
 
 
 class Reader:
@@ -164,7 +169,9 @@ class Reader:
         """Where to hold the storages with values that no op of the run has computed."""
         self._contents: dict[int, Content] = {}
         self._draws = 0
-        self._accesses = 0
+        self._looks = 0
+        self._given_away: list[range] = []
+        """Addresses of memory that others have too."""
 
     def of(self, storage: Any) -> Content:
         """What a storage contains."""
@@ -174,6 +181,7 @@ class Reader:
             if self.outside is not None:
                 self.outside.append((token, storage))
             self._contents[id(storage)] = known = Content(storage, token, False, token)
+            known.is_shared = self._is_given_away(storage)
         return known
 
     def read(self, tensor: Tensor) -> Content:
@@ -192,9 +200,31 @@ class Reader:
             content.there = token
 
     def give_away(self, tensor: Tensor) -> None:
-        """Whoever has the memory may change it: the function does that in every run alike."""
-        self._accesses += 1
-        self.overwrite(tensor, self.values.number("memory", self.read(tensor).token, self._accesses))
+        """Others have the memory from now on."""
+        storage = tensor.untyped_storage()
+        self._given_away.append(_addresses(storage))
+        content = self.of(storage)
+        content.is_shared = True
+        self._look(content, storage)
+
+    def _is_given_away(self, storage: Any) -> bool:
+        """Whether a storage lies in memory that was given away: numpy gives it back, say."""
+        if not self._given_away:
+            return False
+        mine = _addresses(storage)
+        return any(mine.start < theirs.stop and theirs.start < mine.stop for theirs in self._given_away)
+
+    def _look(self, content: Content, storage: Any) -> Token:
+        """What is in memory that others have too. What they do with it, they do in every run alike."""
+        if content.is_constant:
+            content.token = self.values.number("constant", _digest(storage))
+        else:
+            self._looks += 1
+            content.token = self.values.number("memory", content.token, self._looks)
+        content.there = content.token
+        if self.outside is not None:
+            self.outside.append((content.token, storage))
+        return content.token
 
     def overwrite(self, tensor: Tensor, token: Token) -> None:
         """Something that is not known has written to a tensor's storage."""
@@ -212,7 +242,7 @@ class Reader:
     def call(self, schema: Schema, args: Any, kwargs: Any, changed: list[Tensor]) -> tuple[OpCall, list[Any]]:
         """A call of an op by what it reads, and the storages of that. `changed`: what it writes to.
 
-        Raises `NotPlainError` where it reads a tensor whose memory does not say what it is.
+        Raises `NotPlainError` where it reads a tensor whose memory does not say what it is, or writes to shared memory.
         """
         storages: list[Any] = []
         reads: list[Token] = []
@@ -248,6 +278,10 @@ class Reader:
                 if content is None or content.storage() is not storage:
                     content = self.of(storage)
                 token = content.token
+                if content.is_shared:
+                    if id(storage) in slots:
+                        raise NotPlainError
+                    token = self._look(content, storage)
                 # Of what is not written to, it makes no difference whether a value is there once or twice.
                 slot = slots.get(id(storage), token)
                 storages.append(storage)
@@ -268,34 +302,46 @@ class Reader:
         return tuple(found)
 
     def constant(self, tensor: Tensor) -> None:
-        """A tensor that was made of Python numbers: known by what they are."""
+        """A tensor that was made of Python numbers, or lies in the memory of an array: known by what they are."""
         storage = tensor.untyped_storage()
         known = self._contents.get(id(storage))
-        if type(tensor) is Tensor and tensor.device.type == "cpu" and (known is None or known.storage() is not storage):
-            content = ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
-            self.values.set_outside(storage, self.values.number("constant", hashlib.blake2b(content).digest()))
+        if type(tensor) is not Tensor or tensor.device.type != "cpu" or (known and known.storage() is storage):
+            return
+        self.values.set_outside(storage, self.values.number("constant", _digest(storage)))
+        content = self.of(storage)
+        content.is_constant = not content.is_shared
+        content.is_shared |= not storage.resizable()
+
+
+def _digest(storage: Any) -> bytes:
+    """The bytes in the memory of a storage, hashed."""
+    content = ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
+    return hashlib.blake2b(content).digest()
+
+
+def _addresses(storage: Any) -> range:
+    return range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
 
 
 # Memory that is read and written without ops.
 
-_ACCESS = {Tensor.data_ptr, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.tolist}
-_ACCESS_INDICES = {torch.tensor_split, Tensor.tensor_split, torch.ctc_loss}
+_READ_INDICES = {torch.tensor_split, Tensor.tensor_split, torch.ctc_loss}
 """They read the memory of indices and lengths that are tensors, before they call any op."""
 
 
 class _Calls(TorchFunctionMode):
-    def __init__(self, accessed: Callable[[Tensor], None]) -> None:
+    def __init__(self, accessed: Callable[[Tensor, bool], None]) -> None:
         super().__init__()
         self._accessed = accessed
         self.current: Any = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ACCESS:
-            self._accessed(args[0])
-        elif func in _ACCESS_INDICES:
+        if func in GIVES_MEMORY_AWAY or func == Tensor.tolist:
+            self._accessed(args[0], func in GIVES_MEMORY_AWAY)
+        elif func in _READ_INDICES:
             for x in tensors(args[1:], kwargs):
-                self._accessed(x)
+                self._accessed(x, False)
         self.current = func, args, kwargs
         out = func(*args, **kwargs)
         self.current = None
@@ -316,8 +362,8 @@ class OpMode(internals.DispatchMode):
         """The torch call that is running: function, args, kwargs. None between two."""
         return None if self._calls is None else self._calls.current
 
-    def accessed(self, tensor: Tensor) -> None:
-        """The memory of a tensor is given away: whoever has it may read it, and write to it."""
+    def accessed(self, tensor: Tensor, given_away: bool) -> None:
+        """The memory of a tensor is read, or given away: whoever has it may read it, and write to it."""
 
     def __enter__(self) -> Any:
         if self._looks_at_calls:

@@ -82,6 +82,11 @@ class Region(Graph):
         self._is_complete = True
         return out
 
+    def give_away(self, tensor: Tensor) -> None:
+        """Others may write to the memory of a tensor from now on."""
+        if isinstance(self.forward_context, Selective):
+            self.forward_context.give_away(tensor)
+
     def rerun(self) -> Saved:
         """Run the function again: the tensors that its graph saves."""
         with at_the_base():

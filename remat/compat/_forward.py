@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
 from remat._compile import tracing
+from remat._effects import GIVES_MEMORY_AWAY
 from remat._native import Holder, meta_of, version
 from remat._watch import active_watches
 from remat.compat._draws import Draws
@@ -181,6 +182,8 @@ class Forward(TorchFunctionMode):
         if func in BACKWARDS:
             self._goes_backward = self._went_backward = True
             return
+        if func in GIVES_MEMORY_AWAY and self._owner is not None:
+            self._owner.give_away(args[0])
         if func in RENORMALIZING and self._owner is None:
             return  # the reentrant variant may renormalize again: it comes to the same, and is differentiated
         written = self.record.written

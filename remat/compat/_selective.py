@@ -209,6 +209,14 @@ class Selective(_Counter):
             self.cache.entries[key] = _signature(args, kwargs), drawn, *self._keep(out, decision in _OFFLOAD, mutable)
         return out
 
+    def give_away(self, tensor: Tensor) -> None:
+        """Others may write to the memory of a tensor from now on, and will in the rerun: keep what is there now."""
+        with internals.DisableTorchFunction(), internals.DisableTorchDispatch():
+            storage = tensor.untyped_storage()._cdata
+            for kept in self.cache.kept:
+                if kept.storage == storage:
+                    kept.before_change()
+
     def _keep(self, out: Any, offload: bool, mutable: bool) -> Any:
         leaves, spec = _tree.flatten(out)
         entry = [_Kept(x, offload) if isinstance(x, Tensor) else x for x in leaves]

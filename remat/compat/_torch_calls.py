@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._effects import SET_DATA, may_write, written_by
+from remat._effects import GIVES_MEMORY_AWAY, SET_DATA, may_write, written_by
 
 _GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
 # Only look-ups of these attributes are noted.
@@ -48,8 +48,8 @@ def writes(func: Any, kwargs: dict[str, Any] | None) -> bool:
 
 
 def may_change(func: Any, kwargs: dict[str, Any] | None) -> bool:
-    """Whether a call may write to something, or draw from a generator of the user's."""
-    return mutable(func) or bool(kwargs and not _TELLING.isdisjoint(kwargs))
+    """Whether a call may write to something, or draw from a generator of the user's, or lets others write."""
+    return mutable(func) or func in GIVES_MEMORY_AWAY or bool(kwargs and not _TELLING.isdisjoint(kwargs))
 
 
 _ARITHMETIC = ("add", "sub", "mul", "div", "truediv")

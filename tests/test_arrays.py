@@ -1,0 +1,243 @@
+"""Functions that compute on the memory of arrays, of NumPy's and of others, beside torch: right, or an error."""
+
+# ruff: noqa: PT017 - an error is one of two right answers
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import TRANSFORMS, Fun, assert_same, numbers
+from torch import Tensor
+
+from remat import CheckpointError, RematError, checkpoint, policies, remat
+from remat.compat import create_selective_checkpoint_contexts
+
+aten = torch.ops.aten
+
+
+def array_of(t: Tensor) -> Any:
+    return t.detach().numpy()
+
+
+def halved(t: Tensor) -> None:
+    array_of(t)[...] *= 0.5
+
+
+def part_set(t: Tensor) -> None:
+    array_of(t[0])[...] = 2.0
+
+
+def through_dlpack(t: Tensor) -> None:
+    torch.from_dlpack(t.detach()).mul_(0.5)
+
+
+def back_from_numpy(t: Tensor) -> None:
+    torch.from_numpy(array_of(t)).add_(1.0)
+
+
+def as_array(t: Tensor) -> None:
+    np.asarray(t.detach())[...] += 1
+
+
+WRITES = {f.__name__: f for f in (halved, part_set, through_dlpack, back_from_numpy, as_array)}
+
+
+def a_result(write: Any, x: Tensor) -> Tensor:
+    y = x.sin()
+    write(y)
+    return y.cos() * y
+
+
+def a_second_result(write: Any, x: Tensor) -> Tensor:
+    y = x.sin()
+    z = y.exp()
+    write(z)
+    return z.cos() * y
+
+
+def what_is_filled(write: Any, x: Tensor) -> Tensor:
+    t = torch.zeros_like(x)
+    write(t)
+    return x.sin() * t.exp()
+
+
+def twice(write: Any, x: Tensor) -> Tensor:
+    y = x.sin()
+    write(y)
+    write(y)
+    return (y @ y).cos()
+
+
+def a_copy_between_reads(write: Any, x: Tensor) -> Tensor:
+    y = x @ x
+    t = y.detach().clone()
+    before = t.sin()
+    write(t)
+    between = t.cos()
+    write(t)
+    return y * t * before * between
+
+
+def before_a_change_in_place(write: Any, x: Tensor) -> Tensor:
+    y = x @ x
+    write(y)
+    return y.mul_(2).sin() @ x
+
+
+def written_between_reads(x: Tensor) -> Tensor:
+    y = x.sin()
+    array = array_of(y)
+    before = y.exp()
+    array[...] += 1
+    between = y.exp()
+    array *= 2
+    return before * between * y.sin()
+
+
+def a_view_that_is_written_between_reads(x: Tensor) -> Tensor:
+    y = (x @ x).clone()
+    array, view = array_of(y), y.view(9)[:3]
+    array[0] = 5
+    before = view.exp()
+    array[0] = 6
+    return (before * view.exp()).sum() * y
+
+
+def filled_in_a_loop(x: Tensor) -> Tensor:
+    t = torch.zeros(3, 3, dtype=x.dtype)
+    array = t.numpy()
+    for i in range(3):
+        array[i] = i
+        x = (x * t).sin() + x
+    return x
+
+
+def filled_with_results(x: Tensor) -> Tensor:
+    t, found = torch.empty(3, 3, dtype=x.dtype), x
+    array = t.numpy()
+    for i in range(3):
+        array[...] = array_of(x.sin() * i)
+        found = found + (t * x).exp()
+    return found
+
+
+def numbers_of_a_result(x: Tensor) -> Tensor:
+    y = x @ x
+    return (y * y.tolist()[0][0]).sin() * y
+
+
+RIGHT: dict[str, Fun] = {
+    f"{part.__name__}, {name}": lambda x, part=part, write=write: part(write, x)
+    for part in (a_result, a_second_result, what_is_filled, twice, a_copy_between_reads, before_a_change_in_place)
+    for name, write in WRITES.items()
+} | {
+    f.__name__: f
+    for f in (
+        written_between_reads,
+        a_view_that_is_written_between_reads,
+        filled_in_a_loop,
+        filled_with_results,
+        numbers_of_a_result,
+    )
+}
+
+
+def an_array_that_changes(x: Tensor) -> Tensor:
+    array = np.ones((3, 3))
+    t = torch.from_numpy(array)
+    before = x.sin() * t
+    array[...] = 2
+    after = x.sin() * t
+    return (before * after).exp() * after
+
+
+def one_array_in_two_tensors(x: Tensor) -> Tensor:
+    array = np.ones((3, 3))
+    a = torch.from_numpy(array)
+    a.add_(1)
+    b = torch.from_numpy(array)
+    y = (x * b).exp()
+    a.add_(1)
+    return y * b * a
+
+
+def an_array_that_torch_changes(x: Tensor) -> Tensor:
+    t = torch.from_numpy(np.ones((3, 3)))
+    t.mul_(2)
+    return t * x.sin()
+
+
+REFUSED = {
+    an_array_that_changes: r"has changed since|that changes: in place, or .* torch.tensor\(array\)",
+    one_array_in_two_tensors: r"has changed since|that share their memory",
+    an_array_that_torch_changes: r"that changes: in place, or .* torch.tensor\(array\)",
+}
+OPS = [aten.mm.default, aten.sin.default, aten.exp.default, aten.mul.Tensor, aten.clone.default]
+POLICIES = {
+    "no": None,
+    "nothing": policies.save_ops(),
+    "dots": policies.dots_saveable,
+    "everything": policies.everything_saveable,
+    "some ops": policies.save_ops(*OPS),
+}
+
+
+def checkpointed(fun: Fun, ops: Any, use_reentrant: bool = False) -> Fun:
+    contexts = functools.partial(create_selective_checkpoint_contexts, ops, allow_cache_entry_mutation=True)
+    options = {"context_fn": contexts} if ops else {}
+    return lambda x: checkpoint(fun, x, use_reentrant=use_reentrant, **options)
+
+
+CHECKPOINTS: dict[str, Callable[[Fun], Fun]] = {
+    "non-reentrant": lambda f: checkpointed(f, None),
+    "reentrant": lambda f: checkpointed(f, None, use_reentrant=True),
+    "selective, dots": lambda f: checkpointed(f, [aten.mm.default]),
+    "selective, some ops": lambda f: checkpointed(f, OPS),
+}
+FIRST = (".backward()", "double backward")
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("fun", RIGHT.values(), ids=RIGHT)
+def test_remat(fun: Fun, policy: Any) -> None:
+    for transform in FIRST:
+        actual = TRANSFORMS[transform](remat(fun, policy=policy), numbers(3, 3))
+        assert_same(actual, TRANSFORMS[transform](fun, numbers(3, 3)))
+
+
+@pytest.mark.parametrize("ck", CHECKPOINTS.values(), ids=CHECKPOINTS)
+@pytest.mark.parametrize("fun", RIGHT.values(), ids=RIGHT)
+def test_checkpoint(fun: Fun, ck: Callable[[Fun], Fun]) -> None:
+    for transform in FIRST[: 1 if ck is CHECKPOINTS["reentrant"] else 2]:
+        assert_same(TRANSFORMS[transform](ck(fun), numbers(3, 3)), TRANSFORMS[transform](fun, numbers(3, 3)))
+
+
+@pytest.mark.parametrize("transform", [".backward()", "grad", "grad(grad)", "jvp(grad)"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize(("fun", "match"), REFUSED.items())
+def test_right_or_an_error_of_remat(fun: Fun, match: str, policy: Any, transform: str) -> None:
+    expected = TRANSFORMS[transform](fun, numbers(3, 3))
+    try:
+        actual = TRANSFORMS[transform](remat(fun, policy=policy), numbers(3, 3))
+    except (CheckpointError, RematError) as error:
+        assert fun.__name__ in str(error)
+        with pytest.raises(type(error), match=match):
+            raise
+    else:
+        assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("ck", CHECKPOINTS.values(), ids=CHECKPOINTS)
+@pytest.mark.parametrize(("fun", "match"), REFUSED.items())
+def test_right_or_an_error_of_checkpoint(fun: Fun, match: str, ck: Callable[[Fun], Fun]) -> None:
+    expected = TRANSFORMS[".backward()"](fun, numbers(3, 3))
+    try:
+        actual = TRANSFORMS[".backward()"](ck(fun), numbers(3, 3))
+    except CheckpointError as error:
+        with pytest.raises(CheckpointError, match=match):
+            raise error from None
+    else:
+        assert_same(actual, expected)
