@@ -14,9 +14,8 @@ from remat import _torch_internals as internals
 from remat._errors import PURITY, CheckpointError, call_site
 
 _MADE_ANEW = (
-    "remat: {} reads a tensor of shape {}, {} at {} that no torch function was seen to make, that is another one in "
-    "the rerun, and that changes: in place, or because it is made of other numbers each time. If it has the memory of "
-    "an array, make it anew: torch.tensor(array)."
+    "remat: {} changes a tensor of shape {}, {} in place, read at {}, that no torch function was seen to make and that "
+    "is another one in the rerun. If it has the memory of an array, make a tensor of its own: torch.tensor(array)."
 )
 
 
@@ -167,10 +166,9 @@ class Comparison:
         if isinstance(arg, Tensor):
             if id(arg) not in outside or then not in self.operands:
                 return arg
-            operand = self.operands[then]
-            if then in self.written or not internals.contain_the_same(arg, operand):
+            if then in self.written:
                 raise CheckpointError(_MADE_ANEW.format(self._name, list(arg.shape), arg.dtype, call_site()))
-            return operand
+            return self.operands[then]
         if type(arg) in (tuple, list) and type(then) is tuple and len(arg) == len(then):
             return type(arg)(self._as_read(a, t, outside) for a, t in zip(arg, then, strict=True))
         return arg

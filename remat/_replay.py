@@ -21,7 +21,7 @@ from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._frozen import Thawer
 from remat._log import Log
 from remat._recorder import Recorder
-from remat._run import CHANGES, CHANGES_SHARED, Run, stranger
+from remat._run import ARRAY_CHANGED, CHANGES, CHANGES_SHARED, Run, stranger
 from remat._spare import Replay, is_recorded
 from remat._tail import Spared
 from remat._tape import Tape
@@ -32,17 +32,6 @@ _OUT_OF_REACH = (
     "a place where remat does not look (a deque, an object with __slots__, a class attribute) and hands it "
     "straight to a transform. Pass it as an argument."
 )
-
-
-def _with_the_same_array(tensor: Tensor, others: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Two tensors with the memory of one array. Torch does not count writes to the one as writes to the other."""
-    mine = internals.foreign_memory(tensor)
-    for other in others if mine else ():
-        theirs = internals.foreign_memory(other)
-        is_met = theirs.start < mine.stop and mine.start < theirs.stop
-        if is_met and internals.memory_of(other) != internals.memory_of(tensor):
-            return tensor, other
-    return None
 
 
 class Call:
@@ -161,6 +150,8 @@ class Call:
         self._reads = [run.reads.get(id(t)) for t in originals]
         operands = []
         for i, t in enumerate(originals):
+            if id(t) in run.arrays and id(t) not in run.snapshots and run.arrays[id(t)] != internals.array_digest(t):
+                raise RematError(ARRAY_CHANGED.format(f"remat: {self.name}", list(t.shape), t.dtype))
             then = run.versions.get(id(t))
             if (then is not None and run.version(t) != then) or id(t) in run.snapshots:
                 if id(t) not in run.snapshots:
@@ -172,10 +163,7 @@ class Call:
             if i in self.cut:
                 t = t.detach()  # the graph that it comes with may be gone
             operands.append(t.clone() if t.is_inference() else t)  # an inference tensor can't be saved
-        pair = internals.two_that_share_memory(originals[i] for i in self._written)
-        for i in self._written:
-            pair = pair or _with_the_same_array(originals[i], originals)
-        if pair is not None:
+        if pair := internals.two_that_share_memory(originals[i] for i in self._written):
             raise RematError(CHANGES_SHARED.format(f"remat: {self.name}", *(list(t.shape) for t in pair)))
         return operands
 

@@ -36,6 +36,10 @@ CHANGES = (
     "the changed value. Change a copy instead: x = x.clone()."
 )
 MADE_HERE = " If it is a parameter of a module that is made here, make the module outside."
+ARRAY_CHANGED = (
+    "{} reads a tensor of shape {}, {} in the memory of an array, and the array has changed since, so its rerun would "
+    "read something else. Make a tensor of its own: torch.tensor(array)."
+)
 CHANGES_SHARED = (
     "{} changes tensors of shape {} and {} in place that it was given or captured and that share their memory. "
     "Its rerun changes a copy of each. Give it one of them, and take views of that inside."
@@ -71,6 +75,8 @@ class Run(Watch):
         """Those of them that no torch call has read: nested functions have them."""
         self.in_cells: set[int] = set()
         self.versions: dict[int, int] = {}
+        self.arrays: dict[int, bytes] = {}
+        """Of tensors from outside in the memory of arrays: what was there."""
         self.snapshots: dict[int, Tensor] = {}
         """Tensors from outside that it wrote to, as they were before."""
         self.random: RandomState | KeptDraws | None = None
@@ -268,6 +274,8 @@ class Run(Watch):
         if key not in self.outside:
             self.outside[key] = weakref.ref(tensor)
             self.versions[key] = self.version(tensor)
+            if self._comparison is None and (digest := internals.array_digest(tensor)) is not None:
+                self.arrays[key] = digest
             self._numbers += 1
             if self._comparison is None:
                 self.reads[key] = Read(self._numbers)

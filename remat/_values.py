@@ -7,9 +7,7 @@ something else, nothing is found. An op that writes in place makes a new value i
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -217,7 +215,7 @@ class Reader:
     def _look(self, content: Content, storage: Any) -> Token:
         """What is in memory that others have too. What they do with it, they do in every run alike."""
         if content.is_constant:
-            content.token = self.values.number("constant", _digest(storage))
+            content.token = self.values.number("constant", internals.digest(storage))
         else:
             self._looks += 1
             content.token = self.values.number("memory", content.token, self._looks)
@@ -307,16 +305,10 @@ class Reader:
         known = self._contents.get(id(storage))
         if type(tensor) is not Tensor or tensor.device.type != "cpu" or (known and known.storage() is storage):
             return
-        self.values.set_outside(storage, self.values.number("constant", _digest(storage)))
+        self.values.set_outside(storage, self.values.number("constant", internals.digest(storage)))
         content = self.of(storage)
         content.is_constant = not content.is_shared
         content.is_shared |= not storage.resizable()
-
-
-def _digest(storage: Any) -> bytes:
-    """The bytes in the memory of a storage, hashed."""
-    content = ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
-    return hashlib.blake2b(content).digest()
 
 
 def _addresses(storage: Any) -> range:

@@ -240,7 +240,7 @@ class Forward(TorchFunctionMode):
                 for outside in record.outside:
                     t = outside.ref()
                     if t is not None and id(t) in record.written:
-                        outside.version = version(t)  # the run's own writes do not count
+                        outside.read(t)  # the run's own writes do not count
                     if t is None or not (t.requires_grad and id(t) in record.written):  # it may lead to this record
                         outside.keep(around[0] if around else None)
         self._held = []

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._errors import CheckpointError
 from remat._native import Meta, check_version, version
+from remat._run import ARRAY_CHANGED
 
 _SMALL = 1000
 """The elements of a tensor that is computed sooner than it is spared."""
@@ -50,13 +52,18 @@ def results_of(noted: Any) -> list[Result]:
 class Outside:
     """A tensor that the forward read and did not make."""
 
-    __slots__ = ("last_read", "ref", "saved", "tensor", "version")
+    __slots__ = ("array", "last_read", "ref", "saved", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref = weakref.ref(tensor)
-        self.version = self.last_read = version(tensor)
+        self.read(tensor)
+        self.last_read = self.version
         self.tensor: Tensor | None = None
         self.saved: Any = None
+
+    def read(self, tensor: Tensor) -> None:
+        """These are the values that count."""
+        self.version, self.array = version(tensor), internals.array_digest(tensor)
 
     def keep(self, around: Any) -> None:
         """The forward is over: hold the tensor. What the run around it made is for that to hold."""
@@ -70,6 +77,10 @@ class Outside:
         """Raise if the values are not the ones any more that the forward read."""
         if self.tensor is not None:
             check_version(self.tensor, self.version)
+            if self.array is not None and self.array != internals.array_digest(self.tensor):
+                raise CheckpointError(
+                    ARRAY_CHANGED.format("checkpoint: the function", list(self.tensor.shape), self.tensor.dtype)
+                )
 
 
 class Record:
