@@ -22,7 +22,13 @@ _STATISTICS: dict[Any, tuple[int, ...]] = {
     torch.native_batch_norm: (3, 4),
 }
 """Functions that write to arguments, by position, without saying so in their names."""
-GIVES_MEMORY_AWAY = {Tensor.data_ptr, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+GIVES_MEMORY_AWAY = {
+    Tensor.__array__,
+    Tensor.__cuda_array_interface__.__get__,
+    Tensor.__dlpack__,
+    Tensor.data_ptr,
+    Tensor.numpy,
+}
 """Functions after which others may read the memory of a tensor, and write to it."""
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _ARITHMETIC = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]

@@ -241,3 +241,15 @@ def test_right_or_an_error_of_checkpoint(fun: Fun, match: str, ck: Callable[[Fun
             raise error from None
     else:
         assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("ck", [remat, *CHECKPOINTS.values()], ids=["remat", *CHECKPOINTS])
+def test_the_interface_to_arrays_on_a_gpu(ck: Callable[[Fun], Fun]) -> None:
+    """It is a property of Python's."""
+
+    def fun(x: Tensor) -> Tensor:
+        with pytest.raises(AttributeError, match="on non-CUDA tensor type"):
+            x.detach().__cuda_array_interface__  # noqa: B018
+        return x.sin()
+
+    assert_same(TRANSFORMS[".backward()"](ck(fun), numbers(3)), TRANSFORMS[".backward()"](fun, numbers(3)))

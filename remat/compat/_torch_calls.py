@@ -15,8 +15,8 @@ from remat import _torch_internals as internals
 from remat._effects import GIVES_MEMORY_AWAY, SET_DATA, may_write, written_by
 
 _GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
-# Only look-ups of these attributes are noted.
-_TENSOR_ATTRIBUTES = {"T", "mT", "H", "mH", "data", "real", "imag", "grad", "_base"}
+# Only look-ups of these attributes are noted. None: a property of Python's, __cuda_array_interface__.
+_TENSOR_ATTRIBUTES = {None, "T", "mT", "H", "mH", "data", "real", "imag", "grad", "_base"}
 CONTAINERS = {list, tuple, dict}
 BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _TELLING = {"generator", "inplace", "out"}
@@ -28,7 +28,7 @@ _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrappe
 
 def looks_up(func: Any) -> bool:
     """Whether a torch function looks up, or sets, an attribute that is no tensor."""
-    return type(func) is _GETTER and func.__self__.__name__ not in _TENSOR_ATTRIBUTES
+    return type(func) is _GETTER and getattr(func.__self__, "__name__", None) not in _TENSOR_ATTRIBUTES
 
 
 @functools.cache
