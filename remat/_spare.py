@@ -53,6 +53,8 @@ class Replay(OpMode):
         self._left: dict[Token, int] | None = {} if consume else None
         self._reader = Reader(Values(tape.values))
         self._reader.outside = []  # until all is computed that may have to be
+        self._looks_away = False
+        """Whether what it sees are ops of its own."""
         self._recipes: dict[Token, OpCall] = {}
         self._before: dict[Token, RandomState | None] = {}
         """Of spared ops that may draw: the state of the generators that they would have drawn from."""
@@ -67,15 +69,21 @@ class Replay(OpMode):
     def accessed(self, tensor: Tensor, given_away: bool) -> None:
         """The memory of a tensor is read, or given away: its value has to be there."""
         raw = internals.innermost(tensor)
-        if plain(raw):
+        if not plain(raw):
+            return
+        storage = raw.untyped_storage()
+        self._looks_away = True  # the mode is active, other than in `_op`
+        try:
             with internals.below_all_transforms():
-                self._fill([raw.untyped_storage(), *self._losing(raw.untyped_storage())])
-            if given_away:
-                self._reader.give_away(raw)
+                self._fill([storage, *(self._losing(storage) if given_away else ())])
+        finally:
+            self._looks_away = False
+        if given_away:
+            self._reader.give_away(raw)
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         reader = self._reader
-        if func is DETACH:
+        if func is DETACH or self._looks_away:
             return func(*args, **kwargs)
         schema = schema_of(func)
         if schema.is_view:
@@ -93,7 +101,8 @@ class Replay(OpMode):
         if call.token in self._tape.views:
             return func(*args, **kwargs)
         op = self._tape.spared(call.token)
-        if op is not None:
+        # What others may change can't be computed from later.
+        if op is not None and (self._tape.keeps_all_of(op) or not any(map(reader.is_shared, storages))):
             return self._spare(op, call, changed)
         out = self._run(func, args, kwargs)
         found = returned(out)

@@ -260,6 +260,10 @@ class Tape:
         """The op with this number, if it need not run."""
         return self._spared.get(token)
 
+    def keeps_all_of(self, op: Op) -> bool:
+        """Whether all that an op computed is kept."""
+        return all(value in self.kept for value in op.values)
+
     def take(self, token: Token, name: str, left: dict[Token, int] | None) -> Any:
         """The storage with a kept value, or None."""
         kept = self.kept.get(token)

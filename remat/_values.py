@@ -205,6 +205,10 @@ class Reader:
         content.is_shared = True
         self._look(content, storage)
 
+    def is_shared(self, storage: Any) -> bool:
+        """Whether others have the memory of a storage, too."""
+        return self._looks > 0 and self.of(storage).is_shared
+
     def _is_given_away(self, storage: Any) -> bool:
         """Whether a storage lies in memory that was given away: numpy gives it back, say."""
         if not self._given_away:
@@ -214,10 +218,10 @@ class Reader:
 
     def _look(self, content: Content, storage: Any) -> Token:
         """What is in memory that others have too. What they do with it, they do in every run alike."""
+        self._looks += 1
         if content.is_constant:
             content.token = self.values.number("constant", internals.digest(storage))
         else:
-            self._looks += 1
             content.token = self.values.number("memory", content.token, self._looks)
         content.there = content.token
         if self.outside is not None:

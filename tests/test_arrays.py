@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import TRANSFORMS, Fun, assert_same, numbers
+from helpers import TRANSFORMS, Fun, Seen, assert_same, numbers
 from torch import Tensor
 
 from remat import CheckpointError, RematError, checkpoint, policies, remat
@@ -206,6 +206,43 @@ def test_remat(fun: Fun, policy: Any) -> None:
     for transform in FIRST:
         actual = TRANSFORMS[transform](remat(fun, policy=policy), numbers(3, 3))
         assert_same(actual, TRANSFORMS[transform](fun, numbers(3, 3)))
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_numbers_of_an_argument_beside_a_change_in_place(policy: Any) -> None:
+    """What a rerun computes to have the numbers there is no op of the function."""
+
+    def fun(x: Tensor, scale: Tensor) -> Tensor:
+        y = x.sin()
+        scale.mul_(0.9)
+        y = y + scale
+        array_of(x)
+        return (y * x.tolist()[0][0]).sin()
+
+    actual, expected = (
+        TRANSFORMS[".backward()"](lambda x, f=f: f(x, numbers(3, seed=1)), numbers(3, 3))
+        for f in (remat(fun, policy=policy), fun)
+    )
+    assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_what_a_rerun_alone_puts_aside_after_an_array_was_taken(policy: Any) -> None:
+    """It is computed there and then, for the array changes."""
+    aside, runs = Seen(), Seen()
+
+    def fun(x: Tensor) -> Tensor:
+        runs.append(1)
+        y = x @ x
+        array = array_of(y)
+        before = y.detach().clone()
+        array += 1
+        if len(runs) > 1:
+            aside.append(before)
+        return y.mul(2).sin()
+
+    TRANSFORMS[".backward()"](remat(fun, policy=policy), numbers(3, 3))
+    assert_same([*aside], [numbers(3, 3) @ numbers(3, 3)])
 
 
 @pytest.mark.parametrize("ck", CHECKPOINTS.values(), ids=CHECKPOINTS)
