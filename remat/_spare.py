@@ -101,13 +101,18 @@ class Replay(OpMode):
         if call.token in self._tape.views:
             return func(*args, **kwargs)
         op = self._tape.spared(call.token)
-        # What others may change can't be computed from later.
-        if op is not None and (self._tape.keeps_all_of(op) or not any(map(reader.is_shared, storages))):
-            return self._spare(op, call, changed)
-        out = self._run(func, args, kwargs)
-        found = returned(out)
-        if all(map(plain, found)) and not any(aliases_of(found, storages, changed)):
-            self._note(call, out, changed)
+        is_shared = any(map(reader.is_shared, storages))
+        if op is not None and (not is_shared or self._tape.keeps_all_of(op)):
+            out = self._spare(op, call, changed)
+            found = returned(out)
+        else:
+            out = self._run(func, args, kwargs)
+            found = returned(out)
+            if all(map(plain, found)) and not any(aliases_of(found, storages, changed)):
+                self._note(call, out, changed)
+        if is_shared:  # what others may change can't be computed from later: hold what was
+            assert reader.outside is not None
+            reader.outside += [(call.token, t.untyped_storage()) for t in found if plain(t)]
         return out
 
     def _note(self, call: OpCall, out: Any, changed: list[Tensor]) -> None:

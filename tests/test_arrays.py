@@ -129,9 +129,23 @@ def numbers_of_a_result(x: Tensor) -> Tensor:
     return (y * y.tolist()[0][0]).sin() * y
 
 
+def read_in_what_dies(write: Any, x: Tensor) -> Tensor:
+    y = x.sin()
+    write(y)
+    return torch.stack([x @ x, y]).sum(0) + y
+
+
 RIGHT: dict[str, Fun] = {
     f"{part.__name__}, {name}": lambda x, part=part, write=write: part(write, x)
-    for part in (a_result, a_second_result, what_is_filled, twice, a_copy_between_reads, before_a_change_in_place)
+    for part in (
+        a_result,
+        a_second_result,
+        what_is_filled,
+        twice,
+        a_copy_between_reads,
+        before_a_change_in_place,
+        read_in_what_dies,
+    )
     for name, write in WRITES.items()
 } | {
     f.__name__: f
