@@ -1109,6 +1109,29 @@ def test_a_state_out_of_sight_that_is_replaced_beside_one_that_is_set_up_is_an_e
     fails(functools.partial(run, sets_up=True), match, ours)
 
 
+@pytest.mark.parametrize(
+    ("error", "reads_state"),
+    [(torch.OutOfMemoryError, True), (torch.OutOfMemoryError, False), (MemoryError, False), (ValueError, True)],
+)
+@both_variants
+def test_what_goes_wrong_in_one_rerun_alone_is_told(variant: str, error: type[Exception], reads_state: bool) -> None:
+    """Another rerun, that begins with the state as it is now, would hide it, and read that."""
+    once = Seen()
+
+    def fun(m: Any, x: Tensor) -> Tensor:
+        y = x.sin()
+        m.mean = m.mean / 2 + y.detach().mean(0) / 2
+        if once and once.pop():
+            raise error("once")
+        return (y - (m.mean if reads_state else 1)).sin()
+
+    x = leaf(numbers(4, 3))
+    y = VARIANTS[variant][1](Stateful(fun, mean=torch.zeros(3, dtype=torch.float64)), x)
+    once.append(True)
+    with pytest.raises((error, CheckpointError), match=r"once|which of the two"):
+        y.sum().backward()
+
+
 @both_variants
 def test_attributes_before_transforms_are_taken_back(variant: str) -> None:
     def fun(m: Any, x: Tensor) -> Tensor:

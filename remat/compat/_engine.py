@@ -14,7 +14,7 @@ from remat import _torch_internals as internals
 from remat._errors import CheckpointError
 from remat._native import WRONG_COUNT, Graph, Saved, at_the_base, same, unpack, wrong_metadata
 from remat.compat._call import NO_CONTEXTS, Call, Contexts, UsesTransforms
-from remat.compat._rerun import Collector, Rerun
+from remat.compat._rerun import OUT_OF_MEMORY, Collector, ReplacedError, Rerun
 from remat.compat._selective import GivenBack, Selective
 
 TIP = (
@@ -96,18 +96,24 @@ class Region(Graph):
             collector = self._collect(unpacked, inner, self._may_begin_again)
             if isinstance(collector, Rerun) and collector.was_misled:
                 collector.saved.clear()
-                first = collector.error
-                if first is None:
-                    collector.check_replaced()
-                try:
-                    collector = self._collect(unpacked, inner, trusting=False)
-                except RuntimeError as error:
-                    if isinstance(first, CheckpointError):
-                        raise first from error
-                    raise
+                collector = self._begin_again(collector, unpacked, inner)
         if self._is_complete:
             self._check(collector)
         return collector.saved
+
+    def _begin_again(self, misled: Rerun, unpacked: list[Any], inner: dict[int, Tensor]) -> Collector:
+        """Another rerun, that begins with the state as it is now."""
+        if misled.error is None:
+            misled.check_replaced()
+        try:
+            return self._collect(unpacked, inner, trusting=False)
+        except RuntimeError as error:
+            first = misled.error
+            if isinstance(first, CheckpointError) or (first is not None and isinstance(error, ReplacedError)):
+                raise first from error
+            raise
+        finally:
+            first = misled.error = None  # its traceback leads here
 
     @property
     def _may_begin_again(self) -> bool:
@@ -131,11 +137,13 @@ class Region(Graph):
         try:
             call.rerun(rerun, tensors, context)
         except Exception as error:
-            if rerun is None or not rerun.was_misled:
+            if rerun is None or isinstance(error, OUT_OF_MEMORY) or not rerun.was_misled:
                 raise
             rerun.error = error
         finally:
             internals.pop_saved_tensors_hooks()
+        if rerun is not None and not trusting:
+            rerun.check_replaced()
         return collector
 
     def _check(self, rerun: Collector) -> None:

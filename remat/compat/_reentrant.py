@@ -18,7 +18,7 @@ from remat._primitive import Link, gradients
 from remat._unwatched import UnwatchedCall, unwatched
 from remat.compat._call import Call, UsesTransforms, versions_of
 from remat.compat._devices import warn_without_grad
-from remat.compat._rerun import CHANGES, Rerun, rebuilt
+from remat.compat._rerun import CHANGES, OUT_OF_MEMORY, Rerun, rebuilt
 
 _NOT_NECESSARY = "none of output has requires_grad=True, this checkpoint() is not necessary"
 _GATHERED = (
@@ -193,13 +193,14 @@ def _gradients_when_watched(
         since = internals.next_sequence_number()
         try:
             out = call.rerun(rerun, given)
-        except Exception:
-            if not rerun.was_misled:
+        except Exception as error:
+            if isinstance(error, OUT_OF_MEMORY) or not rerun.was_misled:
                 raise
         else:
+            if rerun.was_misled or not trusting:
+                rerun.check_replaced()
             if not rerun.was_misled:
                 break
-            rerun.check_replaced()
         out = None
     pairs = [
         (o, c)

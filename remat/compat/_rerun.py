@@ -56,9 +56,17 @@ STATE_WAS_SET_UP = (
 )
 REPLACED = (
     "checkpoint: the function reads a tensor of shape {}, {} from outside, in the place of which its rerun finds "
-    "another one, and its rerun makes other calls than its forward: which of the two it has to read can't be told. Set "
-    "up state before the first call, or keep it in tensors and in attributes of modules."
+    "another one, and a rerun that reads the one makes other calls than the forward: which of the two it has to read "
+    "can't be told. Set up state before the first call, or keep it in tensors and in attributes of modules."
 )
+
+
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+"""What ends a rerun whatever it has read."""
+
+
+class ReplacedError(CheckpointError):
+    """A rerun has read a tensor in the place of another one, and it can't be told which is right."""
 
 
 class _Cut(BaseException):
@@ -269,9 +277,12 @@ class Rerun(Collector, Watch):
         return self._matching < self._record.needed
 
     def check_replaced(self) -> None:
-        """Raise where a rerun that was misled, and did not fail, read other tensors than it would find."""
-        if self._replaced is not None:
-            raise CheckpointError(REPLACED.format(*self._replaced))
+        """Raise where a rerun that did not fail read other tensors than it would find, or than the forward read.
+
+        One that is not trusting may do so where its calls are others.
+        """
+        if self._replaced is not None and (self.trusting or not self.makes_other_calls):
+            raise ReplacedError(REPLACED.format(*self._replaced))
 
     # Reading and writing.
 
@@ -312,6 +323,8 @@ class Rerun(Collector, Watch):
             return None
         if expected is not None and self.trusting:
             found = self._inner.get(id(expected), expected.tensor)
+        elif expected is not None and expected.tensor is not None and expected.tensor is not tensor:
+            self._replaced = self._replaced or (list(tensor.shape), tensor.dtype)
         if found is None:
             found = tensor
             expected = self._outside.get(id(tensor))
