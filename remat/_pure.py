@@ -474,7 +474,8 @@ def _key(fun: Any, roots: list[Any]) -> Any:
         roots.append(fun)
         return id(fun)
     if kind is types.MethodType and isinstance(fun.__self__, nn.Module):
-        return _key(fun.__func__, roots), _key(fun.__self__, roots)
+        parts = _key(fun.__func__, roots), _key(fun.__self__, roots)
+        return None if None in parts else parts
     if id(fun) in operations():
         roots.append(fun)
         return id(fun)

@@ -413,6 +413,17 @@ def with_attribute(of: nn.Module | None = None, **attributes: Any) -> nn.Module:
     return module
 
 
+class Rematted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3).double())
+
+    @remat
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.add_(x.detach().mean(0))
+        return torch.sin(x) + self.mean * x
+
+
 KNOWN: dict[str, Any] = {
     "product": product,
     "calls another": calls_another,
@@ -486,6 +497,8 @@ UNKNOWN: dict[str, Any] = {
     "a module by no name": Lists(),
     "a property": Described(),
     "a static method": Static(),
+    "a method that is remat'd": Rematted().forward,
+    "a method with a list": types.MethodType(captures([WEIGHT]), Block()),
     "a range": Finds(range(3)),
     "a list": Finds([1.0]),
     "a module with a hook": hooked(),
@@ -942,6 +955,16 @@ def test_numbers_in_modules_and_globals_count_as_they_were(
 
 def call(fun: Fun, x: Tensor) -> Tensor:
     return fun(x)
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_a_method_that_is_remat_d(reentrant: bool | None) -> None:
+    def run(way: Callable[[Fun, Tensor], Tensor]) -> Any:
+        module, x = Rematted(), leaf(numbers(3, 3))
+        return *torch.autograd.grad(way(module.forward, x).sum(), x), module.mean
+
+    way = functools.partial(checkpoint, use_reentrant=reentrant)
+    assert_same(run((lambda fun, x: remat(fun)(x)) if reentrant is None else way), run(call))
 
 
 @pytest.mark.parametrize("way", [lambda f, x: remat(f)(x), functools.partial(checkpoint, use_reentrant=False)])
