@@ -1109,6 +1109,51 @@ def test_a_state_out_of_sight_that_is_replaced_beside_one_that_is_set_up_is_an_e
     fails(functools.partial(run, sets_up=True), match, ours)
 
 
+def decorated(fun: Any) -> Any:
+    @functools.wraps(fun)
+    def wrapper(*args: Any) -> Any:
+        return fun(*args)
+
+    return wrapper
+
+
+CALLS, SCALE = 0, numbers(3)
+
+
+def counts_in_globals(self: Any, x: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return (x * self.weight * SCALE).sin() * CALLS
+
+
+@pytest.mark.parametrize("held", ["the function", "a method", "a module"])
+@pytest.mark.parametrize("decorator", [decorated, remat.remat])
+@both_variants
+def test_what_a_decorated_function_finds_in_globals(variant: str, decorator: Any, held: str) -> None:
+    """It counts as it was, and what the function assigns comes about once."""
+
+    class Layer(nn.Module):
+        forward = decorator(counts_in_globals)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(numbers(3, seed=1))
+
+    def run(checkpoint: Any) -> Any:
+        global CALLS, SCALE
+        CALLS, SCALE = 0, numbers(3)
+        layer, x = Layer(), leaf(numbers(3))
+        given: Any = (
+            (Layer.forward, layer) if held == "the function" else (layer.forward if held == "a method" else layer,)
+        )
+        y = checkpoint(*given, checkpoint(*given, x))
+        SCALE = torch.zeros(3)
+        y.sum().backward()
+        return x.grad, CALLS
+
+    right(run, VARIANTS[variant][1])
+
+
 @pytest.mark.parametrize(
     ("error", "reads_state"),
     [(torch.OutOfMemoryError, True), (torch.OutOfMemoryError, False), (MemoryError, False), (ValueError, True)],

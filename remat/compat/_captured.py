@@ -18,7 +18,15 @@ from remat._frozen import ATOMS, Freezer, Held, Table, Thawer, cell_contents, pa
 from remat._spaces import Items, as_it_was, is_shared, items_of, same_items, values_of
 from remat._stock import PRIVATE, is_stock
 
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+
+def _is_function(obj: Any) -> bool:
+    """Whether an object is a function, or made of one."""
+    kind = type(obj)
+    return issubclass(kind, (types.FunctionType, types.MethodType, functools.partial)) or hasattr(
+        kind, "__remat_maker__"
+    )
+
+
 _Slot = tuple[Any, Any, Any]  # a cell and None, or a namespace and a name; and what it held
 
 
@@ -145,10 +153,10 @@ class Captured:
         self._given: list[Any] = []
         self._contents: Any = None
         self._objects: list[Any] = []
-        functions = [x for x in leaves if isinstance(x, _FUNCTIONS)]
+        functions = [x for x in leaves if _is_function(x)]
         if type(fun) is types.FunctionType and not functions:
             self._contents = _simple_contents(fun)
-        elif not isinstance(fun, _FUNCTIONS) and not functions:
+        elif not _is_function(fun) and not functions:
             self._contents = []
         if self._contents is not None:
             if type(fun) is types.FunctionType:
@@ -161,7 +169,7 @@ class Captured:
         else:
             self._given = [fun, *functions]
             self._contents = cell_contents(self._given)
-            self._look_at((*self._given, *(content for _, content in self._contents.values())))
+            self._look_at((*self._given, *(content for _, content in self._contents.values())), self.tensors)
         for leaf in (fun, *leaves):
             self._take_object(leaf)
         hooked = self._has_hooks or internals.has_global_module_hooks()
@@ -174,7 +182,8 @@ class Captured:
         self._containers = _containers(self._objects, self._namespaces)
         self._objects = []
 
-    def _look_at(self, objects: Sequence[Any]) -> None:
+    def _look_at(self, objects: Sequence[Any], tensors: list[Tensor]) -> None:
+        """Look at functions, what they are made of and what they hold. `tensors`: where to put those."""
         seen = set()
         todo = list(objects)
         for obj in todo:
@@ -184,7 +193,7 @@ class Captured:
                     self._take_slots(obj)
                     todo += parts(obj)
             elif isinstance(obj, Tensor):
-                self.tensors.append(obj)
+                tensors.append(obj)
             elif isinstance(obj, tuple):
                 todo += obj
             else:
@@ -226,11 +235,7 @@ class Captured:
                 if _may_assign(type(m)):
                     held = (v for name, v in attributes.items() if type(v) in _HOLDERS and name not in PRIVATE)
                     todo += _modules_in(held)
-        for fun in functions:
-            if isinstance(fun, types.FunctionType):
-                self._take_slots(fun)
-            for obj in (*parts(fun), *(content for _, content in cell_contents([fun]).values())):
-                self._take_object(obj)
+        self._look_at((*functions, *(content for _, content in cell_contents(functions).values())), [])
 
     def finish(self, given: Sequence[int], read: Container[int]) -> None:
         """The forward is over. A tensor that it has read and dropped was there until now, to be noted.
@@ -294,7 +299,7 @@ class Captured:
             freezer = Freezer(self._contents, {id(t): i for i, t in enumerate(tensors)})
             self._fun = freezer(self._fun)
             for i, leaf in enumerate(leaves):
-                if isinstance(leaf, _FUNCTIONS):
+                if _is_function(leaf):
                     leaves[i] = freezer(leaf)
             self._table = freezer.table
         elif self._contents:
@@ -418,7 +423,7 @@ def _containers(objects: Sequence[Any], namespaces: Sequence[dict[str, Any]]) ->
 def _containers_of(value: Any) -> Iterator[_Container]:
     """A list or a dict, those in a tuple, and the attributes of an object."""
     kind = type(value)
-    if kind in _KEPT or issubclass(kind, _NO_CONTAINERS) or is_shared(value):
+    if kind in _KEPT or issubclass(kind, _NO_CONTAINERS) or _is_function(value) or is_shared(value):
         return
     if isinstance(value, tuple):
         for item in value:
@@ -437,7 +442,7 @@ def _modules_in(containers: Iterable[Any]) -> Iterator[torch.nn.Module]:
             yield from (m for m in values_of(container) if isinstance(m, torch.nn.Module))
 
 
-_NO_CONTAINERS = (Tensor, torch.nn.Module, *_FUNCTIONS, *_CONSTANT)
+_NO_CONTAINERS = (Tensor, torch.nn.Module, *_CONSTANT)
 _MANY = 1000  # items: a table, not a state
 _STEPS = 3
 _ROOM, _EACH = 2000, 10  # items in all, and what a container counts: a look around takes no longer than a small rerun
