@@ -1,6 +1,7 @@
 """What a checkpointed function changes, assigns and reads besides its arguments: gradients, memory, messages."""
 
 import contextlib
+import enum
 import functools
 import gc
 import random
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -1150,6 +1152,46 @@ def test_what_a_decorated_function_finds_in_globals(variant: str, decorator: Any
         SCALE = torch.zeros(3)
         y.sum().backward()
         return x.grad, CALLS
+
+    right(run, VARIANTS[variant][1])
+
+
+class Phase(enum.Enum):
+    FIRST = 1
+    SECOND = 2
+
+
+# A module's attribute, what it is before the call and after it, and what the function computes with it.
+ATTRIBUTES: dict[str, tuple[str, Any, Any, Callable[[Any, Tensor], Tensor]]] = {
+    "an enum": ("phase", Phase.FIRST, Phase.SECOND, lambda m, x: x.sin() if m.phase is Phase.FIRST else x.exp()),
+    "a dtype": ("kind", torch.float32, torch.float64, lambda m, x: x.to(m.kind).sin().double().exp()),
+    "a function": ("act", torch.sin, torch.exp, lambda m, x: m.act(x)),
+    "an object": ("config", SimpleNamespace(a=1.0), SimpleNamespace(a=2.0), lambda m, x: (x * m.config.a).sin()),
+    "none": ("config", SimpleNamespace(a=1.0), None, lambda m, x: x.sin() if m.config else x.exp()),
+    "an array": ("array", np.ones(3), np.zeros(3), lambda m, x: (x * torch.tensor(m.array)).sin()),
+    "a set": ("names", {"sin"}, set(), lambda m, x: x.sin() if m.names else x.exp()),
+    "of torch's own": ("layer.negative_slope", 0.1, 0.9, lambda m, x: m.layer(x).exp()),
+    "whether it is training": ("rrelu.training", True, False, lambda m, x: m.rrelu(x).exp()),
+}
+
+
+@pytest.mark.parametrize("attribute", ATTRIBUTES)
+@both_variants
+def test_attributes_of_modules_are_as_they_were(variant: str, attribute: str) -> None:
+    path, before, after, fun = ATTRIBUTES[attribute]
+
+    def run(checkpoint: Any) -> Any:
+        torch.manual_seed(0)
+        seen = Seen()
+        module, x = Stateful(lambda m, x: [seen.append(0), fun(m, x)][1]), leaf(numbers(4, 3))  # type: ignore[func-returns-value]
+        module.layer, module.rrelu = nn.LeakyReLU(), nn.RReLU()
+        owner, _, name = path.rpartition(".")
+        setattr(module.get_submodule(owner), name, before)
+        y = checkpoint(module, x)
+        setattr(module.get_submodule(owner), name, after)
+        y.sum().backward()
+        assert getattr(module.get_submodule(owner), name) is after
+        return x.grad
 
     right(run, VARIANTS[variant][1])
 

@@ -40,11 +40,6 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...]]:
     return written_names(code, "STORE_DEREF"), tuple(names)
 
 
-def _may_assign(kind: type) -> bool:
-    """Whether modules of a class may have attributes that are assigned in a call: layers of torch have none."""
-    return kind is torch.nn.Module or not is_stock(kind)
-
-
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 _MISSING = object()
 _KEPT = ATOMS | {torch.dtype, torch.device, torch.Size, type(_MISSING)}
@@ -122,7 +117,6 @@ class Captured:
         "_fun",
         "_given",
         "_has_built",
-        "_has_hooks",
         "_hooks",
         "_modules",
         "_namespaces",
@@ -148,7 +142,6 @@ class Captured:
         self._hooks = 0  # how many modules have got so far
         self._has_built = False
         self._containers: list[Items] = []  # that belong to no module
-        self._has_hooks = False
         self.tensors: list[Tensor] = []
         self._given: list[Any] = []
         self._contents: Any = None
@@ -172,9 +165,7 @@ class Captured:
             self._look_at((*self._given, *(content for _, content in self._contents.values())), self.tensors)
         for leaf in (fun, *leaves):
             self._take_object(leaf)
-        hooked = self._has_hooks or internals.has_global_module_hooks()
-        # torch's own assign nothing, but hooks may.
-        self._namespaces = [vars(m) for m in self._modules.values() if hooked or _may_assign(type(m))]
+        self._namespaces = [*map(vars, self._modules.values())]
         self._attributes = [*map(dict, self._namespaces)]
         self._hooks = internals.hooks_so_far()
         self._sizes = [*map(_sizes, self._namespaces)]
@@ -225,16 +216,12 @@ class Captured:
                 self._modules[id(m)] = m
                 if not is_stock(type(m)):
                     functions.add(getattr(type(m), "forward", None))
-                attributes = vars(m)
-                if attributes.get("_forward_hooks") or attributes.get("_forward_pre_hooks"):
-                    self._has_hooks = True
                 if m._buffers and isinstance(m._buffers, dict):  # not of a ScriptModule
                     self._buffers += ((m._buffers, name, buffer) for name, buffer in m._buffers.items())
                 if m._modules:
                     todo += m._modules.values()
-                if _may_assign(type(m)):
-                    held = (v for name, v in attributes.items() if type(v) in _HOLDERS and name not in PRIVATE)
-                    todo += _modules_in(held)
+                held = (v for name, v in vars(m).items() if type(v) in _HOLDERS and name not in PRIVATE)
+                todo += _modules_in(held)
         self._look_at((*functions, *(content for _, content in cell_contents(functions).values())), [])
 
     def finish(self, given: Sequence[int], read: Container[int]) -> None:
@@ -335,7 +322,8 @@ class Captured:
                 _put(*slot)
             for names, found in zip(self._namespaces, self._found, strict=False) if with_state else ():
                 for name, before in found.items():
-                    _put(names, name, was(before, names.get(name, _MISSING)))
+                    if (after := names.get(name, _MISSING)) is not before:
+                        _put(names, name, was(before, after))
             yield
         finally:
             for slot in now:
@@ -372,17 +360,14 @@ def _sizes(attributes: dict[str, Any]) -> list[int]:
 
 
 def _data(names: dict[str, Any], before: dict[str, Any], read: Container[int]) -> dict[str, Any]:
-    """The data among attributes, and what was assigned. Of tensors, only those that were read are held."""
-    found = {n: old for n in before.keys() - PRIVATE if isinstance(old := before[n], _DATA) or id(old) in read}
+    """The attributes of a module, and what was assigned. Of tensors, only those that were read are held."""
+    found = {n: old for n in before.keys() - PRIVATE if not isinstance(old := before[n], Tensor) or id(old) in read}
     if not same_items(names, before):
         found |= dict.fromkeys(names.keys() - before.keys(), _MISSING)
         for name, old in before.items():
             if names.get(name, _MISSING) is not old:
                 found[name] = Held(old, None) if isinstance(old, Tensor) and id(old) not in read else old
     return found
-
-
-_DATA = (list, dict, tuple, bool, int, float, complex, str, type(None))
 
 
 def _put_back(namespaces: list[dict[str, Any]], attributes: Sequence[dict[str, Any]]) -> None:
