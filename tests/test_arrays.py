@@ -2,6 +2,7 @@
 
 # ruff: noqa: PT017 - an error is one of two right answers
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import TRANSFORMS, Fun, Seen, assert_same, numbers
+from helpers import TRANSFORMS, CountOps, Fun, Seen, assert_same, leaf, numbers
 from torch import Tensor
 
 from remat import CheckpointError, RematError, checkpoint, policies, remat
@@ -257,6 +258,38 @@ def test_what_a_rerun_alone_puts_aside_after_an_array_was_taken(policy: Any) -> 
 
     TRANSFORMS[".backward()"](remat(fun, policy=policy), numbers(3, 3))
     assert_same([*aside], [numbers(3, 3) @ numbers(3, 3)])
+
+
+def test_results_of_memory_that_was_given_away_are_kept() -> None:
+    def fun(x: Tensor) -> Tensor:
+        y = x.detach() * 2
+        array = array_of(y)
+        z = y.sin()
+        array *= 3
+        return x * z * y.cos().exp()
+
+    x = leaf(numbers(3, 3))
+    y = remat(fun, policy=policies.everything_saveable)(x).sum()
+    with CountOps() as ops:
+        y.backward()
+    assert not ops["sin"] + ops["exp"]
+
+
+@pytest.mark.parametrize("mutable", [True, False])
+@pytest.mark.parametrize("ops", [[aten.mul.Tensor], [aten.add_.Tensor], [aten.mul.Tensor, aten.add_.Tensor]])
+def test_what_selective_checkpointing_keeps_is_changed_and_then_given_away(ops: Any, mutable: bool) -> None:
+    def fun(x: Tensor) -> Tensor:
+        y = (x * 2).add_(1)
+        return x.sin() * torch.tensor(array_of(y))
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, ops, allow_cache_entry_mutation=mutable)
+    is_right = mutable or aten.mul.Tensor not in ops
+    told = None if is_right else pytest.raises(CheckpointError, match=r"has been mutated: a result of aten.mul.Tensor")
+    with told or contextlib.nullcontext():
+        actual = TRANSFORMS[".backward()"](
+            lambda x: checkpoint(fun, x, use_reentrant=False, context_fn=contexts), numbers(3, 3)
+        )
+        assert_same(actual, TRANSFORMS[".backward()"](fun, numbers(3, 3)))
 
 
 @pytest.mark.parametrize("ck", CHECKPOINTS.values(), ids=CHECKPOINTS)

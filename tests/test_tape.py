@@ -199,6 +199,35 @@ def other_results(x: Tensor) -> tuple[Tensor, ...]:
     return x.sin(), detached.exp(), x.argsort(-1)
 
 
+def strided(parts: Tensor) -> Fun:
+    """Writes to what is no dense tensor: the copy for the rerun has its elements elsewhere."""
+
+    def fun(x: Tensor) -> Tensor:
+        y = x * parts[1].sin() + x * parts[2].sin()
+        parts.add_(1)
+        return y * parts[1].exp()
+
+    return fun
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("policy", [NOTHING, everything_saveable])
+def test_what_is_kept_of_state_that_is_changed(policy: Any, dense: bool) -> None:
+    parts = [numbers(8)[:4] if dense else numbers(8)[::2] for _ in range(2)]
+    x, y = leaf(numbers(3)), leaf(numbers(3))
+    remat(strided(parts[0]), policy=policy)(x).sum().backward()
+    strided(parts[1])(y).sum().backward()
+    assert_same([x.grad, parts[0]], [y.grad, parts[1]])
+
+
+def test_what_is_kept_of_a_dense_state_that_is_changed_does_not_run_again() -> None:
+    x = leaf(numbers(3))
+    y = remat(strided(numbers(4)), policy=everything_saveable)(x).sum()
+    with CountOps() as ops:
+        y.backward()
+    assert not ops["sin"] + ops["exp"]
+
+
 @pytest.mark.parametrize("way", [".backward()", "grad"])
 def test_results_that_no_backward_reads_are_not_computed_again(way: str) -> None:
     def derivative(fun: Fun) -> Any:

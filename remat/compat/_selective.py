@@ -83,8 +83,8 @@ class _Kept:
         self._version = self._tensor._version
 
     def before_change(self) -> None:
-        """The function is about to change the tensor in place: keep what it is now."""
-        if not self._changes:
+        """The function is about to change the tensor in place: keep what it is now, if it is what the op returned."""
+        if not self._changes and self._tensor._version == self._version:
             self._tensor, self._changes = self._tensor.clone(), True
             self._version = self._tensor._version
 
@@ -211,6 +211,7 @@ class Selective(_Counter):
 
     def give_away(self, tensor: Tensor) -> None:
         """Others may write to the memory of a tensor from now on, and will in the rerun: keep what is there now."""
+        self._settle()
         with internals.DisableTorchFunction(), internals.DisableTorchDispatch():
             storage = tensor.untyped_storage()._cdata
             for kept in self.cache.kept:
