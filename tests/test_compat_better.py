@@ -147,13 +147,17 @@ def test_what_a_function_with_transforms_did_before_is_taken_back() -> None:
 
 
 @both_variants
-def test_the_generator_of_python_under_transforms(variant: str) -> None:
+def test_the_generators_of_python_and_numpy_under_transforms(variant: str) -> None:
+    def draw() -> float:
+        return random.random() * np.random.rand()
+
     def run(ck: Any) -> Any:
         random.seed(0)
-        around = grad(lambda x: ck(lambda x: (x * random.random()).sin(), x).sum())(numbers(3))
+        np.random.seed(0)
+        around = grad(lambda x: ck(lambda x: (x * draw()).sin(), x).sum())(numbers(3))
         x = leaf(numbers(3))
-        ck(lambda x: grad(lambda x: (x * random.random()).sin().sum())(x) * x, x).sum().backward()
-        return around, x.grad, torch.tensor(random.random())
+        ck(lambda x: draw() * grad(lambda x: (x * draw()).sin().sum())(x) * x, x).sum().backward()
+        return around, x.grad, torch.tensor(draw())
 
     right(run, VARIANTS[variant][1])
 

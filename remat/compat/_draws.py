@@ -58,6 +58,7 @@ class Draws:
         torch.default_generator.set_state(self._torch)
         if self._python is not None:
             set_python_state(self._python)
+        set_numpy_state(self._numpy)
 
     def begin(self) -> _Before:
         """From now on, the same draws come again."""
@@ -69,7 +70,6 @@ class Draws:
             None if self._others is None else contextlib.ExitStack(),
         )
         self._set()
-        set_numpy_state(self._numpy)
         if self._others is not None and before.others is not None:
             before.others.enter_context(self._others.replayed())
         return before
