@@ -8,7 +8,6 @@ held.
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._frozen import ATOMS, Freezer, Frozen, Held, Table, Thawer, cell_contents, parts, written_names
+from remat._methods import methods_called_by, methods_of, names_in
 from remat._spaces import (
     GONE,
     CellSpace,
@@ -31,17 +31,6 @@ from remat._spaces import (
     set_item,
     values_of,
 )
-from remat._stock import is_stock
-
-
-@functools.cache
-def _globals_of(code: types.CodeType) -> frozenset[str]:
-    names = set(code.co_names)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            names |= _globals_of(const)
-    return frozenset(names)
-
 
 _OPAQUE = (Tensor, type, types.ModuleType, str, bytes, int, float, complex, types.CodeType)
 _VALUES = (Tensor, str, bytes, int, float, complex)
@@ -65,15 +54,14 @@ def _spaces(roots: Iterable[Any]) -> list[Space]:
                 for names in (vars(module), module._parameters, module._buffers):
                     if isinstance(names, dict) and names and id(names) not in found:  # not those of a ScriptModule
                         found[id(names)] = Space(names)
-                if not is_stock(type(module)):
-                    todo.append((getattr(type(module), "forward", None), depth))
+                todo += [(f, depth) for f in methods_of(type(module), "forward")]
                 own = vars(module).keys() - _MODULE
                 todo += [(vars(module)[n], depth - 1) for n in own if type(vars(module)[n]) not in ATOMS]
             continue
         if isinstance(obj, types.FunctionType):
             globals_ = obj.__globals__
             restored = written_names(obj.__code__, "STORE_GLOBAL")
-            for name in _globals_of(obj.__code__) & globals_.keys():
+            for name in names_in(obj.__code__) & globals_.keys():
                 value = globals_[name]
                 if isinstance(value, types.ModuleType):
                     continue
@@ -94,6 +82,7 @@ def _spaces(roots: Iterable[Any]) -> list[Space]:
                     with contextlib.suppress(ValueError):  # an empty cell
                         todo.append((cell.cell_contents, min(depth, 3)))
             continue
+        todo += [(f, depth) for f in methods_called_by(obj)]
         if pieces := parts(obj):
             todo += [(p, depth) for p in pieces]
             continue
@@ -140,7 +129,7 @@ def _slots(roots: Iterable[Any], position: dict[int, int], freeze: Freezer) -> I
             for cell in obj.__closure__ or ():
                 with contextlib.suppress(ValueError):  # an empty cell
                     nearby.append(cell.cell_contents)
-            for name in _globals_of(obj.__code__) & obj.__globals__.keys():
+            for name in names_in(obj.__code__) & obj.__globals__.keys():
                 value = obj.__globals__[name]
                 nearby.append(value)
                 if _holds(value, position):
@@ -256,8 +245,8 @@ class Closure:
                     slots.append((container, key, before, value))
             yield [thaw(x) for x in self._frozen]
         finally:
-            for container, key, before, value in slots:
+            for container, key, before, value in reversed(slots):
                 if item_of(container, key) is value:
                     set_item(container, key, before)
-            for space, what in found:
+            for space, what in reversed(found):  # two functions may name the same global
                 space.restore(what)

@@ -1156,6 +1156,56 @@ def test_what_a_decorated_function_finds_in_globals(variant: str, decorator: Any
     right(run, VARIANTS[variant][1])
 
 
+class Counts:
+    weight = numbers(3, seed=1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.of(x)
+
+    def of(self, x: Tensor) -> Tensor:
+        return self.scaled(x) * CALLS
+
+    def scaled(self, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS += 1
+        return (x * self.weight * SCALE).sin()
+
+
+class CountsAbove(Counts):
+    def scaled(self, x: Tensor) -> Tensor:
+        return super().scaled(x)
+
+
+class CountingLayer(CountsAbove, nn.Module):
+    forward = Counts.__call__
+
+
+METHODS: dict[str, Callable[[], Any]] = {
+    "of an object that is called": Counts,
+    "of its parent": CountsAbove,
+    "that a method calls": lambda: CountsAbove().of,
+    "of an object in a partial": lambda: functools.partial(Counts()),
+    "of an object in a cell": lambda: decorated(Counts()),
+    "of a module": CountingLayer,
+    "of a module in a list": lambda: nn.Sequential(CountingLayer()),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "remat"])
+def test_what_methods_find_in_globals(variant: str, method: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        global CALLS, SCALE
+        CALLS, SCALE = 0, numbers(3)
+        fun, x = METHODS[method](), leaf(numbers(3))
+        y = checkpoint(fun, checkpoint(fun, x))
+        SCALE = torch.zeros(3)
+        y.sum().backward()
+        return x.grad, CALLS
+
+    right(run, (lambda fun, x: remat.remat(fun)(x)) if variant == "remat" else VARIANTS[variant][1])
+
+
 class Phase(enum.Enum):
     FIRST = 1
     SECOND = 2

@@ -23,7 +23,7 @@ LAYERS = [
     {"_names"},
     {"policies", "random", "debug", "_values", "_offload"},
     {"_frozen", "_context", "_static", "_tail", "_compile", "_native", "_stock", "_watch"},
-    {"_tape", "_spaces"},
+    {"_tape", "_spaces", "_methods"},
     {"_closure", "_spare", "_pure", "_recording"},
     {"_run", "_stand_ins", "_recorder"},
     {"_replay", "_sparse_graph", "_recorded_graph"},

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._frozen import ATOMS, Freezer, Held, Table, Thawer, cell_contents, parts, written_names
+from remat._methods import methods_called_by, methods_of
 from remat._spaces import Items, as_it_was, is_shared, items_of, same_items, values_of
-from remat._stock import PRIVATE, is_stock
+from remat._stock import PRIVATE
 
 
 def _is_function(obj: Any) -> bool:
@@ -152,8 +153,7 @@ class Captured:
         elif not _is_function(fun) and not functions:
             self._contents = []
         if self._contents is not None:
-            if type(fun) is types.FunctionType:
-                self._take_slots(fun)
+            self._look_at([fun] if type(fun) is types.FunctionType else methods_called_by(fun), [])
             for content in self._contents:
                 if isinstance(content, Tensor):
                     self.tensors.append(content)
@@ -189,7 +189,7 @@ class Captured:
                 todo += obj
             else:
                 self._take_object(obj)
-                todo += parts(obj)
+                todo += (*parts(obj), *methods_called_by(obj))
 
     def _take_slots(self, fun: types.FunctionType) -> None:
         for slot in _slots(fun):
@@ -210,12 +210,11 @@ class Captured:
     def _look_at_module(self, module: torch.nn.Module) -> None:
         """A module may put others in the place of its buffers, and of its attributes."""
         todo: list[torch.nn.Module | None] = [module]
-        functions = set()
+        functions: list[Any] = []
         for m in todo:
             if m is not None and id(m) not in self._modules:
                 self._modules[id(m)] = m
-                if not is_stock(type(m)):
-                    functions.add(getattr(type(m), "forward", None))
+                functions += methods_of(type(m), "forward")
                 if m._buffers and isinstance(m._buffers, dict):  # not of a ScriptModule
                     self._buffers += ((m._buffers, name, buffer) for name, buffer in m._buffers.items())
                 if m._modules:

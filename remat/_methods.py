@@ -1,0 +1,49 @@
+"""The methods that a call of an object may run: what they find in globals counts as it was, as for a function."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+_KNOWN = {"builtins", "remat", "torch"}
+"""Packages whose methods keep nothing in globals that a rerun should not find as it is."""
+
+
+@functools.cache
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """The names of globals and attributes in the code, and in functions that are defined in it."""
+    inner = (names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+def methods_of(kind: type, name: str) -> list[types.FunctionType]:
+    """The method with this name, those that it names and so on, in all classes of an object but those of torch.
+
+    With `super()` it may be any of these classes. Of what is decorated, both functions.
+    """
+    spaces = [vars(k) for k in kind.__mro__ if k.__module__.partition(".")[0] not in _KNOWN]
+    found: list[types.FunctionType] = []
+    names, todo = set[str](), {name}
+    while todo:
+        names |= todo
+        new = [f for space in spaces for n in todo & space.keys() for f in _functions(space[n])]
+        found += new
+        todo = set[str]().union(*(names_in(f.__code__) for f in new)) - names
+    return found
+
+
+def methods_called_by(obj: Any) -> list[types.FunctionType]:
+    """The methods that a call of an object runs."""
+    if isinstance(obj, types.MethodType):
+        return methods_of(type(obj.__self__), obj.__func__.__name__)
+    return methods_of(type(obj), "__call__") if callable(obj) and not isinstance(obj, type) else []
+
+
+def _functions(value: Any) -> Iterator[types.FunctionType]:
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    while value is not None:
+        if isinstance(value, types.FunctionType):
+            yield value
+        value = getattr(value, "__wrapped__", None)
