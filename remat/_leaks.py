@@ -80,7 +80,8 @@ def rerun_without_leaks(
 
 _OUT_OF_SIGHT = (
     "remat: the result of {} depends on {} that the function takes from outside and hands straight to an "
-    "autograd.Function or an extension, where no torch function is seen to read it. Pass it as an argument."
+    "autograd.Function, an extension or compiled code, where no torch function is seen to read it. Pass it as an "
+    "argument; of compiled code: compile around remat, torch.compile(remat(f)), or use remat.checkpoint."
 )
 
 

@@ -72,6 +72,7 @@ class Remat(Generic[P, R]):
             return _compile.call(remat, self._options.policy, self._options.preserve_rng_state, fun, args, kwargs)
         if not torch.is_grad_enabled() or plainly.get():
             return fun(*args, **kwargs)
+        fun = internals.uncompiled(fun)  # remat goes by the ops
         watch = watching.get() or (watchers[-1] if watchers else None)
         if watch is None and self._may_be_unwatched:
             policy = self._policy

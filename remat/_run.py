@@ -563,7 +563,8 @@ def stranger(name: str, tensor: Tensor, where: str = "") -> CheckpointError:
         return CheckpointError(
             f"remat: the rerun of {name} read a tensor of shape {list(tensor.shape)}, {tensor.dtype} from outside"
             f"{where} that its forward run was not seen to read. {PURITY} What a ScriptModule or an extension holds is "
-            "not seen to be read: pass its tensors as arguments, or use remat.checkpoint."
+            "not seen to be read: pass its tensors as arguments, or use remat.checkpoint. Nor is what compiled code "
+            "reads that the function calls: compile around remat, torch.compile(remat(f)), or use remat.checkpoint."
         )
 
 

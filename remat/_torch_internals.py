@@ -16,6 +16,7 @@ import math
 import operator
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -761,6 +762,27 @@ def left_alone_by_dynamo(fun: F) -> F:
     put a function of its own around; this marks the code, which costs nothing where nothing is compiled (2.13).
     """
     set_code_exec_strategy(fun.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return fun
+
+
+def uncompiled(fun: Any) -> Any:
+    """What `torch.compile` was given, where it has made `fun`, or what a method or partial calls; else `fun`.
+
+    There is no public way to ask. A copy by `functools.wraps` has the attributes too, and another id (2.13).
+    """
+    if isinstance(fun, types.MethodType):
+        inner = uncompiled(fun.__func__)
+        return fun if inner is fun.__func__ else types.MethodType(inner, fun.__self__)
+    if isinstance(fun, functools.partial):
+        inner = uncompiled(fun.func)
+        return fun if inner is fun.func else functools.partial(inner, *fun.args, **fun.keywords)
+    attributes = getattr(fun, "__dict__", {})
+    if isinstance(fun, torch.nn.Module):
+        if "_torchdynamo_orig_callable" in attributes and not any(_hooks(attributes)):
+            return uncompiled(fun._orig_mod)
+        return fun if fun._compiled_call_impl is None else fun._call_impl
+    if attributes.get("_torchdynamo_wrapper_id") == id(fun):
+        return uncompiled(attributes["_torchdynamo_orig_callable"])
     return fun
 
 

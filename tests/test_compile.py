@@ -18,7 +18,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from remat import RematError, checkpoint, checkpoint_name, policies, random, remat
+from remat import CheckpointError, RematError, checkpoint, checkpoint_name, policies, random, remat
 from remat.compat import create_selective_checkpoint_contexts
 from remat.debug import LiveBytes
 
@@ -607,6 +607,70 @@ def test_a_policy_around_what_was_compiled(kind: str) -> None:
     counters.clear()
     assert_same(backward(loss)(WS[:1], X), backward(lambda ws, x: block(ws[0], x).sum())(WS[:1], X))
     assert not counters["frames"]
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(WS[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x @ self.w)
+
+    def in_place(self) -> nn.Module:
+        self.compile(backend="aot_eager")
+        return self
+
+    @functools.partial(torch.compile, backend="aot_eager")
+    def method(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+aot_eager = functools.partial(torch.compile, backend="aot_eager")
+READERS: dict[str, Callable[[Reader], Any]] = {
+    "a function": lambda reader: aot_eager(lambda x: reader(x)),
+    "fullgraph": lambda reader: compiled(lambda x: reader(x)),
+    "a closure": lambda reader: (lambda w: aot_eager(lambda x: torch.sin(x @ w)))(reader.w),
+    "a partial": lambda reader: functools.partial(aot_eager(Reader.forward), reader),
+    "a bound method": lambda reader: aot_eager(reader.forward),
+    "a method": lambda reader: reader.method,
+    "a module": aot_eager,
+    "a module in place": Reader.in_place,
+    "both": lambda reader: aot_eager(reader.in_place()),
+}
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=str)
+@pytest.mark.parametrize("what", READERS)
+def test_what_was_compiled_runs_op_by_op(what: str, policy: Any) -> None:
+    reader, x = Reader(), leaf(X)
+    reader(x).cos().sum().backward()
+    expected = x.grad, reader.w.grad
+    inner = remat(READERS[what](reader), policy=policy)
+    counters.clear()
+    for fun in (inner, remat(lambda x: inner(x))):
+        x.grad = reader.w.grad = None
+        fun(x).cos().sum().backward()
+        assert_same((x.grad, reader.w.grad), expected)
+        for transform in (grad, lambda f: vmap(grad(f))):
+            assert_same(transform(lambda x, f=fun: f(x).cos().sum())(X).detach(), expected[0])
+    assert not counters["frames"]
+
+
+@pytest.mark.parametrize("what", ["a closure", "a module"])
+def test_what_compiled_code_inside_reads_is_out_of_sight(what: str) -> None:
+    fun = READERS[what](Reader())
+    with pytest.raises((CheckpointError, RematError), match=r"compile around remat, torch\.compile\(remat\(f\)\)"):
+        remat(lambda x: fun(x).sin())(leaf(X)).sum().backward()
+
+
+def test_hooks_of_a_compiled_module_are_called() -> None:
+    """It has hooks of its own."""
+    reader = Reader()
+    fun = aot_eager(reader)
+    fun.register_forward_hook(lambda module, args, out: out * 3)
+    remat(fun, policy=policies.dots_saveable)(X).sum().backward()
+    assert_same(reader.w.grad, grad(lambda w: torch.sin(X @ w).sum() * 3)(WS[0]))
 
 
 @pytest.mark.parametrize("kind", CONTEXTS)
