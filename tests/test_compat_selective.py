@@ -1,5 +1,6 @@
 """Selective checkpointing: as torch does it, and where it is better."""
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable
@@ -593,6 +594,57 @@ def test_a_weight_that_autocast_casts_once(within: bool) -> None:
     expected = run(lambda fun, x: fun(x))
     assert_same(run(functools.partial(call, REMAT, addmm)), expected)
     assert_same(run(functools.partial(call, TORCH, addmm)), expected)
+
+
+def _selectively(policy: Any, fun: Any) -> Any:
+    return functools.partial(call, REMAT, policy, fun)
+
+
+def _checkpointed(policy: Any, fun: Any) -> Any:
+    return functools.partial(REMAT.checkpoint, fun, use_reentrant=False)
+
+
+def _nested(outer: Any, inner: Any) -> Any:
+    return lambda policy, fun: outer(policy, lambda x: fun(inner(policy, fun)(fun(x))))
+
+
+CASTING: dict[str, Any] = {
+    "alone": _selectively,
+    "nested": _nested(_selectively, _selectively),
+    "in checkpoint": _nested(_checkpointed, _selectively),
+    "around checkpoint": _nested(_selectively, _checkpointed),
+}
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("caches", [False, True])
+@pytest.mark.parametrize("first", [None, contextlib.nullcontext, torch.no_grad])
+@pytest.mark.parametrize("policy", [policies.dots_saveable, policies.everything_saveable], ids=str)
+@pytest.mark.parametrize("way", CASTING)
+def test_a_weight_that_autocast_has_cast_already(way: str, policy: Any, first: Any, caches: bool, within: bool) -> None:
+    """`first`: in what. All numbers are small and whole: however gradients are added up, they are the same."""
+    torch.manual_seed(0)
+    step = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    for p in step.parameters():
+        p.data.random_(-1, 2)
+
+    def run(fun: Any) -> Any:
+        x = torch.ones(2, 4, requires_grad=True)
+        step.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=caches):
+            if first is not None:
+                with first():
+                    step(x)
+            for _ in range(2):
+                y = step(fun(fun(x))).float().sum()
+                if within:
+                    y.backward()
+        if not within:
+            y.backward()
+        return x.grad, *(p.grad for p in step.parameters())
+
+    expected = step if way == "alone" else lambda x: step(step(step(x)))
+    assert_same(run(CASTING[way](policy, step)), run(expected))
 
 
 @pytest.mark.parametrize("change", [Tensor.t_, lambda z: z.unsqueeze_(0)])

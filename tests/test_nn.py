@@ -114,6 +114,20 @@ def test_each_wrapped_module_runs_twice_and_changes_its_buffers_once() -> None:
     assert [int(layer.steps) for layer in model.layers] == [1] * len(model.layers)
 
 
+@each_policy
+def test_a_module_that_is_called_twice_under_autocast(policy: Any) -> None:
+    def gradients(model: nn.Module, caches: bool) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=caches):
+            loss = model(model(numbers(4, 8).float())).float().square().sum()
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    plain = nn.Linear(8, 8)
+    module = remat_module(copy.deepcopy(plain), policy=policy)
+    # A cast that is made twice adds up its gradients in float32, not in bfloat16.
+    assert_same(gradients(module, caches=True), gradients(plain, caches=policy is None))
+
+
 def test_a_policy_is_kept_to() -> None:
     with CountOps() as ops:
         backward(wrapped(policies.save_ops("tanh")), numbers(3, 4))

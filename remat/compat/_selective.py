@@ -130,6 +130,7 @@ class _Counter(internals.DispatchMode):
     def __enter__(self) -> Any:
         self._counts, self.seen = {}, []
         self._graph_task = internals.graph_task()
+        torch.clear_autocast_cache()  # a cast from before the run is no op of it: both begin without
         return super().__enter__()
 
     def ignores(self, func: Any) -> bool:
