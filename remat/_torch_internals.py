@@ -897,7 +897,16 @@ def refuses_hooks(error: BaseException) -> bool:
 
 def save(tensor: Tensor) -> Any:
     """What a node of the graph would save: under hooks, what they make of it; else it knows of changes in place."""
-    return torch._C._autograd._make_saved_tensor(tensor, is_output=False)
+    return torch._C._autograd._make_saved_tensor(savable(tensor), is_output=False)
+
+
+def savable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that no mode sees being made: torch saves nothing that was made in inference mode."""
+    with DisableTorchFunction():
+        if not tensor.is_inference():
+            return tensor
+        with DisableTorchDispatch():
+            return tensor.clone()
 
 
 HigherOrderOperator: Any = torch._ops.HigherOrderOperator

@@ -147,6 +147,36 @@ def test_what_a_function_with_transforms_did_before_is_taken_back() -> None:
 
 
 @both_variants
+def test_an_argument_of_inference_mode(variant: str) -> None:
+    torchs, own = VARIANTS[variant]
+    with torch.inference_mode():
+        table = numbers(3, seed=1)
+
+    def run(ck: Any) -> Any:
+        x = leaf(numbers(3))
+        ck(lambda x, table: x.sin() + table, x, table).sum().backward()
+        return x.grad
+
+    fails(run, "Inference tensors cannot be saved", torchs)
+    right(run, own)
+
+
+def test_no_mode_sees_the_copy_of_a_tensor_of_inference_mode() -> None:
+    """A policy around would keep it for the rerun, where the function's own come."""
+    with torch.inference_mode():
+        table = numbers(3, seed=1)
+    context_fn = functools.partial(REMAT.create_selective_checkpoint_contexts, lambda ctx, op, *args, **kwargs: True)
+
+    def run(ck: Any) -> Any:
+        x = leaf(numbers(3))
+        selective = plain if ck is plain else functools.partial(ck, context_fn=context_fn)
+        selective(lambda x: ck(lambda x: x.sin() + table, x).clone().sin(), x).sum().backward()
+        return x.grad
+
+    right(run)
+
+
+@both_variants
 def test_the_generators_of_python_and_numpy_under_transforms(variant: str) -> None:
     def draw() -> float:
         return random.random() * np.random.rand()

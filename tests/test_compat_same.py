@@ -151,6 +151,23 @@ def test_several_results_and_results_that_are_no_tensors(api: Any, use_reentrant
 
 
 @both_variants
+def test_captured_tensors_of_inference_mode(api: Any, use_reentrant: bool) -> None:
+    module = nn.Module()
+    with torch.inference_mode():
+        table, other = numbers(3), numbers(3, seed=1)
+        module.register_buffer("table", numbers(3, seed=2))
+
+    def fun(x: Tensor, t: Tensor = other) -> Tensor:
+        return x.sin() + table + t + module.table
+
+    x, z = leaf(numbers(3)), leaf(numbers(3))
+    checkpoint = functools.partial(api.checkpoint, use_reentrant=use_reentrant)
+    checkpoint(lambda x: checkpoint(fun, x).cos() + table, x).sum().backward()
+    (fun(z).cos() + table).sum().backward()
+    assert_same(x.grad, z.grad)
+
+
+@both_variants
 def test_only_some_results_are_used(api: Any, use_reentrant: bool) -> None:
     x = leaf(numbers(3))
     a, _ = api.checkpoint(lambda x: (x.sin(), x.exp()), x, use_reentrant=use_reentrant)

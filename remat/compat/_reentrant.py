@@ -119,7 +119,7 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.call, ctx.gathered, ctx.count = call, gathered, count
         # What is unpacked may be another object.
         ctx.originals = [None if t is None else weakref.ref(t) for t in operands]
-        ctx.save_for_backward(*operands)
+        ctx.save_for_backward(*(None if t is None else internals.savable(t) for t in operands))
         results = tuple(values)
         values.clear()
         return results
