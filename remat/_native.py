@@ -12,7 +12,7 @@ import contextlib
 import operator
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -100,6 +100,10 @@ class Graph(ABC):
     def rerun(self) -> Saved:
         """Run the function again. It must save what the forward saved, or raise."""
 
+    @abstractmethod
+    def held(self) -> Sequence[Any]:
+        """What it holds for that: tensors, or what hooks have put in their place."""
+
     def error(self, message: str) -> CheckpointError:
         """An error, with what is known about the call."""
         return CheckpointError(f"{self.who}: {message}")
@@ -133,6 +137,17 @@ class Graph(ABC):
         if before != -1 and before != tensor._version:
             raise modified(tensor, before)
         return tensor
+
+
+def tensors_held(nodes: Iterable[Any]) -> list[Tensor]:
+    """The plain tensors that nodes hold, themselves or by checkpoints inside. No function runs for it."""
+    held = [h for node in nodes for h in internals.held_by(node)]
+    graphs: set[Graph] = set()
+    for h in held:
+        if isinstance(h, Holder) and h.owner not in graphs:
+            graphs.add(h.owner)
+            held += h.owner.held()
+    return [internals.innermost(h) for h in held if isinstance(h, Tensor)]
 
 
 def version(tensor: Tensor) -> int:
@@ -198,6 +213,10 @@ class CallGraph(Graph):
         if [*map(_version, self._operands)] != versions:
             for tensor, before in zip(self._operands, versions, strict=True):
                 check_version(tensor, before)
+        return self._operands
+
+    def held(self) -> Sequence[Any]:
+        """As of a graph."""
         return self._operands
 
     def skip(self) -> None:

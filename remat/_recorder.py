@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from remat import _torch_internals as internals
 from remat._context import drawn_from
 from remat._names import current_name
+from remat._native import tensors_held
 from remat._recording import Recording
 from remat._tape import CONSTANT, DETACH, Kept, Op, Output, Tape, aliases_of, bytes_of, outputs_of, write_token
 from remat._values import (
@@ -383,7 +384,7 @@ class Recorder(OpMode):
             nodes = internals.nodes_behind((n for r in results for n in internals.nodes_of(r)), self._since)
             tapes = [tape for n in nodes if isinstance(tape := getattr(n, "tape", None), Tape)]  # of calls inside
             kept = [k.memory for tape in tapes for k in tape.kept.values()]
-            saved = {id(t.untyped_storage()) for t in (*internals.saved_tensors(nodes), *kept) if plain(t)}
+            saved = {id(t.untyped_storage()) for t in (*tensors_held(nodes), *kept) if plain(t)}
         return {
             token
             for token, r in tokens.items()

@@ -691,6 +691,25 @@ def saved_tensors(nodes: Iterable[Any]) -> Iterator[Tensor]:
         yield from map(innermost, _saved_by(node))
 
 
+def held_in(saved: Any) -> Any:
+    """What `save` holds: a tensor, or what hooks have put in its place. It is not unpacked."""
+    return saved.data
+
+
+def held_by(node: Any) -> Iterator[Any]:
+    """What a node holds of what it has saved, as `held_in`: to unpack it would run the function of a checkpoint."""
+    kind: Any = type(node)
+    of_function = hasattr(kind, "saved_tensors")
+    names = ["_raw_saved_tensors", *vars(node)] if of_function else _saved_names(kind, "_raw_saved_")
+    for name in names:
+        try:
+            held = getattr(node, name)
+        except RuntimeError:  # used up
+            continue
+        for h in held if isinstance(held, (list, tuple)) else (held,):
+            yield held_in(h) if isinstance(h, torch._C._autograd.SavedTensor) else h
+
+
 def running_backward(thread: int) -> list[Any]:
     """The nodes at which the backward pass starts that is running now, empty where it can't be found."""
     frame = _engine_frame(sys._getframe(1), thread)
@@ -711,15 +730,12 @@ def saves_output(tensor: Tensor) -> bool:
             node = None if t is None else t.grad_fn
             if node is None:
                 continue
-            if hasattr(node, "saved_tensors"):
+            if hasattr(type(node), "saved_tensors"):
                 return True  # an autograd.Function: it may
-            for name in _saved_names(type(node), "_raw_saved_"):
-                saved = getattr(node, name)
-                for s in saved if isinstance(saved, (list, tuple)) else (saved,):
-                    held = s.data  # not unpacked: a checkpoint inside would run its function
-                    raw = innermost(held) if isinstance(held, Tensor) else None
-                    if raw is not None and raw.layout is torch.strided and raw.untyped_storage() is storage:
-                        return True
+            for held in held_by(node):
+                raw = innermost(held) if isinstance(held, Tensor) else None
+                if raw is not None and raw.layout is torch.strided and raw.untyped_storage() is storage:
+                    return True
     return False
 
 

@@ -11,6 +11,7 @@ import torch
 from fuzz_programs import FORWARD, Example, examples
 from helpers import (
     SIZE,
+    SOME_TRANSFORMS,
     TRANSFORMS,
     UNIT,
     CountOps,
@@ -1059,6 +1060,41 @@ def test_a_checkpoint_at_the_end_is_not_run_again_to_see_what_it_saves() -> None
     assert ops["tanh"] == 1
     y = checkpoint(lambda x: fun(x)[0].sin(), x, use_reentrant=False)  # nor in the rerun of this one
     assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(x.tanh().sin().sum(), x))
+
+
+def test_a_checkpoint_inside_is_not_run_again_to_see_what_it_holds() -> None:
+    def with_hidden(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = x.sin()
+        inner = checkpoint(use_reentrant=False)(lambda z: (z * h).tanh())
+        y = checkpoint(lambda h: inner(h.exp()), h, use_reentrant=False)
+        return h, y, y
+
+    fun = remat(with_hidden, policy=policies.save_ops("sin"))
+    x = leaf(numbers(3))
+    with CountOps() as ops:
+        h, y, _ = fun(x)
+    assert ops["sin"] == ops["tanh"] == 1
+    with CountOps() as ops:
+        found = torch.autograd.grad((h + y).sum(), x)
+    assert ops["sin"] == 0  # it is kept: the checkpoint reads it
+    h, y, _ = with_hidden(x)
+    assert_same(found, torch.autograd.grad((h + y).sum(), x))
+
+
+@pytest.mark.parametrize("inner", [None, NOTHING, everything_saveable], ids=str)
+@pytest.mark.parametrize("outer", [NOTHING, dots_saveable, everything_saveable], ids=str)
+@pytest.mark.parametrize("how", SOME_TRANSFORMS)
+def test_a_policy_around_a_checkpoint_around_remat(how: str, outer: Any, inner: Any) -> None:
+    linear = nn.Linear(3, 3, dtype=torch.float64)
+
+    def fun(x: Tensor) -> Tensor:
+        return torch.tanh(linear(x))
+
+    def middle(x: Tensor) -> Tensor:
+        return checkpoint(remat(fun, policy=inner), x, use_reentrant=False)
+
+    run = TRANSFORMS[how]
+    assert_same(run(remat(middle, policy=outer), numbers(3, 3)), run(fun, numbers(3, 3)))
 
 
 # Lazily conjugated and negated tensors.

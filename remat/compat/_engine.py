@@ -87,6 +87,12 @@ class Region(Graph):
         if isinstance(self.forward_context, Selective):
             self.forward_context.give_away(tensor)
 
+    def held(self) -> list[Any]:
+        """As of a graph."""
+        outside = self._call.record.outside
+        saved = [*self._saved, *(o.saved for o in outside)]
+        return [internals.held_in(s) for s in saved if s is not None] + [o.tensor for o in outside]
+
     def rerun(self) -> Saved:
         """Run the function again: the tensors that its graph saves."""
         with at_the_base():
