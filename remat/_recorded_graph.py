@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._context import Ambient
 from remat._native import Call, CallGraph, Held, Holder, Saved, at_the_base, version
 from remat._recorder import Recorder
 from remat._recording import Recording, tensor_of
@@ -35,7 +34,6 @@ class RecordedGraph(CallGraph):
         super().__init__(call, under_node=True)
         self._recorder: Recorder | None = recorder
         self._saved: dict[int, Ref] = {}
-        self._ambient = Ambient.current()._replace(autocast=())  # of ops, autocast has cast the arguments
 
     def record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own call."""
@@ -77,7 +75,7 @@ class RecordedGraph(CallGraph):
 
     def rerun(self) -> Saved:
         """Compute again what the graph would save."""
-        with at_the_base(), paused_runs(), internals.DisableTorchFunction(), torch.no_grad(), self._ambient.restored():
+        with at_the_base(), paused_runs(), internals.DisableTorchFunction(), torch.no_grad():
             return self._rerun()
 
     def _rerun(self) -> Saved:

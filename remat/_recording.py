@@ -94,7 +94,7 @@ class Recording:
 
 def _run(op: Op, values: dict[Token, Any], uses: Mapping[Token, int]) -> None:
     """Run an op on values, and add what it computes."""
-    schema, _, args, kwargs, _ = op.call
+    schema, args, kwargs = op.call.schema, op.call.args, op.call.kwargs
     memory: dict[int, Any] = {}
     for ref in schema.written(args, kwargs):
         value = values[ref.token]
@@ -105,7 +105,7 @@ def _run(op: Op, values: dict[Token, Any], uses: Mapping[Token, int]) -> None:
     args = [_filled(x, values, memory) for x in args]
     kwargs = {k: _filled(x, values, memory) for k, x in kwargs.items()}
     with _NOTHING if op.before is None else replayed(op.before):
-        out = schema.func(*args, **kwargs)
+        out = op.call.again(args, kwargs)
     for token, t in zip(op.writes, schema.written(args, kwargs), strict=True):
         values[token] = t
     for output, t in zip(op.outputs, flat(out), strict=True):

@@ -253,7 +253,7 @@ class Replay(OpMode):
         kwargs = {k: _over(v, memory) for k, v in call.kwargs.items()}
         state = self._before.get(call.token)
         with contextlib.nullcontext() if state is None else state.replayed(), internals.views_resolved():
-            out = call.schema.func(*args, **kwargs)
+            out = call.again(args, kwargs)
         values, targets = self._reader.values, call.schema.written(args, kwargs)
         for t, output in zip(flat(out), outputs_of(values, call, out, targets), strict=True):
             if isinstance(output, Output):

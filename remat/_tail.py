@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from remat import _torch_internals as internals
+from remat._context import Ambient
 from remat._errors import PURITY, CheckpointError, call_site
 
 _LEAST = 2**20  # multiplications: less is computed sooner than it is spared
@@ -125,7 +126,7 @@ class Spared:
     def __init__(self, name: str) -> None:
         """Of the function `name`."""
         self._name = name
-        self._calls: list[tuple[Any, Any, Any, weakref.ref[Tensor]]] = []
+        self._calls: list[tuple[Any, Any, Any, Ambient, weakref.ref[Tensor]]] = []
         # By memory, what has no values there: held, for others might get its memory.
         self._hollow: dict[int, Tensor] = {}
 
@@ -154,7 +155,7 @@ class Spared:
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> None:
         self._hollow[internals.memory_of(out)] = internals.innermost(out)
-        self._calls.append((func, args, kwargs, weakref.ref(out)))
+        self._calls.append((func, args, kwargs, Ambient.current(), weakref.ref(out)))
 
     def settle(self) -> None:
         """The rerun is over and its results are gone: what is left of them has to be right."""
@@ -163,10 +164,11 @@ class Spared:
         while calls and calls[-1][-1]() is None:
             calls.pop()
         with torch.no_grad():
-            for func, args, kwargs, ref in calls:
+            for func, args, kwargs, ambient, ref in calls:
                 out = ref()
                 if out is not None and not internals.is_wrapper(out):
-                    out.detach().copy_(func(*args, **kwargs))
+                    with ambient.restored():
+                        out.detach().copy_(func(*args, **kwargs))
 
 
 class LastProduct(NamedTuple):

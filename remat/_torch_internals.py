@@ -817,6 +817,10 @@ def views_resolved() -> Iterator[None]:
         yield
 
 
+# Within it, ops compute in the dtypes that they are given. `torch.autocast(enabled=False)` is for one type of device.
+without_autocast = torch._C._DisableAutocast
+
+
 class DispatchMode(TorchDispatchMode):
     """A mode that sees every aten op below all transforms, in `_op`. Complex ops do in it what they do without it."""
 

@@ -88,6 +88,21 @@ class OpCall(NamedTuple):
     args: Any
     kwargs: dict[str, Any]
     reads: list[Token]
+    dtype: torch.dtype
+    """The default dtype, which some ops go by."""
+
+    def again(self, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the op once more, on values: what it was given, autocast had cast before."""
+        now = torch.get_default_dtype()
+        if now == self.dtype:
+            with internals.without_autocast():
+                return self.schema.func(*args, **kwargs)
+        torch.set_default_dtype(self.dtype)
+        try:
+            with internals.without_autocast():
+                return self.schema.func(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(now)
 
 
 class Values:
@@ -257,8 +272,9 @@ class Reader:
         if schema.draws:
             self._draws += 1
             kinds.append(self._draws)
-        call = OpCall(schema, self.values.number(schema, given, *named.items(), *kinds), given, named, reads)
-        return call, storages
+        dtype = torch.get_default_dtype()
+        token = self.values.number(schema, dtype, given, *named.items(), *kinds)
+        return OpCall(schema, token, given, named, reads, dtype), storages
 
     def _specs(
         self,

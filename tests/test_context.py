@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.func import functionalize, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn import functional as F
 
-from remat import policies, remat
+from remat import checkpoint, policies, remat
 
 Decorator = Callable[[Any], Any]
 
@@ -282,6 +282,76 @@ def test_set_default_device() -> None:
     finally:
         torch.set_default_device(None)
     assert seen == ["cpu", "cpu"]
+
+
+# What is computed later than it was called: by ops of a recording, or because somebody has what the rerun has spared.
+
+NOTHING = policies.save_ops()
+LATER: dict[str, Callable[[Fun], Fun]] = {
+    "a policy": lambda f: remat(f, policy=NOTHING),
+    "a policy around remat": lambda f: remat(remat(f), policy=NOTHING),
+    "a policy in remat": lambda f: remat(remat(f, policy=NOTHING)),
+    "a policy that keeps it": lambda f: remat(f, policy=policies.save_ops("full", "div")),
+    "remat": remat,
+    "checkpoint": lambda f: checkpoint(use_reentrant=False)(f),
+}
+each_later = pytest.mark.parametrize("later", LATER)
+
+
+def thirds(x: Tensor) -> Tensor:
+    return x.sin() * (torch.arange(3) / 3)
+
+
+def thirds_of_two_kinds(x: Tensor) -> Tensor:
+    with default_dtype(torch.float16):
+        a, b = torch.arange(3) / 3, torch.full((3,), 0.3)
+    with default_dtype(torch.bfloat16):
+        return x.sin() * a + x.sin() * b + x.cos() * (torch.arange(3) / 3) + x.cos() * torch.full((3,), 0.3)
+
+
+def with_a_constant(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x * 4 + x.sin(), torch.full((3,), 0.3)
+
+
+@each_later
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("fun", [thirds, thirds_of_two_kinds, with_a_constant])
+def test_default_dtype_of_what_is_computed_later(fun: Fun, other: torch.dtype, later: str) -> None:
+    """Values of two types of one size fit into each other's memory."""
+
+    def run(fun: Fun) -> Any:
+        x = leaf(numbers(3).float())
+        with default_dtype(torch.float16):
+            out = fun(x)
+        y = optree.tree_leaves(out)[0]
+        with default_dtype(other):
+            (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return out, g, torch.autograd.grad(g.sum(), x)
+
+    assert_same(run(LATER[later](fun)), run(fun))
+
+
+@each_later
+@pytest.mark.parametrize("kind", ["default dtype", "autocast around the backward", "autocast inside"])
+def test_ambient_of_what_outlives_a_rerun(kind: str, later: str) -> None:
+    kept = Seen()
+    w = numbers(128, 128).float()
+
+    def fun(x: Tensor) -> tuple[Tensor, ...]:
+        y, a = x.sin(), torch.arange(2000) / 7
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast inside"):
+            h = x @ w
+        kept.append((a, h))
+        return y + h, a, h
+
+    x = leaf(numbers(128, 128).float())
+    with default_dtype(torch.float16):
+        y = LATER[later](fun)(x)[0].sum()
+    with default_dtype(torch.bfloat16), torch.autocast("cpu", torch.bfloat16, enabled=kind.endswith("backward")):
+        y.backward()
+    assert len(kept) > 1
+    for again in kept:
+        assert_same([t.detach() for t in again], [t.detach() for t in kept[0]])
 
 
 def test_other_function_modes() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._context import Ambient
 from remat._errors import CheckpointError
 from remat.compat._torch_calls import all_of, replaced, tensors_in
 
@@ -26,6 +27,7 @@ class _Spared(NamedTuple):
     kwargs: dict[str, Any]
     results: list[weakref.ref[Tensor] | None]
     writes: bool
+    ambient: Ambient
 
     @property
     def is_alive(self) -> bool:
@@ -94,7 +96,8 @@ class SparedCalls:
         for number, (t, ref) in enumerate(zip(out, refs, strict=True)):
             if ref is not None:
                 self._places[id(t)] = ref, _Later(len(self._calls), number)
-        self._calls.append(_Spared(func, args, kwargs, [None] * len(refs) if is_view or writes else refs, writes))
+        refs = [None] * len(refs) if is_view or writes else refs
+        self._calls.append(_Spared(func, args, kwargs, refs, writes, Ambient.current()))
 
     def compute(self) -> None:
         """Somebody reads what they return."""
@@ -103,7 +106,7 @@ class SparedCalls:
         found: list[Any] = []
         for call in calls:
             args, kwargs = _filled(call.args, found), _filled(call.kwargs, found)
-            with torch.no_grad():
+            with torch.no_grad(), call.ambient.restored():
                 out = call.func(*args, **kwargs)
             found.append(out if isinstance(out, (list, tuple)) else (out,))
         with internals.DisableTorchFunction(), self._unseen():
