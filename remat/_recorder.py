@@ -339,7 +339,7 @@ class Recorder(OpMode):
             plan.need([*saved, *self._again], storages)
         self._runs = plan.runs
         kept = {}
-        with internals.below_all_transforms():
+        with internals.below_all_transforms(), internals.ops_of_remat():
             for token, storage in plan.kept.items():
                 kept[token] = Kept(
                     self._producer[token].func,
@@ -399,7 +399,8 @@ class Recorder(OpMode):
             return tensor.detach()
         for output in self._producer[token].outputs:
             if isinstance(output, Output) and output.token == token:
-                return output.over(storage)
+                with internals.DisableTorchDispatch():
+                    return output.over(storage)
         return bytes_of(storage)
 
 

@@ -153,7 +153,8 @@ def layout(tensor: Tensor) -> Any:
 
 def bytes_of(storage: Any) -> Tensor:
     """A tensor over all of a storage."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    with internals.DisableTorchDispatch():
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class Kept:

@@ -828,18 +828,39 @@ class DispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # the handler is marked: torch would put a function around it, for 4 µs a call
 
+    is_about_functions = False
+    """Whether it counts, keeps or compares the ops of a function. What remat does about them is not among these."""
+    paused = False
+    """Whether it looks away."""
+
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do an op."""
         return func(*args, **kwargs)
 
     @left_alone_by_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.paused:
+            return func(*args, **(kwargs or {}))
         with DisableTorchFunction():  # the user has not called what is called here
             for x in args:
                 if isinstance(x, Tensor) and x.is_complex():
                     with views_resolved():
                         return self._op(func, args, kwargs or {})
             return self._op(func, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def ops_of_remat() -> Iterator[None]:
+    """Within it, modes look away that are about functions: a selective context around, say. Meters do not."""
+    stack = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    modes = [mode for mode in stack if isinstance(mode, DispatchMode) and mode.is_about_functions and not mode.paused]
+    for mode in modes:
+        mode.paused = True
+    try:
+        yield
+    finally:
+        for mode in modes:
+            mode.paused = False
 
 
 def compiling() -> bool:

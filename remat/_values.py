@@ -363,6 +363,8 @@ class _Calls(TorchFunctionMode):
 class OpMode(internals.DispatchMode):
     """A mode that sees the ops, and also the calls that give away the memory of a tensor, to numpy or to a kernel."""
 
+    is_about_functions = True
+
     def __init__(self, *, looks_at_calls: bool = True) -> None:
         """`looks_at_calls`: whether calls count at all."""
         super().__init__()

@@ -691,6 +691,32 @@ def test_numbers_that_the_rerun_need_not_compute_count() -> None:
     assert_same(run(REMAT), run(None))
 
 
+KEEPING = [policies.save_ops("addmm"), policies.everything_saveable, policies.offload_ops("addmm", "tanh"), None]
+
+
+@pytest.mark.parametrize("inner", KEEPING, ids=str)
+@pytest.mark.parametrize("around", ["remat.compat", "debug", "torch", "remat"])
+def test_what_a_policy_inside_keeps_is_no_op_of_the_function(around: str, inner: Any) -> None:
+    linear, ops = nn.Linear(3, 3, dtype=torch.float64), Seen()
+    fun = remat.remat(lambda x: torch.tanh(linear(x)[:2] * 2), policy=inner)
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        ops.append(op.name())
+        return P.MUST_SAVE
+
+    if around == "torch" and inner is KEEPING[2]:
+        return  # its contexts see the copies that are offloaded
+    x = leaf(numbers(3, 3))
+    if around == "remat":
+        y = remat.remat(fun, policy=policy)(x)
+    else:
+        with REMAT.set_checkpoint_debug_enabled(around == "debug"):
+            y = call(TORCH if around == "torch" else REMAT, policy, fun, x)
+    found = grad_of(y.sin().sum(), x)
+    assert {*ops} == {f"aten::{op}" for op in ("t", "addmm", "slice.Tensor", "mul.Tensor", "tanh")}
+    assert_same(found, grad_of(torch.tanh(linear(x)[:2] * 2).sin().sum(), x))
+
+
 class Centred(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -63,6 +63,8 @@ def _describe(value: Any) -> str:
 class _Trace(internals.DispatchMode):
     """Notes the ops of one run."""
 
+    is_about_functions = True
+
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[_Op] = []

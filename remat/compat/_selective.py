@@ -120,6 +120,8 @@ class _Counter(internals.DispatchMode):
     The ops of a backward inside of the function do not count: they need not be the same in both runs.
     """
 
+    is_about_functions = True
+
     def __init__(self) -> None:
         super().__init__()
         self._counts: dict[int, int] = {}
