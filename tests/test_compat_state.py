@@ -1533,6 +1533,41 @@ def test_results_that_are_made_out_of_sight(maker: str, how: str, variant: str) 
     right(run, VARIANTS[variant][1])
 
 
+class Averages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3, dtype=torch.float64)
+        self.register_buffer("mean", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.div(self.linear.weight @ self.mean, 2, out=self.mean)
+        return x @ (self.linear.weight * self.mean.clone())
+
+
+decorated: Any = remat.compat.checkpoint(use_reentrant=False)
+NESTS: dict[str, Callable[[Any], Any]] = {
+    "twice": lambda fun: decorated(decorated(fun)),
+    "remat around two": lambda fun: remat.remat(decorated(decorated(fun))),
+    "remat between": lambda fun: decorated(remat.remat(decorated(fun))),
+}
+
+
+@pytest.mark.parametrize("nest", NESTS)
+@pytest.mark.parametrize(
+    "make", [Averages, lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3, dtype=torch.float64))]
+)
+def test_grad_mode_is_set_after_the_last_saved_tensor_too(make: Any, nest: str) -> None:
+    def run(wrap: Any) -> Any:
+        torch.manual_seed(0)
+        module, x = make(), leaf(numbers(4, 3))
+        wrap(module)(x).sum().backward()
+        assert torch.is_grad_enabled()
+        return x.grad, [p.grad for p in module.parameters() if p.grad is not None], [*module.buffers()]
+
+    assert_same(run(NESTS[nest]), run(lambda module: module))
+
+
 @may_script
 def test_what_is_read_out_of_sight_after_the_last_saved_tensor() -> None:
     """Memory that was in use before must not be taken for indices."""
