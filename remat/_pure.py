@@ -100,11 +100,7 @@ class Reads:
 
     def __init__(self, roots: list[Any]) -> None:
         self.is_known = False
-        self.changes_containers = False
-        self.draws = False
-        self.gives_memory_away = False
         self.may_run_below = True
-        self.may_write = False
         self.unpacks = False
         self.tensors: list[tuple[weakref.ref[nn.Module], bool, str]] = []
         self.statistics: list[weakref.ref[nn.Module]] = []

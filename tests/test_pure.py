@@ -957,6 +957,36 @@ def call(fun: Fun, x: Tensor) -> Tensor:
     return fun(x)
 
 
+class InTurn(nn.Module):
+    def __init__(self, *functions: Fun) -> None:
+        super().__init__()
+        self.functions: Any = functions
+        self.read, self.unread = (nn.Parameter(numbers(3, seed=seed)) for seed in (1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for function in self.functions:
+            x = function(x * self.read)
+        return x
+
+
+@pytest.mark.parametrize("after", [(torch.sin, draws_by_hand), [torch.sin], ()])
+def test_a_tuple_of_functions_that_comes_to_be_something_else(after: Any) -> None:
+    module = InTurn(torch.sin)
+    assert _pure.reads(module) is not None
+    module.functions = after
+    assert (_pure.reads(module) is None) == (after != ())
+
+
+@pytest.mark.parametrize("way", [lambda f, x: remat(f)(x), functools.partial(checkpoint, use_reentrant=False)])
+def test_a_parameter_that_is_not_read_may_be_changed(way: Any) -> None:
+    module, x = InTurn(torch.sin), leaf(numbers(3))
+    expected = torch.autograd.grad(module(x).sum(), [x, module.read])
+    y = way(module, x)
+    with torch.no_grad():
+        module.unread.mul_(2)
+    assert_same(torch.autograd.grad(y.sum(), [x, module.read]), expected)
+
+
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_a_method_that_is_remat_d(reentrant: bool | None) -> None:
     def run(way: Callable[[Fun, Tensor], Tensor]) -> Any:

@@ -424,7 +424,7 @@ class Rerun(Collector, Watch):
         if noted is None or mutable(func) or kwargs.get("out") is not None or name_of(func) == "data_ptr":
             self._lazy = False
             self.spared.compute()
-        elif noted == (None,) and not [*tensors_in(all_of(args, kwargs))]:
+        elif type(noted) is tuple and noted[0] is None and not [*tensors_in(all_of(args, kwargs))]:
             return func(*args, **kwargs)  # it sets something that later calls go by: grad mode
         elif type(noted) is tuple and self.counter is None:
             return noted[0]
