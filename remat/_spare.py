@@ -38,6 +38,9 @@ from remat._values import (
 class Replay(OpMode):
     """Gives the ops of a rerun their kept results, and spares those that nobody reads."""
 
+    is_about_functions = False
+    """What it has spared has to be there for whoever reads it."""
+
     def __init__(self, tape: Tape, name: str, consume: bool, *, gives_memory_away: bool = True) -> None:
         """A rerun of the function `name`.
 

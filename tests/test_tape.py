@@ -1,6 +1,7 @@
 """What runs again and what is held under a policy: exact counts for each transform, and never a wrong number."""
 
 import ctypes
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -707,6 +708,20 @@ def test_nothing_is_left(program: str, how: str, policy: Any) -> None:
         assert meter.current == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("inner", [offload_ops("sin"), everything_saveable, NOTHING])
+@pytest.mark.parametrize("outer", [offload_ops("sin"), everything_saveable, NOTHING])
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "grad(grad)", "double backward"])
+def test_what_a_call_inside_keeps_is_there_although_its_op_was_spared(transform: str, outer: Any, inner: Any) -> None:
+    def fun(x: Tensor, outer: Any, inner: Any) -> Tensor:
+        return x * outer(lambda: inner(lambda: x.sin().sin())().exp())()
+
+    actual, expected = (
+        TRANSFORMS[transform](functools.partial(fun, outer=a, inner=b), numbers(3, 3))
+        for a, b in ((remat(policy=outer), remat(policy=inner)), (lambda f: f, lambda f: f))
+    )
+    assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "double backward"])
