@@ -119,7 +119,8 @@ class Space:
         - `value`: what the name of a tensor has to mean, by what it meant and what it means now.
         """
         now = self.now()
-        self.assign({**self.before, **{n: value(self.before[n], now.get(n, GONE)) for n in self._held}})
+        added = dict.fromkeys(now.keys() - self.before.keys(), GONE)
+        self.assign({**self.before, **added, **{n: value(self.before[n], now.get(n, GONE)) for n in self._held}})
         return now
 
     def restore(self, found: Any) -> None:

@@ -1206,6 +1206,25 @@ def test_what_methods_find_in_globals(variant: str, method: str) -> None:
     right(run, (lambda fun, x: remat.remat(fun)(x)) if variant == "remat" else VARIANTS[variant][1])
 
 
+class Scales:
+    factor = 2.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return (x * self.factor).sin() * self.factor
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "remat"])
+def test_an_attribute_that_hides_that_of_the_class(variant: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        scales, x = Scales(), leaf(numbers(3))
+        y = checkpoint(lambda x: scales(x), x)
+        scales.factor = 3.0
+        y.sum().backward()
+        return x.grad, scales.factor
+
+    right(run, (lambda fun, x: remat.remat(fun)(x)) if variant == "remat" else VARIANTS[variant][1])
+
+
 class Phase(enum.Enum):
     FIRST = 1
     SECOND = 2
