@@ -54,7 +54,7 @@ def parts(obj: Any) -> tuple[Any, ...]:
 def _is_opaque(function: types.FunctionType) -> bool:
     """A function that torch.compile has made belongs to the compiler. Torch's own are known by who they are."""
     name = function.__name__
-    return hasattr(function, "_torchdynamo_orig_callable") or any(vars(s).get(name) is function for s in _OF_TORCH)
+    return internals.is_compiled(function) or any(vars(s).get(name) is function for s in _OF_TORCH)
 
 
 _OF_TORCH = (torch, torch.nn.functional, Tensor)

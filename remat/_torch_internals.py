@@ -647,19 +647,23 @@ def dispatch_modes_active() -> bool:
 
 
 @functools.cache
-def _saved_names(kind: type, prefix: str = "_saved_") -> list[str]:
+def _saved_names(kind: type, prefix: str) -> list[str]:
     return [name for name in dir(kind) if name.startswith(prefix)]
 
 
-def _saved_by(node: Any) -> Iterator[Tensor]:
+def _saved_by(node: Any, raw: str = "") -> Iterator[Any]:
+    """What a node has saved: unpacked, or (`_raw`) as it is held."""
     kind: Any = type(node)
-    names = ["saved_tensors", *vars(node)] if hasattr(kind, "saved_tensors") else _saved_names(kind)
+    if hasattr(kind, "saved_tensors"):
+        names = [f"{raw}_saved_tensors" if raw else "saved_tensors", *vars(node)]
+    else:
+        names = _saved_names(kind, f"{raw}_saved_")
     for name in names:
         try:
             saved = getattr(node, name)
         except RuntimeError:  # used up, or changed in place since: then the backward will raise
             continue
-        yield from (s for s in (saved if isinstance(saved, (list, tuple)) else (saved,)) if isinstance(s, Tensor))
+        yield from saved if isinstance(saved, (list, tuple)) else (saved,)
 
 
 def nodes_of(tensor: Tensor) -> list[Any]:
@@ -688,7 +692,7 @@ def nodes_behind(roots: Iterable[Any], since: int = -1) -> list[Any]:
 def saved_tensors(nodes: Iterable[Any]) -> Iterator[Tensor]:
     """The plain tensors that nodes have saved."""
     for node in nodes:
-        yield from map(innermost, _saved_by(node))
+        yield from (innermost(s) for s in _saved_by(node) if isinstance(s, Tensor))
 
 
 def held_in(saved: Any) -> Any:
@@ -698,16 +702,8 @@ def held_in(saved: Any) -> Any:
 
 def held_by(node: Any) -> Iterator[Any]:
     """What a node holds of what it has saved, as `held_in`: to unpack it would run the function of a checkpoint."""
-    kind: Any = type(node)
-    of_function = hasattr(kind, "saved_tensors")
-    names = ["_raw_saved_tensors", *vars(node)] if of_function else _saved_names(kind, "_raw_saved_")
-    for name in names:
-        try:
-            held = getattr(node, name)
-        except RuntimeError:  # used up
-            continue
-        for h in held if isinstance(held, (list, tuple)) else (held,):
-            yield held_in(h) if isinstance(h, torch._C._autograd.SavedTensor) else h
+    for held in _saved_by(node, "_raw"):
+        yield held_in(held) if isinstance(held, torch._C._autograd.SavedTensor) else held
 
 
 def running_backward(thread: int) -> list[Any]:
@@ -779,6 +775,11 @@ def left_alone_by_dynamo(fun: F) -> F:
     """
     set_code_exec_strategy(fun.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return fun
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether `torch.compile` has made a function, or what was copied from one by `functools.wraps` (2.13)."""
+    return hasattr(function, "_torchdynamo_orig_callable")
 
 
 def uncompiled(fun: Any) -> Any:

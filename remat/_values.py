@@ -94,9 +94,6 @@ class OpCall(NamedTuple):
     def again(self, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
         """Run the op once more, on values: what it was given, autocast had cast before."""
         now = torch.get_default_dtype()
-        if now == self.dtype:
-            with internals.without_autocast():
-                return self.schema.func(*args, **kwargs)
         torch.set_default_dtype(self.dtype)
         try:
             with internals.without_autocast():

@@ -22,10 +22,7 @@ from remat._stock import PRIVATE
 
 def _is_function(obj: Any) -> bool:
     """Whether an object is a function, or made of one."""
-    kind = type(obj)
-    return issubclass(kind, (types.FunctionType, types.MethodType, functools.partial)) or hasattr(
-        kind, "__remat_maker__"
-    )
+    return isinstance(obj, types.FunctionType) or bool(parts(obj))
 
 
 _Slot = tuple[Any, Any, Any]  # a cell and None, or a namespace and a name; and what it held
@@ -135,7 +132,7 @@ class Captured:
         self._slots: list[_Slot] = []
         self._buffers: list[_Slot] = []
         self._modules: dict[int, torch.nn.Module] = {}
-        self._namespaces: list[dict[str, Any]] = []  # of modules that may assign to their attributes
+        self._namespaces: list[dict[str, Any]] = []  # of modules
         self._attributes: list[dict[str, Any]] = []  # what these were, until the forward is over
         self._found: list[dict[str, Any]] = []  # what they held for the forward, as far as a rerun needs it
         self._parameters: list[dict[str, Any]] = []  # in these, until the forward is over
