@@ -1180,6 +1180,7 @@ class CountingLayer(CountsAbove, nn.Module):
     forward = Counts.__call__
 
 
+WAYS: dict[str, Any] = {name: ours for name, (_, ours) in VARIANTS.items()} | {"remat": lambda f, x: remat.remat(f)(x)}
 METHODS: dict[str, Callable[[], Any]] = {
     "of an object that is called": Counts,
     "of its parent": CountsAbove,
@@ -1192,8 +1193,8 @@ METHODS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("variant", [*VARIANTS, "remat"])
-def test_what_methods_find_in_globals(variant: str, method: str) -> None:
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_what_methods_find_in_globals(way: Any, method: str) -> None:
     def run(checkpoint: Any) -> Any:
         global CALLS, SCALE
         CALLS, SCALE = 0, numbers(3)
@@ -1203,7 +1204,7 @@ def test_what_methods_find_in_globals(variant: str, method: str) -> None:
         y.sum().backward()
         return x.grad, CALLS
 
-    right(run, (lambda fun, x: remat.remat(fun)(x)) if variant == "remat" else VARIANTS[variant][1])
+    right(run, way)
 
 
 class Scales:
@@ -1213,8 +1214,8 @@ class Scales:
         return (x * self.factor).sin() * self.factor
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "remat"])
-def test_an_attribute_that_hides_that_of_the_class(variant: str) -> None:
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_an_attribute_that_hides_that_of_the_class(way: Any) -> None:
     def run(checkpoint: Any) -> Any:
         scales, x = Scales(), leaf(numbers(3))
         y = checkpoint(lambda x: scales(x), x)
@@ -1222,7 +1223,7 @@ def test_an_attribute_that_hides_that_of_the_class(variant: str) -> None:
         y.sum().backward()
         return x.grad, scales.factor
 
-    right(run, (lambda fun, x: remat.remat(fun)(x)) if variant == "remat" else VARIANTS[variant][1])
+    right(run, way)
 
 
 class Phase(enum.Enum):
@@ -1248,11 +1249,15 @@ ATTRIBUTES: dict[str, tuple[str, Any, Any, Callable[[Any, Tensor], Tensor]]] = {
 @both_variants
 def test_attributes_of_modules_are_as_they_were(variant: str, attribute: str) -> None:
     path, before, after, fun = ATTRIBUTES[attribute]
+    seen = Seen()
+
+    def watched_fun(m: Any, x: Tensor) -> Tensor:
+        seen.append(0)
+        return fun(m, x)
 
     def run(checkpoint: Any) -> Any:
         torch.manual_seed(0)
-        seen = Seen()
-        module, x = Stateful(lambda m, x: [seen.append(0), fun(m, x)][1]), leaf(numbers(4, 3))  # type: ignore[func-returns-value]
+        module, x = Stateful(watched_fun), leaf(numbers(4, 3))
         module.layer, module.rrelu = nn.LeakyReLU(), nn.RReLU()
         owner, _, name = path.rpartition(".")
         setattr(module.get_submodule(owner), name, before)
@@ -1564,11 +1569,11 @@ class Averages(nn.Module):
         return x @ (self.linear.weight * self.mean.clone())
 
 
-decorated: Any = remat.compat.checkpoint(use_reentrant=False)
+checkpointed: Any = remat.compat.checkpoint(use_reentrant=False)
 NESTS: dict[str, Callable[[Any], Any]] = {
-    "twice": lambda fun: decorated(decorated(fun)),
-    "remat around two": lambda fun: remat.remat(decorated(decorated(fun))),
-    "remat between": lambda fun: decorated(remat.remat(decorated(fun))),
+    "twice": lambda fun: checkpointed(checkpointed(fun)),
+    "remat around two": lambda fun: remat.remat(checkpointed(checkpointed(fun))),
+    "remat between": lambda fun: checkpointed(remat.remat(checkpointed(fun))),
 }
 
 
