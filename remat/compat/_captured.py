@@ -228,11 +228,11 @@ class Captured:
         - `given`: the identities of the tensors that a rerun will be given.
         - `read`: by identity, the tensors that it has read: others are not to be held.
         """
-        assigns = not all(map(same_items, self._namespaces, self._attributes))
-        if assigns or any(container.has_changed() for container in self._containers):
+        stayed = [*map(same_items, self._namespaces, self._attributes)]
+        if not all(stayed) or any(container.has_changed() for container in self._containers):
             self._has_built = self._builds()
         if not self._has_built:
-            self._found = [*map(_data, self._namespaces, self._attributes, itertools.repeat(read))]
+            self._found = [*map(_data, self._namespaces, self._attributes, stayed, itertools.repeat(read))]
         self._attributes, self._sizes, self._parameters = [], [], []
         position = {key: i for i, key in enumerate(given)} if self._containers else {}
         for container in self._containers:
@@ -355,10 +355,13 @@ def _sizes(attributes: dict[str, Any]) -> list[int]:
     return [len(v) for name, v in attributes.items() if type(v) is set or name == "_buffers"]
 
 
-def _data(names: dict[str, Any], before: dict[str, Any], read: Container[int]) -> dict[str, Any]:
-    """The attributes of a module, and what was assigned. Of tensors, only those that were read are held."""
+def _data(names: dict[str, Any], before: dict[str, Any], stayed: bool, read: Container[int]) -> dict[str, Any]:
+    """The attributes of a module, and what was assigned. Of tensors, only those that were read are held.
+
+    `stayed`: whether nothing was assigned.
+    """
     found = {n: old for n in before.keys() - PRIVATE if not isinstance(old := before[n], Tensor) or id(old) in read}
-    if not same_items(names, before):
+    if not stayed:
         found |= dict.fromkeys(names.keys() - before.keys(), _MISSING)
         for name, old in before.items():
             if names.get(name, _MISSING) is not old:
