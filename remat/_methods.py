@@ -12,6 +12,11 @@ _KNOWN = {"builtins", "remat", "torch"}
 
 
 @functools.cache
+def _is_known(module: str) -> bool:
+    return module.partition(".")[0] in _KNOWN
+
+
+@functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
     """The names of globals and attributes in the code, and in functions that are defined in it."""
     inner = (names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
@@ -23,8 +28,10 @@ def methods_of(kind: type, name: str) -> list[types.FunctionType]:
 
     With `super()` it may be any of these classes. Of what is decorated, both functions.
     """
-    spaces = [vars(k) for k in kind.__mro__ if k.__module__.partition(".")[0] not in _KNOWN]
+    spaces = [vars(k) for k in kind.__mro__ if not _is_known(k.__module__)]
     found: list[types.FunctionType] = []
+    if not spaces:
+        return found
     names, todo = set[str](), {name}
     while todo:
         names |= todo
@@ -34,11 +41,17 @@ def methods_of(kind: type, name: str) -> list[types.FunctionType]:
     return found
 
 
+def called_method(obj: Any) -> tuple[type, str] | None:
+    """The class and the name of the method that a call of an object runs."""
+    if isinstance(obj, types.MethodType):
+        return type(obj.__self__), obj.__func__.__name__
+    return (type(obj), "__call__") if callable(obj) and not isinstance(obj, type) else None
+
+
 def methods_called_by(obj: Any) -> list[types.FunctionType]:
     """The methods that a call of an object runs."""
-    if isinstance(obj, types.MethodType):
-        return methods_of(type(obj.__self__), obj.__func__.__name__)
-    return methods_of(type(obj), "__call__") if callable(obj) and not isinstance(obj, type) else []
+    called = called_method(obj)
+    return [] if called is None else methods_of(*called)
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:

@@ -1214,10 +1214,18 @@ class Scales:
         return (x * self.factor).sin() * self.factor
 
 
+class ScalingModule(nn.Module):
+    factor = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.factor).sin() * self.factor
+
+
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_an_attribute_that_hides_that_of_the_class(way: Any) -> None:
+@pytest.mark.parametrize("kind", [Scales, ScalingModule])
+def test_an_attribute_that_hides_that_of_the_class(way: Any, kind: Callable[[], Any]) -> None:
     def run(checkpoint: Any) -> Any:
-        scales, x = Scales(), leaf(numbers(3))
+        scales, x = kind(), leaf(numbers(3))
         y = checkpoint(lambda x: scales(x), x)
         scales.factor = 3.0
         y.sum().backward()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
-import itertools
 import types
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._frozen import ATOMS, Freezer, Held, Table, Thawer, cell_contents, parts, written_names
-from remat._methods import methods_called_by, methods_of
-from remat._spaces import Items, as_it_was, is_shared, items_of, same_items, values_of
-from remat._stock import PRIVATE
+from remat._frozen import ATOMS, Freezer, Table, Thawer, cell_contents, parts, written_names
+from remat._methods import called_method, methods_of
+from remat._spaces import GONE, Items, as_it_was, is_shared, items_of, values_of
+from remat.compat._module_state import ModuleState
 
 
 def _is_function(obj: Any) -> bool:
@@ -25,7 +24,30 @@ def _is_function(obj: Any) -> bool:
     return isinstance(obj, types.FunctionType) or bool(parts(obj))
 
 
-_Slot = tuple[Any, Any, Any]  # a cell and None, or a namespace and a name; and what it held
+class _Cell:
+    """A cell, as a namespace with a single name."""
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+
+    def get(self, name: None, default: Any) -> Any:
+        """What the cell holds."""
+        try:
+            return self._cell.cell_contents
+        except ValueError:  # it is empty
+            return default
+
+    def pop(self, name: None, default: Any) -> None:
+        """Empty the cell."""
+        del self._cell.cell_contents
+
+    def __setitem__(self, name: None, value: Any) -> None:
+        self._cell.cell_contents = value
+
+
+_Slot = tuple[Any, Any, Any]  # a namespace, a name, and what that meant
 
 
 @functools.lru_cache(1000)
@@ -39,10 +61,7 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...]]:
 
 
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
-_MISSING = object()
-_KEPT = ATOMS | {torch.dtype, torch.device, torch.Size, type(_MISSING)}
-
-
+_KEPT = ATOMS | {torch.dtype, torch.device, torch.Size, object}
 _CONSTANT = (types.ModuleType, type, types.BuiltinFunctionType)
 
 
@@ -53,11 +72,11 @@ def _slots(fun: types.FunctionType) -> Iterator[_Slot]:
         for name, cell in zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True):
             if name in assigned:
                 with contextlib.suppress(ValueError):  # empty
-                    yield cell, None, cell.cell_contents
+                    yield _Cell(cell), None, cell.cell_contents
     namespace = fun.__globals__
     for name in read:
-        value = namespace.get(name, _MISSING)
-        if value is not _MISSING and not isinstance(value, _CONSTANT):
+        value = namespace.get(name, GONE)
+        if value is not GONE and not isinstance(value, _CONSTANT):
             yield namespace, name, value
 
 
@@ -107,21 +126,18 @@ class Captured:
     """
 
     __slots__ = (
-        "_attributes",
         "_buffers",
         "_containers",
         "_contents",
-        "_found",
         "_fun",
         "_given",
         "_has_built",
         "_hooks",
         "_modules",
-        "_namespaces",
         "_objects",
-        "_parameters",
-        "_sizes",
+        "_seen",
         "_slots",
+        "_states",
         "_table",
         "tensors",
     )
@@ -132,11 +148,7 @@ class Captured:
         self._slots: list[_Slot] = []
         self._buffers: list[_Slot] = []
         self._modules: dict[int, torch.nn.Module] = {}
-        self._namespaces: list[dict[str, Any]] = []  # of modules
-        self._attributes: list[dict[str, Any]] = []  # what these were, until the forward is over
-        self._found: list[dict[str, Any]] = []  # what they held for the forward, as far as a rerun needs it
-        self._parameters: list[dict[str, Any]] = []  # in these, until the forward is over
-        self._sizes: list[list[int]] = []  # of what in these does not begin again, until the forward is over
+        self._states: list[ModuleState] = []  # of these
         self._hooks = 0  # how many modules have got so far
         self._has_built = False
         self._containers: list[Items] = []  # that belong to no module
@@ -144,13 +156,14 @@ class Captured:
         self._given: list[Any] = []
         self._contents: Any = None
         self._objects: list[Any] = []
+        self._seen: set[Any] = set()  # functions, and methods by class and name
         functions = [x for x in leaves if _is_function(x)]
         if type(fun) is types.FunctionType and not functions:
             self._contents = _simple_contents(fun)
         elif not _is_function(fun) and not functions:
             self._contents = []
         if self._contents is not None:
-            self._look_at([fun] if type(fun) is types.FunctionType else methods_called_by(fun), [])
+            self._look_at([fun] if type(fun) is types.FunctionType else self._methods(called_method(fun)), [])
             for content in self._contents:
                 if isinstance(content, Tensor):
                     self.tensors.append(content)
@@ -162,22 +175,17 @@ class Captured:
             self._look_at((*self._given, *(content for _, content in self._contents.values())), self.tensors)
         for leaf in (fun, *leaves):
             self._take_object(leaf)
-        self._namespaces = [*map(vars, self._modules.values())]
-        self._attributes = [*map(dict, self._namespaces)]
         self._hooks = internals.hooks_so_far()
-        self._sizes = [*map(_sizes, self._namespaces)]
-        self._parameters = [*map(_parameters, self._namespaces)]
-        self._containers = _containers(self._objects, self._namespaces)
-        self._objects = []
+        self._containers = _containers([*self._objects, *(v for state in self._states for v in state.values)])
+        self._objects, self._seen = [], set()
 
     def _look_at(self, objects: Sequence[Any], tensors: list[Tensor]) -> None:
         """Look at functions, what they are made of and what they hold. `tensors`: where to put those."""
-        seen = set()
         todo = list(objects)
         for obj in todo:
             if isinstance(obj, types.FunctionType):
-                if id(obj) not in seen:
-                    seen.add(id(obj))
+                if id(obj) not in self._seen:
+                    self._seen.add(id(obj))
                     self._take_slots(obj)
                     todo += parts(obj)
             elif isinstance(obj, Tensor):
@@ -186,7 +194,14 @@ class Captured:
                 todo += obj
             else:
                 self._take_object(obj)
-                todo += (*parts(obj), *methods_called_by(obj))
+                todo += (*parts(obj), *self._methods(called_method(obj)))
+
+    def _methods(self, called: tuple[type, str] | None) -> list[types.FunctionType]:
+        """Those of a class, when it is met for the first time."""
+        if called is None or called in self._seen:
+            return []
+        self._seen.add(called)
+        return methods_of(*called)
 
     def _take_slots(self, fun: types.FunctionType) -> None:
         for slot in _slots(fun):
@@ -211,14 +226,16 @@ class Captured:
         for m in todo:
             if m is not None and id(m) not in self._modules:
                 self._modules[id(m)] = m
-                functions += methods_of(type(m), "forward")
+                state = ModuleState(m)
+                self._states.append(state)
+                functions += self._methods((type(m), "forward"))
                 if m._buffers and isinstance(m._buffers, dict):  # not of a ScriptModule
                     self._buffers += ((m._buffers, name, buffer) for name, buffer in m._buffers.items())
                 if m._modules:
                     todo += m._modules.values()
-                held = (v for name, v in vars(m).items() if type(v) in _HOLDERS and name not in PRIVATE)
-                todo += _modules_in(held)
-        self._look_at((*functions, *(content for _, content in cell_contents(functions).values())), [])
+                todo += _modules_in(v for v in state.values if type(v) in _HOLDERS)
+        if functions:
+            self._look_at((*functions, *(content for _, content in cell_contents(functions).values())), [])
 
     def finish(self, given: Sequence[int], read: Container[int]) -> None:
         """The forward is over. A tensor that it has read and dropped was there until now, to be noted.
@@ -228,19 +245,17 @@ class Captured:
         - `given`: the identities of the tensors that a rerun will be given.
         - `read`: by identity, the tensors that it has read: others are not to be held.
         """
-        stayed = [*map(same_items, self._namespaces, self._attributes)]
-        if not all(stayed) or any(container.has_changed() for container in self._containers):
+        if any(state.has_changed() for state in self._holders):
             self._has_built = self._builds()
-        if not self._has_built:
-            self._found = [*map(_data, self._namespaces, self._attributes, stayed, itertools.repeat(read))]
-        self._attributes, self._sizes, self._parameters = [], [], []
+        for state in self._states:
+            state.freeze(read)
         position = {key: i for i, key in enumerate(given)} if self._containers else {}
         for container in self._containers:
             container.freeze(position)
         self._buffers = [
             (names, name, buffer)
             for names, name, buffer in self._buffers
-            if buffer is None or id(buffer) in read or names.get(name, _MISSING) is not buffer
+            if buffer is None or id(buffer) in read or names.get(name, GONE) is not buffer
         ]
 
     def _builds(self) -> bool:
@@ -249,17 +264,18 @@ class Captured:
         return (
             any(m is not None and id(m) not in self._modules for m in children)
             or self._hooks != internals.hooks_so_far()
-            or not all(map(same_items, map(_parameters, self._namespaces), self._parameters))
-            or [*map(_sizes, self._namespaces)] != self._sizes
+            or any(state.has_built() for state in self._states)
         )
 
     def undo(self) -> None:
         """Put back what the forward, which is not over, has put into names and modules."""
-        for slot in (*self._slots, *self._buffers):
-            _put(*slot)
-        _put_back(self._namespaces, self._attributes)
-        for container in self._containers:
-            container.put_back(lambda before, now: before)
+        _put((*self._slots, *self._buffers))
+        for state in self._holders:
+            state.put_back(lambda before, now: before)
+
+    @property
+    def _holders(self) -> list[ModuleState | Items]:
+        return [*self._states, *self._containers]
 
     def is_state(self, tensor: Tensor) -> bool:
         """Whether a module has a tensor."""
@@ -307,36 +323,28 @@ class Captured:
         def was(before: Any, now: Any) -> Any:
             return as_it_was(before, now, tensors)
 
-        now = [(container, name, _look(container, name)) for container, name, _ in (*self._slots, *self._buffers)]
-        attributes = [*map(dict, self._namespaces)]
-        containers = [(container, container.now()) for container in self._containers]
+        states = self._holders
+        items = [state.now() for state in states]
+        slots = [(names, name, names.get(name, GONE)) for names, name, _ in (*self._slots, *self._buffers)]
         try:
-            if with_state and not self._has_built:
-                for container in self._containers:
-                    container.put_back(was)
-            for slot in (*self._slots, *(self._buffers if with_state else ())):
-                _put(*slot)
-            for names, found in zip(self._namespaces, self._found, strict=False) if with_state else ():
-                for name, before in found.items():
-                    if (after := names.get(name, _MISSING)) is not before:
-                        _put(names, name, was(before, after))
+            for state in states if with_state and not self._has_built else ():
+                state.put_back(was)
+            _put((*self._slots, *self._buffers) if with_state else self._slots)
             yield
         finally:
-            for slot in now:
-                _put(*slot)
-            _put_back(self._namespaces, attributes)
-            for container, items in containers:
-                container.restore(items)
+            _put(slots)
+            for state, found in zip(states, items, strict=True):
+                state.restore(found)
 
     @property
     def has_slots(self) -> bool:
         """Whether there is something to restore."""
-        return bool(self._slots or self._buffers or self._namespaces or self._containers)
+        return bool(self._slots or self._buffers or self._states or self._containers)
 
     @property
     def has_other_buffers(self) -> bool:
         """Whether modules have got others than they had."""
-        return any(container.get(name, _MISSING) is not buffer for container, name, buffer in self._buffers)
+        return any(names.get(name, GONE) is not buffer for names, name, buffer in self._buffers)
 
     def thawed(self, leaves: list[Any], tensors: Sequence[Tensor]) -> tuple[Any, list[Any], Thawer | None]:
         """The function and the leaves, with `tensors` in the place of those in cells; and what put them together."""
@@ -347,50 +355,16 @@ class Captured:
         return thaw(self._fun), [*map(thaw, leaves)], thaw
 
 
-def _parameters(attributes: dict[str, Any]) -> dict[str, Any]:
-    return dict(attributes.get("_parameters", {}).items())
-
-
-def _sizes(attributes: dict[str, Any]) -> list[int]:
-    return [len(v) for name, v in attributes.items() if type(v) is set or name == "_buffers"]
-
-
-def _data(names: dict[str, Any], before: dict[str, Any], stayed: bool, read: Container[int]) -> dict[str, Any]:
-    """The attributes of a module, and what was assigned. Of tensors, only those that were read are held.
-
-    `stayed`: whether nothing was assigned.
-    """
-    found = {n: old for n in before.keys() - PRIVATE if not isinstance(old := before[n], Tensor) or id(old) in read}
-    if not stayed:
-        found |= dict.fromkeys(names.keys() - before.keys(), _MISSING)
-        for name, old in before.items():
-            if names.get(name, _MISSING) is not old:
-                found[name] = Held(old, None) if isinstance(old, Tensor) and id(old) not in read else old
-    return found
-
-
-def _put_back(namespaces: list[dict[str, Any]], attributes: Sequence[dict[str, Any]]) -> None:
-    """Make namespaces what they were before."""
-    for after, before in zip(namespaces, attributes, strict=True):
-        if not same_items(after, before):
-            for name in after.keys() - before.keys():
-                del after[name]
-            after.update(before)
-
-
 _Container = list[Any] | dict[Any, Any]
 
 
-def _containers(objects: Sequence[Any], namespaces: Sequence[dict[str, Any]]) -> list[Items]:
+def _containers(values: list[Any]) -> list[Items]:
     """Where state may be that belongs to no module: lists, dicts and attributes near to what is captured."""
     found: dict[int, Items] = {}
     room = _ROOM
-    values = [*objects]
-    for names in namespaces:
-        values += [v for name, v in names.items() if type(v) not in _KEPT and name not in PRIVATE]
     for _ in range(_STEPS):
         near: list[Any] = []
-        for container in (c for v in values for c in _containers_of(v)):
+        for container in (c for v in values if type(v) not in _KEPT for c in _containers_of(v)):
             if id(container) in found or room <= 0:
                 continue
             limit = min(_MANY, room)
@@ -432,20 +406,12 @@ _STEPS = 3
 _ROOM, _EACH = 2000, 10  # items in all, and what a container counts: a look around takes no longer than a small rerun
 
 
-def _look(container: Any, name: Any) -> Any:
-    try:
-        return container.cell_contents if name is None else container.get(name, _MISSING)
-    except ValueError:  # an empty cell
-        return _MISSING
-
-
-def _put(container: Any, name: Any, value: Any) -> None:
-    if name is None:
-        if value is _MISSING:
-            del container.cell_contents
+def _put(slots: Iterable[_Slot]) -> None:
+    """Make names mean what they meant."""
+    for names, name, value in slots:
+        if names.get(name, GONE) is value:
+            continue
+        if value is GONE:
+            names.pop(name, None)
         else:
-            container.cell_contents = value
-    elif value is _MISSING:
-        container.pop(name, None)
-    elif container.get(name, _MISSING) is not value:
-        container[name] = value
+            names[name] = value
