@@ -158,7 +158,7 @@ class UnwatchedCall:
         self._as_checkpoint = False
         self._context = _NOTHING
         self._fun = fun
-        self._is_given_tensors = spec is None and not contents
+        self._is_given_tensors = spec is None
         self._last: LastProduct | None = None
         self._reruns: list[Spared | Replay] = []
         self._table: Table | None = None

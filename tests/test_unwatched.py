@@ -25,6 +25,18 @@ Way = Callable[[Fun], Fun]
 WAYS = pytest.mark.parametrize(
     "way", [remat, lambda f: functools.partial(checkpoint, f, use_reentrant=False)], ids=["remat", "checkpoint"]
 )
+
+
+def reentrant(fun: Fun) -> Fun:
+    return functools.partial(checkpoint, fun, use_reentrant=True)
+
+
+WAYS_AND_REENTRANT = pytest.mark.parametrize(
+    "way",
+    [remat, lambda f: functools.partial(checkpoint, f, use_reentrant=False), reentrant],
+    ids=["remat", "checkpoint", "reentrant"],
+)
+
 UNIT = 1024 * 8
 
 
@@ -141,19 +153,34 @@ def test_sequences_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(*(torch.autograd.grad(z.sum(), x) for z in (y, in_turn(*net)(x))))
 
 
+def relu(x: Tensor, *args: Any, **options: Any) -> Tensor:
+    return F.relu(x, *args, **options).sin()
+
+
+def relu_as_told(x: Tensor, told: Any, key: Any) -> Tensor:
+    return F.relu(x, **told[key]).sin()
+
+
+FLAGS: dict[str, tuple[Fun, tuple[Any, ...], dict[str, Any]]] = {
+    "an argument": (relu, (True,), {}),
+    "a keyword": (relu, (), {"inplace": 1}),
+    "a keyword in a dict": (relu_as_told, ({"key": {"inplace": 1}}, "key"), {}),
+    "a keyword in a list": (relu_as_told, ([{"inplace": 1}], 0), {}),
+    "a keyword in a tuple": (relu_as_told, (({"inplace": 1},), 0), {}),
+}
+
+
 @WAYS
-def test_a_flag_that_is_handed_on(way: Way) -> None:
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_that_is_handed_on(way: Way, flag: str) -> None:
     """It tells to work in place: such a call is watched."""
-
-    def fun(*args: Any) -> Tensor:
-        return F.relu(*args).sin()
-
+    fun, args, kwargs = FLAGS[flag]
     x = leaf(numbers(3, 3))
     if way is remat:
         with pytest.raises(RematError, match=r"changes an argument .*test_unwatched"):
-            way(fun)(x * 2, True)
+            way(fun)(x * 2, *args, **kwargs)
     else:
-        assert_same(*(torch.autograd.grad(f(x * 2, True).sum(), x) for f in (way(fun), fun)))
+        assert_same(*(torch.autograd.grad(f(x * 2, *args, **kwargs).sum(), x) for f in (way(fun), fun)))
 
 
 @WAYS
@@ -166,6 +193,40 @@ def test_keywords_that_are_handed_on(options: dict[str, Any], way: Way) -> None:
 
     x = leaf(numbers(3))
     assert_same(*(torch.autograd.grad(f(x, options).sum(), x) for f in (way(fun), fun)))
+
+
+class Steps:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getitem__(self, index: int) -> int:
+        self.count += 1
+        return self.count
+
+
+@WAYS
+@pytest.mark.parametrize("around", [lambda o: {"o": o}, lambda o: [o], lambda o: (o,)], ids=["dict", "list", "tuple"])
+def test_what_an_argument_holds_has_code_of_its_own(way: Way, around: Fun) -> None:
+    """It counts how often it was asked: such a call is watched."""
+
+    def fun(x: Tensor, holder: Any) -> Tensor:
+        (key,) = holder if type(holder) is dict else (0,)
+        return torch.sin(x * holder[key][0]).exp()
+
+    x = leaf(numbers(3))
+    assert_same(*(torch.autograd.grad(f(x, around(Steps())).sum(), x) for f in (way(fun), fun)))
+
+
+@WAYS
+def test_arguments_in_containers_are_not_watched(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_replay, "Run", watched)
+    monkeypatch.setattr(_checkpoint, "Region", watched)
+
+    def fun(given: Any) -> Tensor:
+        return torch.sin(given[0]["x"][0]) * given[1]
+
+    x = leaf(numbers(3))
+    assert_same(*(torch.autograd.grad(f([{"x": (x,)}, 2.0]).sum(), x) for f in (way(fun), fun)))
 
 
 @WAYS
@@ -262,7 +323,7 @@ def test_a_parameter_that_is_frozen_in_between(way: Way) -> None:
     assert_same(torch.autograd.grad(y, module.b.weight), expected)
 
 
-@WAYS
+@WAYS_AND_REENTRANT
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("create", [False, True])
 def test_what_is_held(way: Way, retain: bool, create: bool) -> None:
@@ -274,12 +335,12 @@ def test_what_is_held(way: Way, retain: bool, create: bool) -> None:
     torch.autograd.grad(y, w, retain_graph=retain, create_graph=create)
     del x
     gc.collect()
-    if way is remat or not create:  # of a native graph that is recorded
-        assert (ref() is not None) == (retain or (create and way is not remat))
+    if way in (remat, reentrant) or not create:  # of a native graph that is recorded
+        assert (ref() is not None) == retain
     assert y.requires_grad
 
 
-@WAYS
+@WAYS_AND_REENTRANT
 def test_no_cycles(way: Way) -> None:
     gc.disable()
     try:
@@ -289,6 +350,21 @@ def test_no_cycles(way: Way) -> None:
         y.sum().backward()
         del y
         assert ref() is None
+    finally:
+        gc.enable()
+
+
+@WAYS_AND_REENTRANT
+def test_a_cell_that_holds_the_result_later_makes_no_cycle(way: Way) -> None:
+    def result() -> Any:
+        x = leaf(numbers(3, 3))
+        h = x * 2
+        h = way(lambda x: torch.sin(h) * x)(x)
+        return weakref.ref(h)
+
+    gc.disable()
+    try:
+        assert result()() is None
     finally:
         gc.enable()
 
@@ -352,6 +428,27 @@ def test_groups(way: Way) -> None:
         z.sum().backward()
     assert ops["exp"] == (2 if way is remat else 1)
     assert_same(x.grad, x.detach().cos() + x.detach().exp())
+
+
+def test_a_hook_that_a_module_gets_before_the_backward_of_the_reentrant_variant() -> None:
+    module, x = nn.Linear(3, 3).double(), leaf(numbers(3, 3))
+    y = checkpoint(module, x, use_reentrant=True)
+    module.register_forward_hook(lambda module, args, out: None)
+    assert_same(*(torch.autograd.grad(z.sin().sum(), x) for z in (y, module(x))))
+
+
+def test_complex_results_of_the_reentrant_variant() -> None:
+    def fun(x: Tensor) -> Any:
+        return torch.sin(x), torch.complex(x, x * 2) * x, x.long()
+
+    def loss(results: Any) -> Tensor:
+        sines, products, _ = results
+        return products.abs().sum() + sines.sum()
+
+    x = leaf(numbers(3))
+    found = checkpoint(fun, x, use_reentrant=True)
+    assert [r.requires_grad for r in found] == [True, True, False]
+    assert_same(*(torch.autograd.grad(loss(r), x) for r in (found, fun(x))))
 
 
 @WAYS
