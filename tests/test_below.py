@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import assert_same, numbers, plain
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, vjp, vmap
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -313,6 +314,30 @@ def test_under_no_grad(args: tuple[Tensor, Tensor], below: list[bool]) -> None:
         return grad(scalar, (0, 1))
 
     assert_same(*both(of, *args))
+    assert not below
+
+
+def with_a_tangent(ck: Fun, x: Tensor, w: Tensor) -> Any:
+    with forward_ad.dual_level():
+        out = vjp(lambda w: ck(chain)(forward_ad.make_dual(x, x.cos()), w), w)[0]
+        return forward_ad.unpack_dual(out).tangent
+
+
+def in_inference_mode(ck: Fun, x: Tensor, w: Tensor) -> Any:
+    with torch.inference_mode():
+        return by_grad(chain)(ck)(x, w)
+
+
+ELSEWHERE: dict[str, Fun] = {
+    "of constants": lambda ck, x, w: grad(lambda v: (ck(chain)(x, w) * v).sum())(w),
+    "with a tangent": with_a_tangent,
+    "in inference mode": in_inference_mode,
+}
+
+
+@pytest.mark.parametrize("of", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_where_nothing_runs_below(of: Fun, args: tuple[Tensor, Tensor], below: list[bool]) -> None:
+    assert_same(*(of(ck, *args) for ck in (remat, plain)))
     assert not below
 
 

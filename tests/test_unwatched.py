@@ -18,7 +18,13 @@ from torch.func import grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 from remat import CheckpointError, RematError, _pure, _replay, checkpoint_name, policies, remat
-from remat.compat import GraphExecGroup, _checkpoint, checkpoint, checkpoint_sequential
+from remat.compat import (
+    GraphExecGroup,
+    _checkpoint,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 from remat.debug import LiveBytes
 
 Way = Callable[[Fun], Fun]
@@ -407,11 +413,30 @@ def test_results_may_be_changed_in_place(way: Way) -> None:
 
 @WAYS
 def test_backward_in_other_surroundings(way: Way) -> None:
+    def fun(x: Tensor, w: Tensor) -> Tensor:
+        return tanh(x, w).double() * torch.linspace(1, 2, 3).double()
+
+    x, w = (leaf(numbers(3, 3, seed=i).float()) for i in range(2))
+    results = way(fun)(x, w), fun(x, w)
+
+    def compare() -> None:
+        assert_same(*(torch.autograd.grad(y.sum(), [x, w], retain_graph=True) for y in results))
+
+    with torch.device("meta"):
+        compare()
+    with torch.autocast("cpu", torch.bfloat16):
+        compare()
+    torch.set_default_dtype(torch.float64)
+    try:
+        compare()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@WAYS
+def test_batched_backward(way: Way) -> None:
     x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
     y = way(tanh)(x, w)
-    expected = torch.autograd.grad(tanh(x, w).sum(), [x, w])
-    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
-        assert_same(torch.autograd.grad(y.sum(), [x, w], retain_graph=True), expected)
     cotangents = numbers(2, 3, 3, seed=2)
     batched = torch.autograd.grad(tanh(x, w), [x, w], cotangents, is_grads_batched=True)
     assert_same(torch.autograd.grad(y, [x, w], cotangents, retain_graph=True, is_grads_batched=True), batched)
@@ -449,6 +474,44 @@ def test_complex_results_of_the_reentrant_variant() -> None:
     found = checkpoint(fun, x, use_reentrant=True)
     assert [r.requires_grad for r in found] == [True, True, False]
     assert_same(*(torch.autograd.grad(loss(r), x) for r in (found, fun(x))))
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_rerun_is_given_what_a_selective_context_keeps(draws: bool) -> None:
+    def fun(x: Tensor) -> Tensor:
+        return torch.sin(x).exp() * (torch.rand(3).double() if draws else 2)
+
+    x = leaf(numbers(3))
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
+    torch.manual_seed(0)
+    y = checkpoint(fun, x, use_reentrant=False, context_fn=contexts)
+    torch.manual_seed(0)
+    expected = torch.autograd.grad(fun(x).sum(), x)
+    with CountOps() as ops:
+        assert_same(torch.autograd.grad(y.sum(), x), expected)
+    assert (ops["sin"], ops["exp"]) == (0, 1)
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=["", "dots"])
+def test_what_was_computed_from_an_argument_that_was_changed_is_an_error(policy: Any) -> None:
+    x = leaf(numbers(3, 3)) * 1
+    y = remat(policy=policy)(lambda x: torch.sin(x * 2).exp())(x)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place"):
+        y.sum().backward()
+
+
+@WAYS
+def test_a_backward_within_a_backward(way: Way) -> None:
+    def run(fun: Fun) -> Any:
+        x, w = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+        h = x * 2
+        y = fun(h, w).sin().sum()
+        inner: list[Tensor] = []
+        h.register_hook(lambda g: inner.extend(torch.autograd.grad(y, w, retain_graph=True)))  # type: ignore[no-untyped-call]
+        return torch.autograd.grad(y, [x, w], retain_graph=True), inner
+
+    assert_same(run(way(tanh)), run(tanh))
 
 
 @WAYS
@@ -504,12 +567,17 @@ def test_a_function_that_was_made_another_is_an_error(way: Way, part: str) -> No
     def calls(x: Tensor) -> Tensor:
         return inner(x).cos()
 
+    def draws(x: Tensor) -> Tensor:
+        return inner(x) * torch.rand(3)
+
     inner, x = scales, leaf(numbers(3))
     new = {"__defaults__": (5.0,), "__kwdefaults__": {"other": 7.0}, "__code__": divides.__code__}[part]
-    for fun in (scales, calls):
+    for fun in (scales, calls, draws):
         assert _pure.reads(fun) is not None
         before = getattr(scales, part)
+        torch.manual_seed(0)
         y = way(fun)(x).sum()
+        torch.manual_seed(0)
         expected = torch.autograd.grad(fun(x).sum(), x)
         setattr(scales, part, new)
         with pytest.raises(CheckpointError, match="was replaced"):
