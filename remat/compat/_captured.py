@@ -181,11 +181,12 @@ class Captured:
 
     def _look_at(self, objects: Sequence[Any], tensors: list[Tensor]) -> None:
         """Look at functions, what they are made of and what they hold. `tensors`: where to put those."""
+        seen = set()
         todo = list(objects)
         for obj in todo:
             if isinstance(obj, types.FunctionType):
-                if id(obj) not in self._seen:
-                    self._seen.add(id(obj))
+                if id(obj) not in seen:
+                    seen.add(id(obj))
                     self._take_slots(obj)
                     todo += parts(obj)
             elif isinstance(obj, Tensor):
@@ -204,6 +205,9 @@ class Captured:
         return methods_of(*called)
 
     def _take_slots(self, fun: types.FunctionType) -> None:
+        if id(fun) in self._seen:
+            return
+        self._seen.add(id(fun))
         for slot in _slots(fun):
             self._slots.append(slot)
             self._take_object(slot[2])
