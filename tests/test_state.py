@@ -825,6 +825,30 @@ def test_what_is_replaced_may_come_with_a_graph_that_is_gone(call: Any) -> None:
     assert_same(x.grad, expected)
 
 
+@pytest.mark.parametrize("depth", range(3))
+def test_what_is_replaced_and_only_handed_on_may_come_with_a_graph_that_is_gone(depth: int) -> None:
+    """Functions inside are given it, or find it, and none of them reads it."""
+
+    def run(ck: Decorator) -> list[Tensor]:
+        x = leaf(numbers(3))
+        state = nn.Module()
+        state.last = (x * 5).cos()
+        state.last.sum().backward()
+        ignores = ck(lambda x, unused: (x * 2).sin())
+        inside = [lambda x: ignores(x, state.last)]
+        for _ in range(depth):
+            inside.append(ck(lambda x, fun=inside[-1]: fun(x) * 1))
+        fun = inside[-1]
+
+        def replaces(x: Tensor) -> Tensor:
+            state.last = fun(x)
+            return state.last.exp()
+
+        return [*torch.autograd.grad(ck(replaces)(x).sum(), x), *torch.autograd.grad(ck(replaces)(x).sum(), x)]
+
+    assert_same(run(remat), run(plain))
+
+
 # Tensors that die inside of the function, and others, made out of sight, that get their identities.
 
 ONES = np.ones(3)
