@@ -1069,6 +1069,16 @@ def hooks_so_far() -> int:
     return RemovableHandle.next_id
 
 
+def has_hooks_since(number: int, modules: Iterable[torch.nn.Module], tensors: Iterable[Tensor]) -> bool:
+    """Whether all modules, some or tensors have hooks that were registered when so many ever were, or later."""
+    spaces = [
+        *(held for name, held in vars(torch.nn.modules.module).items() if name.startswith("_global_")),
+        *(held for m in modules for name, held in vars(m).items() if name.endswith("_hooks")),
+        *(held for t in tensors for held in (t._backward_hooks, t._post_accumulate_grad_hooks)),
+    ]
+    return any(key >= number for held in spaces if isinstance(held, dict) for key in held)
+
+
 _hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

@@ -6,10 +6,11 @@ import functools
 import gc
 import random
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -1232,6 +1233,165 @@ def test_an_attribute_that_hides_that_of_the_class(way: Any, kind: Callable[[], 
         return x.grad, scales.factor
 
     right(run, way)
+
+
+class CountingScale(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor, self.calls = factor, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (x * self.factor).sin() * self.calls
+
+
+class Found(nn.Module):
+    """Finds a module somewhere."""
+
+    def __init__(self, module: nn.Module, place: Callable[[nn.Module], Any], get: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.__dict__["place"] = place(module)
+        self.get = [get]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.get[0](self.__dict__["place"])(x)
+
+
+PLACES: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any], Any]]] = {
+    "itself": (lambda m: m, lambda p: p),
+    "an object": (lambda m: SimpleNamespace(module=m), lambda p: p.module),
+    "a dict of its own class": (lambda m: OrderedDict(module=m), lambda p: p["module"]),
+    "a tuple of its own class": (lambda m: Pair(m, m), lambda p: p.first),
+    "a list in a list": (lambda m: [[m]], lambda p: p[0][0]),
+    "a tuple in a list": (lambda m: [(m,)], lambda p: p[0][0]),
+    "a list in an object": (lambda m: SimpleNamespace(modules=[m]), lambda p: p.modules[0]),
+    "a method": (lambda m: m.forward, lambda p: p),
+    "a partial": (lambda m: functools.partial(m), lambda p: p),
+    "a closure": (lambda m: lambda x: m(x), lambda p: p),
+}
+
+
+class Pair(NamedTuple):
+    first: nn.Module
+    second: nn.Module
+
+
+@both_variants
+@pytest.mark.parametrize("place", PLACES)
+def test_modules_that_are_in_an_attribute(variant: str, place: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        scale, x = CountingScale(2.0), leaf(numbers(3))
+        found = Found(scale, *PLACES[place])
+        y, z = checkpoint(found, x * 1), checkpoint(found, x * 2)
+        scale.factor = 3.0
+        z.sum().backward()
+        y.sum().backward()
+        return x.grad, scale.calls, scale.factor
+
+    wrong(run, VARIANTS[variant][0])
+    right(run, VARIANTS[variant][1])
+
+
+CHILDREN: dict[str, Callable[[Any], Any]] = {
+    "replaced": lambda m: m.__setitem__(0, CountingScale(3.0)),
+    "swapped": lambda m: m._modules.update({"0": m[1], "1": m[0]}),
+    "taken away": lambda m: m.__delitem__(1),
+    "added": lambda m: m.append(CountingScale(3.0)),
+}
+
+
+@both_variants
+@pytest.mark.parametrize("change", CHILDREN)
+def test_children_that_change_before_the_backward(variant: str, change: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        module, x = nn.Sequential(CountingScale(2.0), CountingScale(0.5)), leaf(numbers(3))
+        y = checkpoint(module, x * 1)
+        CHILDREN[change](module)
+        children = [*module]
+        y.sum().backward()
+        assert all(m is child for m, child in zip(module, children, strict=True))
+        return x.grad, [m.calls for m in children]
+
+    right(run, VARIANTS[variant][1])
+
+
+@both_variants
+def test_a_child_that_the_function_replaces(variant: str) -> None:
+    class Replaces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = CountingScale(2.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.scale(x)
+            self.scale = CountingScale(self.scale.factor + 1)
+            return y
+
+    def run(checkpoint: Any) -> Any:
+        module, x = Replaces(), leaf(numbers(3))
+        y, z = checkpoint(module, x * 1), checkpoint(module, x * 2)
+        y.sum().backward()
+        z.sum().backward()
+        return x.grad, module.scale.factor, module.scale.calls
+
+    wrong(run, VARIANTS[variant][0])
+    right(run, VARIANTS[variant][1])
+
+
+TAKEN: dict[str, Callable[[Any, Tensor], Any]] = {
+    "of the result": lambda m, y: y.register_hook(lambda grad: grad) if y.requires_grad else None,
+    "of a module, for a while": lambda m, y: m.register_forward_hook(lambda m, args, out: None).remove(),
+    "of a parameter, for a while": lambda m, y: m.weight.register_hook(lambda grad: grad).remove(),
+}
+
+
+@both_variants
+@pytest.mark.parametrize("hook", TAKEN)
+def test_hooks_that_no_module_keeps(variant: str, hook: str) -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            y = super().forward(x) * self.calls
+            TAKEN[hook](self, y)
+            return y.sin()
+
+    def run(checkpoint: Any) -> Any:
+        torch.manual_seed(0)
+        module, x = Counting(3, 3).double(), leaf(numbers(2, 3))
+        y, z = checkpoint(module, x * 1), checkpoint(module, x * 2)
+        y.sum().backward()
+        z.sum().backward()
+        return x.grad, module.weight.grad, module.calls
+
+    wrong(run, VARIANTS[variant][0])
+    right(run, VARIANTS[variant][1])
+
+
+@both_variants
+@pytest.mark.parametrize("keeper", [lambda m: m, lambda m: m.weight])
+def test_a_hook_behind_a_flag_is_registered_once(variant: str, keeper: Any) -> None:
+    class Hooked(nn.Linear):
+        is_hooked = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.is_hooked:
+                if isinstance(kept := keeper(self), Tensor):
+                    kept.register_hook(lambda grad: grad * 2)
+                else:
+                    kept.register_forward_hook(lambda m, args, out: None)
+                self.is_hooked = True
+            return super().forward(x).sin()
+
+    def run(checkpoint: Any) -> Any:
+        torch.manual_seed(0)
+        module, x = Hooked(3, 3).double(), leaf(numbers(2, 3))
+        for _ in range(2):
+            checkpoint(nn.Sequential(module), x * 1).sum().backward()
+        return x.grad, len(keeper(module)._backward_hooks or ()), len(module._forward_hooks)
+
+    right(run, VARIANTS[variant][1])
 
 
 class Phase(enum.Enum):

@@ -127,6 +127,7 @@ class Captured:
 
     __slots__ = (
         "_buffers",
+        "_children",
         "_containers",
         "_contents",
         "_fun",
@@ -151,6 +152,7 @@ class Captured:
         self._states: list[ModuleState] = []  # of these
         self._hooks = 0  # how many modules have got so far
         self._has_built = False
+        self._children: dict[int, Items] = {}  # not of a ScriptModule
         self._containers: list[Items] = []  # that belong to no module
         self.tensors: list[Tensor] = []
         self._given: list[Any] = []
@@ -176,7 +178,16 @@ class Captured:
         for leaf in (fun, *leaves):
             self._take_object(leaf)
         self._hooks = internals.hooks_so_far()
-        self._containers = _containers([*self._objects, *(v for state in self._states for v in state.values)])
+        for _ in range(_STEPS):
+            near = [*self._objects, *(v for state in self._states for v in state.values)]
+            self._containers, modules = _containers(near)
+            known = len(self._modules)
+            for module in modules:
+                self._look_at_module(module)
+            if len(self._modules) == known:
+                break
+        parents = ((k, m._modules) for k, m in self._modules.items() if m._modules)
+        self._children = {k: Items(children) for k, children in parents if isinstance(children, dict)}
         self._objects, self._seen = [], set()
 
     def _look_at(self, objects: Sequence[Any], tensors: list[Tensor]) -> None:
@@ -237,24 +248,27 @@ class Captured:
                     self._buffers += ((m._buffers, name, buffer) for name, buffer in m._buffers.items())
                 if m._modules:
                     todo += m._modules.values()
-                todo += _modules_in(v for v in state.values if type(v) in _HOLDERS)
+                todo += (v for v in state.values if isinstance(v, torch.nn.Module))
+                todo += _modules_in(v for v in state.values if isinstance(v, _HOLDERS))
+                functions += (v for v in state.values if callable(v) and _is_function(v))
         if functions:
             self._look_at((*functions, *(content for _, content in cell_contents(functions).values())), [])
 
-    def finish(self, given: Sequence[int], read: Container[int]) -> None:
+    def finish(self, given: Sequence[int], read: Container[int], tensors: Iterable[Tensor]) -> None:
         """The forward is over. A tensor that it has read and dropped was there until now, to be noted.
 
         **Arguments:**
 
         - `given`: the identities of the tensors that a rerun will be given.
         - `read`: by identity, the tensors that it has read: others are not to be held.
+        - `tensors`: those that it was given or has read.
         """
         if any(state.has_changed() for state in self._holders):
-            self._has_built = self._builds()
+            self._has_built = self._builds(tensors)
         for state in self._states:
             state.freeze(read)
         position = {key: i for i, key in enumerate(given)} if self._containers else {}
-        for container in self._containers:
+        for container in (*self._containers, *self._children.values()):
             container.freeze(position)
         self._buffers = [
             (names, name, buffer)
@@ -262,14 +276,30 @@ class Captured:
             if buffer is None or id(buffer) in read or names.get(name, GONE) is not buffer
         ]
 
-    def _builds(self) -> bool:
+    def _builds(self, tensors: Iterable[Tensor]) -> bool:
         """Whether modules have got parameters, children or hooks: behind a flag, which has to be as it is now."""
-        children = (m for parent in self._modules.values() for m in parent._modules.values())
-        return (
-            any(m is not None and id(m) not in self._modules for m in children)
-            or self._hooks != internals.hooks_so_far()
-            or any(state.has_built() for state in self._states)
+        before = {k: children.before for k, children in self._children.items()}
+        children = (
+            (child, before.get(k, {}).get(name)) for k, m in self._modules.items() for name, child in m._modules.items()
         )
+        return (
+            any(self._is_built(child, other) for child, other in children)
+            or any(state.has_built() for state in self._states)
+            or (self._hooks != internals.hooks_so_far() and self._has_new_hooks(tensors))
+        )
+
+    def _is_built(self, child: torch.nn.Module | None, before: Any) -> bool:
+        """Whether a child is new, and not one without parameters and buffers that has taken the place of another."""
+        if child is None or id(child) in self._modules:
+            return False
+        return before is None or any(m._parameters or m._buffers for m in child.modules())
+
+    def _has_new_hooks(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether modules, or tensors that are there before and after the call, have got hooks that they keep."""
+        modules = self._modules.values()
+        held = (v for m in modules for names in (vars(m), m._buffers, m._parameters) for v in names.values())
+        tensors = (*tensors, *(v for v in held if isinstance(v, Tensor)))
+        return internals.has_hooks_since(self._hooks, modules, tensors)
 
     def undo(self) -> None:
         """Put back what the forward, which is not over, has put into names and modules."""
@@ -279,7 +309,7 @@ class Captured:
 
     @property
     def _holders(self) -> list[ModuleState | Items]:
-        return [*self._states, *self._containers]
+        return [*self._states, *self._containers, *self._children.values()]
 
     def is_state(self, tensor: Tensor) -> bool:
         """Whether a module has a tensor."""
@@ -362,9 +392,13 @@ class Captured:
 _Container = list[Any] | dict[Any, Any]
 
 
-def _containers(values: list[Any]) -> list[Items]:
-    """Where state may be that belongs to no module: lists, dicts and attributes near to what is captured."""
+def _containers(values: list[Any]) -> tuple[list[Items], list[torch.nn.Module]]:
+    """Lists, dicts and attributes near to what is captured, where state may be that belongs to no module.
+
+    **Returns:** these, and the modules in them.
+    """
     found: dict[int, Items] = {}
+    modules: list[torch.nn.Module] = []
     room = _ROOM
     for _ in range(_STEPS):
         near: list[Any] = []
@@ -378,8 +412,9 @@ def _containers(values: list[Any]) -> list[Items]:
             if len(container) <= limit:
                 room -= len(container)
                 near += values_of(container)
+        modules += (m for v in near for m in (v if isinstance(v, tuple) else (v,)) if isinstance(m, torch.nn.Module))
         values = near
-    return [*found.values()]
+    return [*found.values()], modules
 
 
 def _containers_of(value: Any) -> Iterator[_Container]:
@@ -395,7 +430,7 @@ def _containers_of(value: Any) -> Iterator[_Container]:
             yield found
 
 
-_HOLDERS = {list, tuple, dict}
+_HOLDERS = (list, tuple, dict)
 
 
 def _modules_in(containers: Iterable[Any]) -> Iterator[torch.nn.Module]:

@@ -16,7 +16,7 @@ from remat._stock import PRIVATE
 
 
 class ModuleState:
-    """The attributes of a module, but for those by which modules work."""
+    """The attributes of a module, but for those by which modules work. Which dict has its children, but not these."""
 
     __slots__ = ("_before", "_count", "_names", "_parameters", "_sizes")
 
@@ -30,7 +30,7 @@ class ModuleState:
     @property
     def values(self) -> Iterable[Any]:
         """Of the attributes, until it is frozen."""
-        return self._before.values()
+        return (value for name, value in self._before.items() if name != _CHILDREN)
 
     def has_changed(self) -> bool:
         """Whether the attributes are not what they were."""
@@ -79,7 +79,11 @@ class ModuleState:
 
 
 def _own(names: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in names.items() if name not in PRIVATE}
+    return {name: value for name, value in names.items() if name not in _OTHERS}
+
+
+_CHILDREN = "_modules"
+_OTHERS = PRIVATE - {_CHILDREN}  # an nn.Sequential from which one is taken gets a new dict of them
 
 
 def _parameters(names: dict[str, Any]) -> dict[str, Any]:
