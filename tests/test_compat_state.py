@@ -1394,6 +1394,42 @@ def test_a_hook_behind_a_flag_is_registered_once(variant: str, keeper: Any) -> N
     right(run, VARIANTS[variant][1])
 
 
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Any = []
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = (x * self.calls).sin()
+        self.kept.append(y)
+        return y
+
+
+@both_variants
+@pytest.mark.parametrize("retain", [False, True])
+def test_what_a_module_has_kept_in_a_list_is_free_after_the_backward(variant: str, retain: bool) -> None:
+    module, x = Keeps(), leaf(activation())
+    gc.collect()
+    gc.disable()
+    try:
+        with LiveBytes() as meter:
+            for _ in range(3):
+                module.kept = []
+                y = VARIANTS[variant][1](module, x * 1).sum()
+                if retain:
+                    y.backward(retain_graph=True)
+                y.backward()
+                with pytest.raises(RuntimeError, match="second time"):
+                    y.backward()
+                del y
+            module.kept, x.grad = [], None
+            assert meter.current == 0
+    finally:
+        gc.enable()
+
+
 class Phase(enum.Enum):
     FIRST = 1
     SECOND = 2
