@@ -63,7 +63,7 @@ from torch.utils._device import DeviceContext
 # A mode that sees every aten op below all transforms: documented, but its import path is private.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import _CachingTorchDispatchMode, create_selective_checkpoint_contexts
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle as RemovableHandle
 
 
 class SingleLevelFunction(_SingleLevelFunction):
@@ -1069,12 +1069,13 @@ def hooks_so_far() -> int:
     return RemovableHandle.next_id
 
 
-def has_hooks_since(number: int, modules: Iterable[torch.nn.Module], tensors: Iterable[Tensor]) -> bool:
-    """Whether all modules, some or tensors have hooks that were registered when so many ever were, or later."""
+def has_hooks_since(number: int, modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether all modules or some have hooks that were registered when so many ever were, or later."""
+    if number == hooks_so_far():
+        return False
     spaces = [
         *(held for name, held in vars(torch.nn.modules.module).items() if name.startswith("_global_")),
         *(held for m in modules for name, held in vars(m).items() if name.endswith("_hooks")),
-        *(held for t in tensors for held in (t._backward_hooks, t._post_accumulate_grad_hooks)),
     ]
     return any(key >= number for held in spaces if isinstance(held, dict) for key in held)
 

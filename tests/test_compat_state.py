@@ -1394,6 +1394,28 @@ def test_a_hook_behind_a_flag_is_registered_once(variant: str, keeper: Any) -> N
     right(run, VARIANTS[variant][1])
 
 
+@both_variants
+@pytest.mark.parametrize("of", ["an argument", "a parameter"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_hook_of_what_the_function_is_given_or_finds_is_registered_once(variant: str, of: str, count: int) -> None:
+    def run(checkpoint: Any) -> Any:
+        calls = []
+        w, x = leaf(numbers(3, 3)), leaf(numbers(2, 3))
+
+        def fun(x: Tensor) -> Tensor:
+            calls.append(1)
+            for _ in range(count):
+                (x if of == "an argument" else w).register_hook(lambda grad: grad * 2)
+            return (x @ w).sin() * len(calls)
+
+        for _ in range(2):
+            checkpoint(fun, x * 1).sum().backward()
+        return x.grad, w.grad, len(w._backward_hooks or ()), len(calls)
+
+    wrong(run, VARIANTS[variant][0])
+    right(run, VARIANTS[variant][1])
+
+
 class Keeps(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -75,8 +75,7 @@ class Call:
     def finish(self, forward: Forward) -> None:
         """The user's own call is over, and its hooks are gone."""
         forward.finish()
-        read = [t for o in self.record.outside if (t := o.tensor) is not None]
-        self._captured.finish(self._identities, {*self._identities, *map(id, read)}, (*self.tensors, *read))
+        self._captured.finish(self._identities, {*self._identities, *(id(o.tensor) for o in self.record.outside)})
         self.record.is_simple = self.record.is_simple and not self._captured.has_other_buffers
         self._writes = [now - before for now, before in zip(versions_of(self.tensors), self._versions, strict=True)]
         self.tensors = []

@@ -254,17 +254,16 @@ class Captured:
         if functions:
             self._look_at((*functions, *(content for _, content in cell_contents(functions).values())), [])
 
-    def finish(self, given: Sequence[int], read: Container[int], tensors: Iterable[Tensor]) -> None:
+    def finish(self, given: Sequence[int], read: Container[int]) -> None:
         """The forward is over. A tensor that it has read and dropped was there until now, to be noted.
 
         **Arguments:**
 
         - `given`: the identities of the tensors that a rerun will be given.
         - `read`: by identity, the tensors that it has read: others are not to be held.
-        - `tensors`: those that it was given or has read.
         """
         if any(state.has_changed() for state in self._holders):
-            self._has_built = self._builds(tensors)
+            self._has_built = self._builds()
         for state in self._states:
             state.freeze(read)
         position = {key: i for i, key in enumerate(given)} if self._containers else {}
@@ -276,7 +275,7 @@ class Captured:
             if buffer is None or id(buffer) in read or names.get(name, GONE) is not buffer
         ]
 
-    def _builds(self, tensors: Iterable[Tensor]) -> bool:
+    def _builds(self) -> bool:
         """Whether modules have got parameters, children or hooks: behind a flag, which has to be as it is now."""
         before = {k: children.before for k, children in self._children.items()}
         children = (
@@ -285,7 +284,7 @@ class Captured:
         return (
             any(self._is_built(child, other) for child, other in children)
             or any(state.has_built() for state in self._states)
-            or (self._hooks != internals.hooks_so_far() and self._has_new_hooks(tensors))
+            or internals.has_hooks_since(self._hooks, self._modules.values())
         )
 
     def _is_built(self, child: torch.nn.Module | None, before: Any) -> bool:
@@ -293,13 +292,6 @@ class Captured:
         if child is None or id(child) in self._modules:
             return False
         return before is None or any(m._parameters or m._buffers for m in child.modules())
-
-    def _has_new_hooks(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether modules, or tensors that are there before and after the call, have got hooks that they keep."""
-        modules = self._modules.values()
-        held = (v for m in modules for names in (vars(m), m._buffers, m._parameters) for v in names.values())
-        tensors = (*tensors, *(v for v in held if isinstance(v, Tensor)))
-        return internals.has_hooks_since(self._hooks, modules, tensors)
 
     def undo(self) -> None:
         """Put back what the forward, which is not over, has put into names and modules."""

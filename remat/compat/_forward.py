@@ -21,7 +21,7 @@ from remat._native import Holder, meta_of, version
 from remat._watch import active_watches
 from remat.compat._draws import Draws
 from remat.compat._record import Outside, Record, make_result, results_of
-from remat.compat._rerun import Rerun
+from remat.compat._rerun import REGISTERS, Rerun
 from remat.compat._torch_calls import (
     BACKWARDS,
     CONTAINERS,
@@ -249,6 +249,7 @@ class Forward(TorchFunctionMode):
             or self._went_backward
             or record.outside
             or record.written
+            or not REGISTERS.isdisjoint(record.calls)
             or any(r.is_large for result in record.tail for r in results_of(result))
         )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -60,6 +61,9 @@ REPLACED = (
     "can't be told. Set up state before the first call, or keep it in tensors and in attributes of modules."
 )
 
+
+REGISTERS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
+"""What registers hooks of tensors."""
 
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 """What ends a rerun whatever it has read."""
@@ -227,6 +231,8 @@ class Rerun(Collector, Watch):
         self._aligned = aligned = self._aligned and position < len(record.calls) and record.calls[position] == func
         if aligned:
             self._matching = position + 1
+        if aligned and func in REGISTERS and (not self.is_made(args[0]) or id(args[0]) in self.given):
+            return internals.RemovableHandle(OrderedDict())  # the forward has registered it
         self._writes = not self.trusting and writes(func, kwargs)
         made = self.made
         for arg in args if not kwargs else (*args, *kwargs.values()):
