@@ -248,9 +248,14 @@ class Captured:
                     self._buffers += ((m._buffers, name, buffer) for name, buffer in m._buffers.items())
                 if m._modules:
                     todo += m._modules.values()
-                todo += (v for v in state.values if isinstance(v, torch.nn.Module))
-                todo += _modules_in(v for v in state.values if isinstance(v, _HOLDERS))
-                functions += (v for v in state.values if callable(v) and _is_function(v))
+                for value in _worth_a_look(state.values):
+                    kind = type(value)  # what a class says it is may be asked in Python
+                    if issubclass(kind, torch.nn.Module):
+                        todo.append(value)
+                    elif issubclass(kind, _HOLDERS):
+                        todo += _modules_in([value])
+                    elif callable(value) and _is_function(value):
+                        functions.append(value)
         if functions:
             self._look_at((*functions, *(content for _, content in cell_contents(functions).values())), [])
 
@@ -394,7 +399,7 @@ def _containers(values: list[Any]) -> tuple[list[Items], list[torch.nn.Module]]:
     room = _ROOM
     for _ in range(_STEPS):
         near: list[Any] = []
-        for container in (c for v in values if type(v) not in _KEPT for c in _containers_of(v)):
+        for container in (c for v in _worth_a_look(values) for c in _containers_of(v)):
             if id(container) in found or room <= 0:
                 continue
             limit = min(_MANY, room)
@@ -403,10 +408,15 @@ def _containers(values: list[Any]) -> tuple[list[Items], list[torch.nn.Module]]:
                 room -= _EACH
             if len(container) <= limit:
                 room -= len(container)
-                near += values_of(container)
-        modules += (m for v in near for m in (v if isinstance(v, tuple) else (v,)) if isinstance(m, torch.nn.Module))
+                near += _worth_a_look(values_of(container))
+        for v in near:
+            modules += (m for m in (v if issubclass(type(v), tuple) else [v]) if issubclass(type(m), torch.nn.Module))
         values = near
     return [*found.values()], modules
+
+
+def _worth_a_look(values: Iterable[Any]) -> list[Any]:
+    return [v for v in values if type(v) not in _KEPT]
 
 
 def _containers_of(value: Any) -> Iterator[_Container]:
@@ -414,12 +424,11 @@ def _containers_of(value: Any) -> Iterator[_Container]:
     kind = type(value)
     if kind in _KEPT or issubclass(kind, _NO_CONTAINERS) or _is_function(value) or is_shared(value):
         return
-    if isinstance(value, tuple):
+    if issubclass(kind, tuple):
         for item in value:
             yield from _containers_of(item)
-    for found in (value, getattr(value, "__dict__", None)):
-        if isinstance(found, (list, dict)):
-            yield found
+    both: tuple[Any, Any] = value, getattr(value, "__dict__", None)
+    yield from (found for found in both if issubclass(type(found), (list, dict)))
 
 
 _HOLDERS = (list, tuple, dict)
@@ -428,7 +437,7 @@ _HOLDERS = (list, tuple, dict)
 def _modules_in(containers: Iterable[Any]) -> Iterator[torch.nn.Module]:
     for container in containers:
         if len(container) <= _MANY:
-            yield from (m for m in values_of(container) if isinstance(m, torch.nn.Module))
+            yield from (m for m in values_of(container) if issubclass(type(m), torch.nn.Module))
 
 
 _NO_CONTAINERS = (Tensor, torch.nn.Module, *_CONSTANT)
