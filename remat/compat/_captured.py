@@ -397,9 +397,10 @@ def _containers(values: list[Any]) -> tuple[list[Items], list[torch.nn.Module]]:
     found: dict[int, Items] = {}
     modules: list[torch.nn.Module] = []
     room = _ROOM
+    values = _worth_a_look(values)
     for _ in range(_STEPS):
         near: list[Any] = []
-        for container in (c for v in _worth_a_look(values) for c in _containers_of(v)):
+        for container in (c for v in values for c in _containers_of(v)):
             if id(container) in found or room <= 0:
                 continue
             limit = min(_MANY, room)
