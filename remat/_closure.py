@@ -13,93 +13,15 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._frozen import ATOMS, Freezer, Frozen, Held, Table, Thawer, cell_contents, parts, written_names
-from remat._methods import methods_called_by, methods_of, names_in
-from remat._spaces import (
-    GONE,
-    CellSpace,
-    Space,
-    as_it_was,
-    content_of,
-    is_shared,
-    item_of,
-    items_of,
-    set_item,
-    values_of,
-)
+from remat._frozen import ATOMS, Freezer, Frozen, Held, Table, Thawer, cell_contents, parts
+from remat._methods import names_in
+from remat._spaces import GONE, Space, as_it_was, content_of, item_of, set_item
+from remat._state import State
 
 _OPAQUE = (Tensor, type, types.ModuleType, str, bytes, int, float, complex, types.CodeType)
-_VALUES = (Tensor, str, bytes, int, float, complex)
-_FEW = 100  # items: more are a table, not a state
-_MODULE = vars(torch.nn.Module()).keys()
-
-
-def _spaces(roots: Iterable[Any]) -> list[Space]:
-    """The namespaces of the modules and objects that a function uses, its globals and the cells that it assigns to."""
-    found: dict[int, Space] = {}
-    seen: set[int] = set()
-    todo = [(root, 4) for root in roots]
-    while todo and len(seen) < 10_000:
-        obj, depth = todo.pop()
-        if id(obj) in seen or isinstance(obj, _OPAQUE):
-            continue
-        seen.add(id(obj))
-        if isinstance(obj, torch.nn.Module):
-            for module in obj.modules():
-                seen.add(id(module))
-                for names in (vars(module), module._parameters, module._buffers):
-                    if isinstance(names, dict) and names and id(names) not in found:  # not those of a ScriptModule
-                        found[id(names)] = Space(names)
-                todo += [(f, depth) for f in methods_of(type(module), "forward")]
-                own = vars(module).keys() - _MODULE
-                todo += [(vars(module)[n], depth - 1) for n in own if type(vars(module)[n]) not in ATOMS]
-            continue
-        if isinstance(obj, types.FunctionType):
-            globals_ = obj.__globals__
-            restored = written_names(obj.__code__, "STORE_GLOBAL")
-            for name in names_in(obj.__code__) & globals_.keys():
-                value = globals_[name]
-                if isinstance(value, types.ModuleType):
-                    continue
-                if isinstance(value, _VALUES):
-                    restored |= {name}
-                elif isinstance(value, torch.nn.Module):
-                    todo.append((value, depth))
-                elif type(value).__module__ == obj.__module__ or type(value) in (list, dict):
-                    todo.append((value, 1))
-            if restored:
-                found[id(obj)] = Space(globals_, restored)
-            todo += [(p, min(depth, 3)) for p in parts(obj)]
-            if obj.__closure__:
-                cells = written_names(obj.__code__, "STORE_DEREF")
-                for name, cell in zip(obj.__code__.co_freevars, obj.__closure__, strict=True):
-                    if name in cells:
-                        found.setdefault(id(cell), CellSpace(cell))
-                    with contextlib.suppress(ValueError):  # an empty cell
-                        todo.append((cell.cell_contents, min(depth, 3)))
-            continue
-        todo += [(f, depth) for f in methods_called_by(obj)]
-        if pieces := parts(obj):
-            todo += [(p, depth) for p in pieces]
-            continue
-        if depth <= 0:
-            continue
-        if isinstance(obj, (list, tuple, dict)):
-            if not isinstance(obj, tuple) and id(obj) not in found and (items := items_of(obj, _FEW)):
-                found[id(obj)] = items
-            if len(obj) <= _FEW:
-                todo += [(o, depth - 1) for o in values_of(obj)]
-        attributes = getattr(obj, "__dict__", None)
-        if isinstance(attributes, dict) and id(attributes) not in found and not is_shared(obj):
-            found[id(attributes)] = Space(attributes)
-            todo += [(o, depth - 1) for o in attributes.values()]
-    return list(found.values())
-
-
 _Slot = tuple[Any, Any, Held | Frozen]  # a dict or list, a key of it, and what holds operands there
 
 
@@ -154,7 +76,8 @@ class Closure:
         self._live: Any = [fun, *statics]  # until it is frozen
         roots = [x for x in self._live if type(x) not in ATOMS]
         self._contents = cell_contents(roots)
-        self._spaces = _spaces(roots)
+        state = State(roots)
+        self._spaces = [*state.names, *state.of_modules, *state.others]
         self._slots: list[_Slot] = []
         self._replaced: set[int] = set()
         self._originals: list[weakref.ref[Tensor]] = []

@@ -12,7 +12,8 @@ _KNOWN = {"builtins", "remat", "torch"}
 
 
 @functools.cache
-def _is_known(module: str) -> bool:
+def is_known(module: str) -> bool:
+    """Whether a module belongs to such a package."""
     return module.partition(".")[0] in _KNOWN
 
 
@@ -28,7 +29,7 @@ def methods_of(kind: type, name: str) -> list[types.FunctionType]:
 
     With `super()` it may be any of these classes. Of what is decorated, both functions.
     """
-    spaces = [vars(k) for k in kind.__mro__ if not _is_known(k.__module__)]
+    spaces = [vars(k) for k in kind.__mro__ if not is_known(k.__module__)]
     found: list[types.FunctionType] = []
     if not spaces:
         return found
@@ -46,12 +47,6 @@ def called_method(obj: Any) -> tuple[type, str] | None:
     if isinstance(obj, types.MethodType):
         return type(obj.__self__), obj.__func__.__name__
     return (type(obj), "__call__") if callable(obj) and not isinstance(obj, type) else None
-
-
-def methods_called_by(obj: Any) -> list[types.FunctionType]:
-    """The methods that a call of an object runs."""
-    called = called_method(obj)
-    return [] if called is None else methods_of(*called)
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:

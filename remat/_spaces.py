@@ -94,14 +94,21 @@ class Space:
     def now(self) -> dict[str, Any]:
         return content_of(self.names) if self.only is None else {n: item_of(self.names, n) for n in self.only}
 
-    def freeze(self, position: dict[int, int]) -> None:
-        """Hold tensors by their position, now that the forward is over."""
-        for name in self.now().keys() - self.before.keys():
-            self.before[name] = GONE
-        self._held = [name for name, value in self.before.items() if isinstance(value, Tensor)]
+    def has_changed(self) -> bool:
+        """Whether a name means something else than it meant."""
+        before = {n: v.original() if isinstance(v, Held) else v for n, v in self.before.items() if v is not GONE}
+        return not same_items(self.now(), before)
+
+    def freeze(self, position: dict[int, int]) -> bool:
+        """Hold tensors by their position, now that the forward is over: whether names mean something else by now."""
+        now, before = self.now(), self.before
+        changed = not same_items(now, before)
+        if changed:
+            before.update(dict.fromkeys(now.keys() - before.keys(), GONE))
+        self._held = [name for name, value in before.items() if isinstance(value, Tensor)]
         for name in self._held:
-            value = self.before[name]
-            self.before[name] = Held(value, position.get(id(value)))
+            before[name] = Held(before[name], position.get(id(before[name])))
+        return changed
 
     def assign(self, wanted: dict[str, Any]) -> None:
         """Make the names mean what they mean in `wanted`."""
@@ -119,13 +126,17 @@ class Space:
         - `value`: what the name of a tensor has to mean, by what it meant and what it means now.
         """
         now = self.now()
+        if not self._held and same_items(now, self.before):
+            return now
         added = dict.fromkeys(now.keys() - self.before.keys(), GONE)
         self.assign({**self.before, **added, **{n: value(self.before[n], now.get(n, GONE)) for n in self._held}})
         return now
 
     def restore(self, found: Any) -> None:
         """Undo that, and what the rerun has assigned."""
-        self.assign({**found, **dict.fromkeys(self.now().keys() - found.keys(), GONE)})
+        now = self.now()
+        if not same_items(now, found):
+            self.assign({**found, **dict.fromkeys(now.keys() - found.keys(), GONE)})
 
 
 class CellSpace(Space):
@@ -142,8 +153,10 @@ class CellSpace(Space):
             return {"": GONE}
 
     def assign(self, wanted: dict[str, Any]) -> None:
-        if wanted.get("", GONE) is not GONE:
+        if wanted[""] is not GONE:
             self.cell.cell_contents = wanted[""]
+        elif self.now()[""] is not GONE:
+            del self.cell.cell_contents
 
 
 class Items(Space):
@@ -162,10 +175,6 @@ class Items(Space):
 
     def now(self) -> dict[Any, Any]:
         return content_of(self.held, self.start)
-
-    def has_changed(self) -> bool:
-        """Whether it holds something else than it held, until it is frozen."""
-        return not self._holds(self.before)
 
     def _holds(self, items: dict[Any, Any]) -> bool:
         now = self.now()

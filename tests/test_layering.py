@@ -24,6 +24,7 @@ LAYERS = [
     {"policies", "random", "debug", "_values", "_offload"},
     {"_frozen", "_context", "_static", "_compile", "_native", "_stock", "_watch", "_methods"},
     {"_tail", "_tape", "_spaces"},
+    {"_state"},
     {"_closure", "_spare", "_pure", "_recording"},
     {"_run", "_stand_ins", "_recorder"},
     {"_replay", "_sparse_graph", "_recorded_graph"},

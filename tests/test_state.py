@@ -184,6 +184,77 @@ def test_state_of_the_code_of_a_module(kind: Decorator) -> None:
     assert (CALLS, LAST, memory) == (2, 3, [1, 2])
 
 
+COUNTED: list[int] = []
+
+
+def counted(x: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    COUNTED.append(CALLS)
+    return scaled_by_count(x)
+
+
+def scaled_by_count(x: Tensor) -> Tensor:
+    return x * CALLS * len(COUNTED)
+
+
+def sine_of_counted(x: Tensor) -> Tensor:
+    return counted(x).sin()
+
+
+@pytest.mark.parametrize("kind", [plain, *MIXED.values()])
+def test_state_of_functions_that_are_called_by_name(kind: Decorator) -> None:
+    global CALLS
+    CALLS = 0
+    COUNTED.clear()
+    x = leaf(numbers(3))
+    y = kind(sine_of_counted)(kind(sine_of_counted)(x))
+    CALLS += 10
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    x = x.detach()
+    assert_same(gradient, (x.sin() * 4).cos() * 4 * x.cos())
+    assert (CALLS, COUNTED) == (12, [1, 2])
+
+
+class Near:
+    """The first of some objects, each of which holds the next one."""
+
+    def __init__(self, steps: int, number: float) -> None:
+        self.next = number if steps == 0 else Near(steps - 1, number)
+
+    def last(self) -> Any:
+        obj = self
+        while isinstance(obj.next, Near):
+            obj = obj.next
+        return obj
+
+
+@pytest.mark.parametrize("kind", MIXED.values())
+def test_state_four_steps_away(kind: Decorator) -> None:
+    near, x = Near(3, 2.0), leaf(numbers(3))
+    y = kind(lambda x: (x * near.next.next.next.next).sin())(x)
+    near.last().next = 3.0
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert_same(gradient, (x.detach() * 2).cos() * 2)
+
+
+@pytest.mark.parametrize("kind", MIXED.values())
+def test_children_that_change_places(kind: Decorator) -> None:
+    """The second one is found by number, which is no reason for a watched function to be stopped."""
+    seen, x = Seen(), leaf(numbers(3))
+    layers = nn.ModuleList([nn.Tanh(), nn.Sigmoid()])
+
+    def fun(x: Tensor) -> Tensor:
+        seen.append(0)
+        return layers[0](x).sin()
+
+    expected = torch.autograd.grad(x.tanh().sin().sum(), x)
+    y = kind(fun)(x)
+    layers[0], layers[1] = layers[1], layers[0]
+    assert_same(torch.autograd.grad(y.sum(), x), expected)
+    assert isinstance(layers[0], nn.Sigmoid)
+
+
 @pytest.mark.parametrize("kind", MIXED.values())
 def test_attributes_of_a_module_that_is_only_a_place(kind: Decorator) -> None:
     place = nn.Module()

@@ -18,6 +18,7 @@ from remat._run import CHANGES_SHARED
 from remat.compat._captured import Captured
 from remat.compat._draws import Draws
 from remat.compat._forward import Forward
+from remat.compat._found import Found
 from remat.compat._record import Record
 from remat.compat._rerun import STATE_WAS_SET_UP, Rerun, copy_of
 
@@ -56,6 +57,7 @@ class Call:
         else:
             self._leaves, self._spec = _tree.flatten((args, kwargs))
         leaves = self._leaves
+        self._found = Found((fun, *leaves))
         self._captured = Captured(fun, leaves)
         self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.tensors: list[Tensor] = [leaves[i] for i in self._positions] + self._captured.tensors
@@ -75,8 +77,8 @@ class Call:
     def finish(self, forward: Forward) -> None:
         """The user's own call is over, and its hooks are gone."""
         forward.finish()
-        self._captured.finish(self._identities, {*self._identities, *(id(o.tensor) for o in self.record.outside)})
-        self.record.is_simple = self.record.is_simple and not self._captured.has_other_buffers
+        self._found.finish(self._identities)
+        self.record.is_simple = self.record.is_simple and not self._found.has_other_buffers
         self._writes = [now - before for now, before in zip(versions_of(self.tensors), self._versions, strict=True)]
         self.tensors = []
         if self._draws is not None:
@@ -85,7 +87,7 @@ class Call:
     def undo(self, forward: Forward) -> None:
         """Take back what the forward changed and drew, so that it can be run by another engine."""
         forward.undo()
-        self._captured.undo()
+        self._found.undo()
         if self._draws is not None:
             self._draws.undo()
 
@@ -131,22 +133,22 @@ class Call:
         """
         if self.record.shapes_of_shared is not None:
             raise CheckpointError(CHANGES_SHARED.format("checkpoint: the function", *self.record.shapes_of_shared))
-        captured, draws = self._captured, self._draws
+        found, draws = self._found, self._draws
         trusting = rerun is None or rerun.trusting
         if rerun is not None:
-            rerun.is_state = captured.is_state
+            rerun.is_state = found.is_state
             for key, (ref, before) in self.record.written.items():
                 original = ref()
                 if original is not None and key not in self._identities and not rerun.knows(key):
                     rerun.swap(original, copy_of(before if trusting else original))
-            rerun.may_be_misled = trusting and (bool(self.record.written) or captured.has_other_buffers)
-        fun, leaves, thaw = captured.thawed(self._leaves, tensors)
+            rerun.may_be_misled = trusting and (bool(self.record.written) or found.has_other_buffers)
+        fun, leaves, thaw = self._captured.thawed(self._leaves, tensors)
         for i, tensor in zip(self._positions, tensors, strict=False):
             leaves[i] = tensor
         args, kwargs = (leaves, {}) if self._spec is None else _tree.unflatten(self._spec, leaves)
         del leaves
         ambient = NOTHING if Ambient.current() == self._ambient else self._ambient.restored(keeps_casts=True)
-        restored = captured.restored(trusting, tensors) if captured.has_slots else NOTHING
+        restored = NOTHING if found.is_empty else found.restored(trusting, tensors)
         random_before = None if draws is None else draws.begin()
         try:
             with internals.grad_enabled(), ambient, context:

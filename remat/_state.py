@@ -1,0 +1,158 @@
+"""What a function may keep state in, with what that held when the function was called.
+
+It is looked for wherever the function leads: the globals that it reads, the cells that it assigns to, modules, and the
+lists, dicts and attributes that are near by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat._frozen import ATOMS, parts, written_names
+from remat._methods import called_method, is_known, methods_of
+from remat._spaces import CellSpace, Items, Space, is_shared, items_of, values_of
+from remat._stock import PRIVATE
+
+_CONSTANT = (types.ModuleType, type, types.BuiltinFunctionType)
+_ATOMS = ATOMS | {torch.dtype, torch.device, torch.Size, object}
+_OPAQUE = (Tensor, *_CONSTANT)
+_DEPTH = 4  # from a function or a module on
+_MANY = 1000  # items: a table, not a state
+_ROOM, _EACH = 2000, 10  # items in all, and what a container counts: a look around takes no longer than a small rerun
+
+
+def _may_lead_on(value: Any) -> bool:
+    """Whether there may be state behind a value."""
+    return not issubclass(type(value), _OPAQUE)  # what a class says it is may be asked in Python
+
+
+@functools.lru_cache(1000)
+def _global_names(code: types.CodeType) -> frozenset[str]:
+    """The names of the globals that the code, or a function defined in it, reads or assigns to."""
+    names = {str(i.argval) for i in dis.get_instructions(code) if i.opname in _GLOBAL}
+    inner = (_global_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(names).union(*inner)
+
+
+_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+
+
+def _package(fun: types.FunctionType) -> str:
+    return str(fun.__globals__.get("__name__")).partition(".")[0]
+
+
+class State:
+    """What the functions, modules and objects that are given, the roots, may keep state in.
+
+    **Attributes:**
+
+    - `names`: globals that functions read, and cells that they assign to.
+    - `modules`: by identity.
+    - `attributes`, `parameters`, `buffers`, `children`: of the modules, where there are some.
+    - `empty`: where there are none: the dicts for them. A ScriptModule has no such dicts.
+    - `others`: lists, dicts and attributes of objects.
+    """
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self.names: list[Space] = []
+        self.modules: dict[int, torch.nn.Module] = {}
+        self.attributes: list[Space] = []
+        self.parameters: list[Space] = []
+        self.buffers: list[Space] = []
+        self.children: list[Space] = []
+        self.empty: list[dict[str, Any]] = []
+        self.others: list[Space] = []
+        self._seen: set[Any] = set()  # by identity; of methods, by class and name
+        self._room = _ROOM
+        todo = [(root, _DEPTH) for root in roots if _may_lead_on(root)]
+        for obj, depth in todo:
+            if id(obj) not in self._seen:
+                self._seen.add(id(obj))
+                found, depth = self._look_at(obj, depth)
+                todo += [(v, depth) for v in found if type(v) not in _ATOMS and _may_lead_on(v)]
+        self._seen = set()
+
+    @property
+    def of_modules(self) -> list[Space]:
+        """All spaces of modules."""
+        return [*self.attributes, *self.parameters, *self.buffers, *self.children]
+
+    def _look_at(self, obj: Any, depth: int) -> tuple[Iterable[Any], int]:
+        """What an object leads to, and how far to go from there."""
+        kind = type(obj)
+        if kind is types.FunctionType:
+            return self._function(obj), depth
+        if issubclass(kind, torch.nn.Module):
+            return self._module(obj), _DEPTH
+        if issubclass(kind, tuple):
+            return tuple.__iter__(obj), depth
+        methods, pieces = self._methods(called_method(obj)), parts(obj)
+        if pieces or depth <= 0:
+            return (*methods, *pieces), depth
+        return (*methods, *self._near(obj)), depth - 1
+
+    def _function(self, fun: types.FunctionType) -> Iterator[Any]:
+        namespace, package = fun.__globals__, _package(fun)
+        if not is_known(package):
+            read = {name: namespace[name] for name in _global_names(fun.__code__) if name in namespace}
+            names = [name for name, value in read.items() if not issubclass(type(value), _CONSTANT)]
+            if names:
+                self.names.append(Space(namespace, frozenset(names)))
+            for value in map(read.__getitem__, names):
+                if type(value) is not types.FunctionType or _package(value) == package:
+                    yield value
+        yield from parts(fun)
+        assigned = written_names(fun.__code__, "STORE_DEREF")
+        for name, cell in zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True):
+            if name in assigned and id(cell) not in self._seen:
+                self._seen.add(id(cell))
+                self.names.append(CellSpace(cell))
+            with contextlib.suppress(ValueError):  # an empty cell
+                yield cell.cell_contents
+
+    def _methods(self, called: tuple[type, str] | None) -> list[types.FunctionType]:
+        """Those of a class, when it is met for the first time."""
+        if called is None or called in self._seen:
+            return []
+        self._seen.add(called)
+        return methods_of(*called)
+
+    def _module(self, module: torch.nn.Module) -> Iterator[Any]:
+        self.modules[id(module)] = module
+        names = vars(module)
+        self.attributes.append(Space(names))
+        of_kind = (self.parameters, Space, module._parameters), (self.buffers, Space, module._buffers)
+        for found, kind, held in (*of_kind, (self.children, Items, module._modules)):
+            if held and isinstance(held, dict):
+                found.append(kind(held))
+            elif isinstance(held, dict):
+                self.empty.append(held)
+        yield from module._modules.values()
+        yield from self._methods((type(module), "forward"))
+        yield from (value for name, value in names.items() if name not in PRIVATE)
+
+    def _near(self, obj: Any) -> Iterator[Any]:
+        """A list or a dict, and the attributes of an object."""
+        if is_shared(obj):
+            return
+        both: tuple[Any, Any] = obj, getattr(obj, "__dict__", None)
+        for held in both:
+            if not issubclass(type(held), (list, dict)) or self._room <= 0:
+                continue
+            limit = min(_MANY, self._room)
+            is_small = len(held) <= limit
+            space = items_of(held, limit) if held is obj else Space(held) if is_small else None
+            if space is not None:
+                self.others.append(space)
+                self._room -= _EACH
+            if is_small:
+                self._room -= len(held)
+                yield from values_of(held)
