@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
-_KNOWN = {"builtins", "remat", "torch"}
+_KNOWN = {*sys.stdlib_module_names, "remat", "torch"}
 """Packages whose methods keep nothing in globals that a rerun should not find as it is."""
 
 

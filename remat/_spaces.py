@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any
@@ -139,24 +140,58 @@ class Space:
             self.assign({**found, **dict.fromkeys(now.keys() - found.keys(), GONE)})
 
 
-class CellSpace(Space):
-    """The same for a cell that the function assigns to."""
+class Attributes(Space):
+    """The same for attributes that are in no dict of their own: of a class, in slots, or the content of a cell."""
 
-    def __init__(self, cell: types.CellType) -> None:
-        self.cell = cell
-        super().__init__({})
+    def __init__(self, owner: Any, only: Iterable[str]) -> None:
+        self.owner = owner
+        super().__init__({}, frozenset(only))
+
+    @property
+    def place(self) -> Any:
+        """What has the attributes."""
+        return self.owner
 
     def now(self) -> dict[str, Any]:
+        assert self.only is not None
+        return {name: self._item(name) for name in self.only}
+
+    def _item(self, name: str) -> Any:
+        if isinstance(self.owner, type):
+            return vars(self.owner).get(name, GONE)
         try:
-            return {"": self.cell.cell_contents}
-        except ValueError:
-            return {"": GONE}
+            return object.__getattribute__(self.owner, name)
+        except (AttributeError, ValueError):  # a cell that is empty
+            return GONE
 
     def assign(self, wanted: dict[str, Any]) -> None:
-        if wanted[""] is not GONE:
-            self.cell.cell_contents = wanted[""]
-        elif self.now()[""] is not GONE:
-            del self.cell.cell_contents
+        base: Any = type if isinstance(self.owner, type) else object
+        for name, value in wanted.items():
+            now = self._item(name)
+            if value is GONE and now is not GONE:
+                base.__delattr__(self.owner, name)
+            elif value is not now:
+                base.__setattr__(self.owner, name, value)
+
+
+def of_cell(cell: types.CellType) -> Space:
+    """The space that a cell is."""
+    return Attributes(cell, ["cell_contents"])
+
+
+_names_of: weakref.WeakKeyDictionary[type, tuple[int, frozenset[str], frozenset[str]]] = weakref.WeakKeyDictionary()
+
+
+def names_of_class(kind: type) -> tuple[int, frozenset[str], frozenset[str]]:
+    """How many names a class has, those that do not say what it does, and those of slots, also of other classes."""
+    own = vars(kind)
+    known = _names_of.get(kind)
+    if known is None or known[0] != len(own):
+        data = (n for n, value in own.items() if not n.startswith("__") and not hasattr(type(value), "__get__"))
+        with_slots = (vars(k).items() for k in kind.__mro__ if "__slots__" in vars(k))
+        slots = (n for items in with_slots for n, v in items if isinstance(v, types.MemberDescriptorType))
+        known = _names_of[kind] = len(own), frozenset(data), frozenset(slots)
+    return known
 
 
 class Items(Space):
@@ -193,12 +228,13 @@ class Items(Space):
                 set_item(self.held, key, value)
 
 
-_OF_THREADS = {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading"}
+_SHARED = {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading"}
 
 
 def is_shared(obj: Any) -> bool:
-    """Whether all threads use an object: it changes at any time, and is to stay as it is."""
-    return type(obj).__module__.partition(".")[0] in _OF_THREADS
+    """Whether all threads or processes use an object: it changes at any time, and is to stay as it is."""
+    module = type(obj).__module__
+    return module.partition(".")[0] in _SHARED or module.startswith("torch.distributed.")
 
 
 def items_of(held: list[Any] | dict[Any, Any], limit: int) -> Items | None:

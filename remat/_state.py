@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from remat._frozen import ATOMS, parts, written_names
-from remat._methods import called_method, is_known, methods_of
-from remat._spaces import CellSpace, Items, Space, is_shared, items_of, values_of
+from remat._methods import called_method, is_known, methods_of, names_in
+from remat._spaces import Attributes, Items, Space, is_shared, items_of, names_of_class, of_cell, values_of
 from remat._stock import PRIVATE
 
 _CONSTANT = (types.ModuleType, type, types.BuiltinFunctionType)
 _ATOMS = ATOMS | {torch.dtype, torch.device, torch.Size, object}
-_OPAQUE = (Tensor, *_CONSTANT)
+_OPAQUE = (Tensor, types.ModuleType, types.BuiltinFunctionType)
 _DEPTH = 4  # from a function or a module on
 _MANY = 1000  # items: a table, not a state
 _ROOM, _EACH = 2000, 10  # items in all, and what a container counts: a look around takes no longer than a small rerun
@@ -54,11 +54,11 @@ class State:
 
     **Attributes:**
 
-    - `names`: globals that functions read, and cells that they assign to.
+    - `names`: globals that functions read, cells that they assign to, and their attributes.
     - `modules`: by identity.
     - `attributes`, `parameters`, `buffers`, `children`: of the modules, where there are some.
     - `empty`: where there are none: the dicts for them. A ScriptModule has no such dicts.
-    - `others`: lists, dicts and attributes of objects.
+    - `others`: lists, dicts, attributes of objects, and those of classes that the code names.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -71,19 +71,37 @@ class State:
         self.empty: list[dict[str, Any]] = []
         self.others: list[Space] = []
         self._seen: set[Any] = set()  # by identity; of methods, by class and name
+        self._kinds: dict[type, None] = {}
+        self._codes: list[types.CodeType] = []
         self._room = _ROOM
-        todo = [(root, _DEPTH) for root in roots if _may_lead_on(root)]
-        for obj, depth in todo:
-            if id(obj) not in self._seen:
-                self._seen.add(id(obj))
-                found, depth = self._look_at(obj, depth)
-                todo += [(v, depth) for v in found if type(v) not in _ATOMS and _may_lead_on(v)]
-        self._seen = set()
+        self._walk(roots, _DEPTH)
+        for space in self._classes():
+            self.others.append(space)
+            self._walk(space.before.values(), _DEPTH - 1)
+        self._seen, self._kinds, self._codes = set(), {}, []
+
+    def _classes(self) -> list[Space]:
+        """What the code names of what classes hold."""
+        data = {kind: names for kind in self._kinds if (names := names_of_class(kind)[1])}
+        named = frozenset[str]().union(*map(names_in, self._codes)) if data else frozenset()
+        return [Attributes(kind, found) for kind, names in data.items() if (found := names & named)]
 
     @property
     def of_modules(self) -> list[Space]:
         """All spaces of modules."""
         return [*self.attributes, *self.parameters, *self.buffers, *self.children]
+
+    def _walk(self, values: Iterable[Any], depth: int) -> None:
+        todo = [(v, depth) for v in values if _may_lead_on(v)]
+        for obj, depth in todo:
+            if id(obj) not in self._seen:
+                self._seen.add(id(obj))
+                found, depth = self._look_at(obj, depth)
+                todo += [(v, depth) for v in found if type(v) not in _ATOMS and _may_lead_on(v)]
+
+    def _take_class(self, kind: type) -> None:
+        if kind not in self._kinds and not is_known(kind.__module__):
+            self._kinds |= dict.fromkeys(k for k in kind.__mro__ if not is_known(k.__module__))
 
     def _look_at(self, obj: Any, depth: int) -> tuple[Iterable[Any], int]:
         """What an object leads to, and how far to go from there."""
@@ -94,6 +112,9 @@ class State:
             return self._module(obj), _DEPTH
         if issubclass(kind, tuple):
             return tuple.__iter__(obj), depth
+        if issubclass(kind, type):
+            self._take_class(obj)
+            return (), depth
         methods, pieces = self._methods(called_method(obj)), parts(obj)
         if pieces or depth <= 0:
             return (*methods, *pieces), depth
@@ -104,17 +125,21 @@ class State:
         if not is_known(package):
             read = {name: namespace[name] for name in _global_names(fun.__code__) if name in namespace}
             names = [name for name, value in read.items() if not issubclass(type(value), _CONSTANT)]
+            self._codes.append(fun.__code__)
             if names:
                 self.names.append(Space(namespace, frozenset(names)))
-            for value in map(read.__getitem__, names):
+            for value in read.values():
                 if type(value) is not types.FunctionType or _package(value) == package:
                     yield value
+        if attributes := vars(fun):
+            self.names.append(Space(attributes))
+            yield from attributes.values()
         yield from parts(fun)
         assigned = written_names(fun.__code__, "STORE_DEREF")
         for name, cell in zip(fun.__code__.co_freevars, fun.__closure__ or (), strict=True):
             if name in assigned and id(cell) not in self._seen:
                 self._seen.add(id(cell))
-                self.names.append(CellSpace(cell))
+                self.names.append(of_cell(cell))
             with contextlib.suppress(ValueError):  # an empty cell
                 yield cell.cell_contents
 
@@ -127,6 +152,7 @@ class State:
 
     def _module(self, module: torch.nn.Module) -> Iterator[Any]:
         self.modules[id(module)] = module
+        self._take_class(type(module))
         names = vars(module)
         self.attributes.append(Space(names))
         of_kind = (self.parameters, Space, module._parameters), (self.buffers, Space, module._buffers)
@@ -140,9 +166,10 @@ class State:
         yield from (value for name, value in names.items() if name not in PRIVATE)
 
     def _near(self, obj: Any) -> Iterator[Any]:
-        """A list or a dict, and the attributes of an object."""
+        """A list or a dict, and the attributes of an object, in a dict or in slots."""
         if is_shared(obj):
             return
+        self._take_class(type(obj))
         both: tuple[Any, Any] = obj, getattr(obj, "__dict__", None)
         for held in both:
             if not issubclass(type(held), (list, dict)) or self._room <= 0:
@@ -156,3 +183,7 @@ class State:
             if is_small:
                 self._room -= len(held)
                 yield from values_of(held)
+        if slots := names_of_class(type(obj))[2]:
+            space = Attributes(obj, slots)
+            self.others.append(space)
+            yield from space.before.values()

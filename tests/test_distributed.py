@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from helpers import Seen
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -33,14 +34,14 @@ Parts = Callable[[nn.Module], list[nn.Module]]
 class Mlp(nn.Module):
     """Counts how often it runs."""
 
-    runs = 0
+    runs = Seen()
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        Mlp.runs += 1
+        Mlp.runs.append(0)
         return self.down(torch.tanh(self.up(x)))
 
 
@@ -166,7 +167,7 @@ def whole(tensor: Tensor | None) -> Tensor | None:
 def train(model: nn.Module, part: slice, *args: Any) -> dict[str, Any]:
     """A few steps: the parameters, the last gradients, and how many times a block ran."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    Mlp.runs = 0
+    Mlp.runs.clear()
     for x in batches(part):
         optimizer.zero_grad()
         model(x, *args).square().sum(1).mean().backward()
@@ -175,7 +176,7 @@ def train(model: nn.Module, part: slice, *args: Any) -> dict[str, Any]:
     return {
         "parameters": {n: whole(p) for n, p in named.items()},
         "gradients": {n: whole(p.grad) for n, p in named.items()},
-        "runs": Mlp.runs,
+        "runs": len(Mlp.runs),
     }
 
 

@@ -540,27 +540,66 @@ def test_a_list_that_several_calls_put_tensors_and_numbers_into(transform: str) 
 
 
 @CHECKED
-@pytest.mark.parametrize("holder", ["list", "dict", "slots"])
+@pytest.mark.parametrize("holder", ["list", "dict", "slots", "class", "function", "deque"])
 def test_numbers_that_change_in_containers(holder: str, transform: str) -> None:
     class Slots:
         __slots__ = ("k",)
 
+    class Settings:
+        k = 0
+
+    def function() -> None: ...
+
     def program(ck: Decorator, x: Tensor) -> Tensor:
-        held: Any = {"list": [0], "dict": {"k": 0}, "slots": Slots()}[holder]
+        items: Any = {"list": [0], "dict": {0: 0}, "deque": deque([0])}.get(holder)
+        named: Any = {"slots": Slots(), "class": Settings, "function": function}.get(holder)
         for k in (1, 2):
-            if holder == "slots":
-                held.k = k
+            if items is not None:
+                items[0] = k
             else:
-                held[0 if holder == "list" else "k"] = k
-            read = {"list": lambda: held[0], "dict": lambda: held["k"], "slots": lambda: held.k}[holder]
-            x = ck(lambda x: torch.sin(x * read()))(x)
+                named.k = k
+            x = ck((lambda x: torch.sin(x * items[0])) if named is None else lambda x: torch.sin(x * named.k))(x)
         return x
 
-    if holder == "slots":
+    if holder == "deque":
         with pytest.raises(CheckpointError, match=r"call 1.*test_state\.py:\d+ got the arguments .*2.*where.*1"):
             agree(program, transform)
     else:
         agree(program, transform)
+
+
+class Window:
+    """Settings in a class, and in its base."""
+
+    size, history = 1, [1.0]
+
+
+class Narrow(Window):
+    scale = torch.tensor(2.0, dtype=torch.float64)
+
+
+class Windowed(nn.Module):
+    shift = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Windowed.shift += 1
+        Narrow.history.append(2.0)
+        Narrow.scale = Narrow.scale * 2
+        mask = torch.ones(3, 3, dtype=x.dtype).tril(Narrow.size - self.shift)  # no call that depends on x
+        return (mask @ x * len(Window.history) * Narrow.scale).sin()
+
+
+@pytest.mark.parametrize("kind", [plain, *MIXED.values()])
+def test_attributes_of_classes(kind: Decorator) -> None:
+    Windowed.shift, Window.size, Window.history, Narrow.scale = 0, 1, [1.0], torch.tensor(2.0, dtype=torch.float64)
+    x = leaf(numbers(3))
+    y = kind(Windowed())(x)
+    Window.size = 3
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    mask = torch.ones(3, 3, dtype=x.dtype).tril()
+    assert_same(gradient, mask.T @ (mask @ x.detach() * 8).cos() * 8)
+    assert (Windowed.shift, Window.size, Window.history) == (1, 3, [1.0, 2.0])
+    assert_same(Narrow.scale, torch.tensor(4.0, dtype=torch.float64))
 
 
 @CHECKED
