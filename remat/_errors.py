@@ -6,6 +6,7 @@ import sys
 import types
 import warnings
 
+import torch
 from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 
 
@@ -25,6 +26,15 @@ PURITY = (
     "the random state of torch and Python, not on what other code changes in the meantime. Pass what varies as an "
     "argument, and a list for an iterator, which the forward has used up."
 )
+
+
+def shown(value: object) -> str:
+    """How an error shows what it got. Of a tensor that is dtype and shape, of a module its class."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
+    if isinstance(value, torch.nn.Module):
+        return f"a module, {type(value).__name__}"
+    return f"{type(value).__name__} {value!r}"
 
 
 def warn(message: str) -> None:

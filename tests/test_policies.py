@@ -640,6 +640,14 @@ def test_what_is_no_policy(value: Any, message: str) -> None:
         as_policy(value)
 
 
+@pytest.mark.parametrize(
+    "policy", [everything_saveable, nothing_saveable, dots_saveable, dots_with_no_batch_dims_saveable], ids=repr
+)
+def test_what_is_a_policy_already(policy: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{policy} is a policy already: leave out the \(\)\.$"):
+        policy()
+
+
 @pytest.mark.parametrize("policy", [lambda op: True, lambda ctx, op: True, save_if(lambda op: True)])
 def test_a_function_that_is_no_policy(policy: Any) -> None:
     with pytest.raises(TypeError, match=r"lambda> can't be called as policy\(ctx, op, \*args, .* of aten.sin") as error:
@@ -714,8 +722,12 @@ def test_the_enum_where_torchs_has_no_offload(monkeypatch: pytest.MonkeyPatch) -
         (aten.add.int, ValueError, r"aten.add.int is never seen"),
         ("detach", ValueError, r"never asked about aten.detach"),
         (3, TypeError, r"an op is an overload .* got int 3"),
-        (torch.mm, TypeError, r"an op is an overload .*; got builtin_function_or_method"),
-        (["mm"], TypeError, r"an op is an overload .*; got list"),
+        (torch.mm, TypeError, r"an op is an overload .*; got builtin_function_or_method .*. Did you mean 'aten.mm'\?"),
+        (Tensor.mm, TypeError, r"an op is an overload .*; got method_descriptor .*. Did you mean 'aten.mm'\?"),
+        (torch.inner, TypeError, r"an op is an overload .*. Did you mean 'aten.mm' or 'aten.dot'\?"),
+        (len, TypeError, r"an op is an overload .*; got builtin_function_or_method <built-in function len>\.$"),
+        (torch.ones(2), TypeError, r"; got a tensor of shape \[2\] and dtype torch.float32\.$"),
+        (["mm"], TypeError, r"an op is an overload .*; got list \['mm'\]. Unpack it: \*\['mm'\]\.$"),
     ],
     ids=lambda op: getattr(op, "__name__", str(op)),
 )
@@ -798,7 +810,7 @@ def test_what_a_composite_op_becomes_is_true() -> None:
         (
             lambda: save_only_these_names(["a"]),
             TypeError,
-            "save_only_these_names: names are strings; got list",
+            r"save_only_these_names: names are strings; got list \['a'\]. Unpack it: \*\['a'\]\.$",
         ),
         (
             lambda: save_any_names_but_these(1),

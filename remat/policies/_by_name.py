@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from remat._errors import shown
 from remat._names import current_name
 from remat.policies._enum import CheckpointPolicy
 from remat.policies._policy import (
@@ -61,7 +62,8 @@ def _checked(who: str, names: Iterable[str]) -> frozenset[str]:
     names = [names] if isinstance(names, str) else list(names)
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"{who}: names are strings; got {type(name).__name__} {name!r}.")
+            hint = f" Unpack it: *{name!r}." if isinstance(name, (list, tuple, set, frozenset)) else ""
+            raise TypeError(f"{who}: names are strings; got {shown(name)}.{hint}")
     return frozenset(names)
 
 

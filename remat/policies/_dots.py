@@ -12,7 +12,7 @@ from torch import Tensor
 
 from remat.policies._by_name import check_places
 from remat.policies._enum import CheckpointPolicy
-from remat.policies._policy import MUST_CPU_OFFLOAD, MUST_SAVE, PREFER_RECOMPUTE, Policy
+from remat.policies._policy import CALLED, MUST_CPU_OFFLOAD, MUST_SAVE, PREFER_RECOMPUTE, Policy
 
 _DOTS = """
     mm addmm _addmm_activation bmm baddbmm addbmm mv addmv dot vdot linear mkldnn_linear matmul _trilinear
@@ -106,7 +106,9 @@ class _Dots(Policy):
     batched: bool
     decision: CheckpointPolicy
 
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, ctx: Any = None, op: Any = None, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op is None:
+            raise TypeError(CALLED.format(self))
         if (decision := self.by_op(op)) is not None:
             return decision
         # Below a vmap every op may have batch dimensions: what counts is the call as the user wrote it.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from remat import _torch_internals as internals
+from remat._errors import shown
 
 OpOverload: Any = type(torch.ops.aten.mm.default)
 OpOverloadPacket: Any = type(torch.ops.aten.mm)
@@ -97,12 +98,12 @@ def spell(who: str, op: Any) -> str:
     **Raises:** `TypeError` for what is not an op; `ValueError` for one that does not exist, can't be told
     from another, or is never seen.
     """
+    known = set(map(_dotted, internals.op_names()))
     if not isinstance(op, (str, OpOverload, OpOverloadPacket)):
         raise TypeError(
             f"{who}: an op is an overload (torch.ops.aten.mm.default), a packet (torch.ops.aten.mm) or "
-            f"a name ('aten.mm'); got {type(op).__name__} {op!r}."
+            f"a name ('aten.mm'); got {shown(op)}.{_hint(op, known)}"
         )
-    known = set(map(_dotted, internals.op_names()))
     dotted = _find(who, op.replace("::", "."), known) if isinstance(op, str) else str(op)
     if dotted in ("aten.detach", "aten.detach.default"):
         raise ValueError(f"{who}: a policy is never asked about {dotted}: name what it detaches.")
@@ -113,6 +114,15 @@ def spell(who: str, op: Any) -> str:
             f"autograd. " + (f"Name what it becomes: {made_of}." if made_of else "Name those.")
         )
     return dotted
+
+
+def _hint(op: Any, known: set[str]) -> str:
+    """What is meant by something that is no op."""
+    if isinstance(op, (list, tuple, set, frozenset)):
+        return f" Unpack it: *{op!r}."
+    name = getattr(op, "__name__", "")
+    seen = [repr(f"aten.{n}") for n in (name, *_MADE_OF.get(name, ())) if _matching(f"aten.{n}", known)]
+    return f" Did you mean {' or '.join(seen)}?" if seen else ""
 
 
 def _find(who: str, name: str, known: set[str]) -> str:

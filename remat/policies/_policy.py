@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.utils.checkpoint
 
+from remat._errors import shown
 from remat.policies import _ops
 from remat.policies._enum import CheckpointPolicy
 
@@ -107,6 +108,9 @@ class Policy(abc.ABC):
         return _Without((self, as_policy(other)))
 
 
+CALLED = "{0} is a policy already: leave out the ()."
+"""For who makes a policy of one that JAX, too, has as a value."""
+
 # Policies that look at nothing, at the op, or ask a function.
 
 
@@ -129,8 +133,10 @@ class Constant(Policy):
     decision: CheckpointPolicy
     looks_at_calls = False
 
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, ctx: Any = None, op: Any = None, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del ctx, args, kwargs
+        if op is None:
+            raise TypeError(CALLED.format(self))
         return self.by_op(op)
 
     def by_op(self, op: Any) -> CheckpointPolicy:
@@ -248,7 +254,7 @@ def as_policy(value: Any) -> Policy:
     if not callable(value) or isinstance(value, type):
         raise TypeError(
             "remat: policy must be a policy, a function (ctx, op, *args, **kwargs), a collection of ops or "
-            f"None; got {type(value).__name__} {value!r}."
+            f"None; got {shown(value)}."
         )
     if getattr(sys.modules[__package__], name_of(value), None) is value:
         raise TypeError(f"remat: {name_of(value)} is a function that makes a policy: call it.")
