@@ -490,6 +490,11 @@ REFUSED: dict[str, Callable[[], object]] = {
 }
 
 
+def test_what_can_not_be_called() -> None:
+    with pytest.raises(TypeError, match=r"keyed: fun must be callable.*keyed\(fun\)\(key, x\); got 3 of type"):
+        keyed(3)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_torch_refuses_is_refused(name: str) -> None:
     with torch.random.fork_rng(), pytest.raises(Exception):  # noqa: B017, PT011  # torch's own errors are of many kinds

@@ -89,6 +89,11 @@ def test_fold_in_no_number(data: object) -> None:
         fold_in(key(0), data)  # type: ignore[arg-type]
 
 
+def test_a_key_that_is_viewed_as_integers() -> None:
+    with pytest.raises(TypeError, match=r"normal: .*got an int32 .* \(2,\). View it back: .view\(torch.uint32\)\.$"):
+        normal(key(0).view(torch.int32))
+
+
 NO_KEYS = [None, 3, [0, 1], torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.uint32)]
 
 

@@ -366,7 +366,24 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: rr.randint(key(0), (2,), "a", 9),
         TypeError,
-        "randint: the parameters must be numbers or tensors; got 'a'",
+        "randint: minval must be an int or an integer tensor; got 'a' of type str",
+    ),
+    (
+        lambda: rr.randint(key(0), 0, 10, (3,)),  # the order of torch
+        TypeError,
+        r"randint: maxval must be an int or .* tensor; got \(3,\) of type tuple. The order is randint\(key, shape",
+    ),
+    (lambda: rr.randint(key(0), (2,), 0.5, 9), TypeError, "minval must be an int .*got 0.5 of type float"),
+    (lambda: rr.randint(key(0), (2,), 0, torch.tensor(9.5)), TypeError, r"maxval must be .*got a float32 tensor"),
+    (
+        lambda: rr.uniform(key(0), (2,), minval=(0, 1)),
+        TypeError,
+        r"uniform: the p.*got \(0, 1\) of type tuple, 1.0",
+    ),
+    (
+        lambda: rr.poisson(key(0), (3,), 4.0),
+        TypeError,
+        r"poisson: the parameters must be numbers or .*; got \(3,\) of type tuple. A shape is named: shape=\(...\)",
     ),
     (lambda: rr.bits(key(0), (2,), torch.int32), ValueError, "bits: dtype must be one of torch.uint8.*got torch.int32"),
     (lambda: rr.bernoulli(key(0), 1.5), ValueError, r"bernoulli: p must be a probability, in \[0, 1\]; got 1.5"),

@@ -31,9 +31,11 @@ def what(x: object) -> str:
 def check_key(who: str, key: object) -> Tensor:
     if isinstance(key, Tensor) and key.dtype == torch.uint32 and key.ndim >= 1 and key.shape[-1] == 2:
         return key
+    signed = isinstance(key, Tensor) and key.dtype == torch.int32 and key.shape[-1:] == (2,)
     raise TypeError(
         f"remat.random.{who}: a key is a uint32 tensor of shape (2,), or (..., 2) for a batch of keys, as made by "
         f"remat.random.key(seed), split or fold_in; got {what(key)}."
+        + (" View it back: .view(torch.uint32)." if signed else "")
     )
 
 
@@ -73,13 +75,14 @@ def broadcast(
     who: str, key: Tensor, shape: Shape | None, dtype: torch.dtype, *parameters: Real
 ) -> tuple[tuple[int, ...], list[Tensor]]:
     """The shape to draw (that of the parameters for None) and the parameters as tensors of `dtype`."""
+    if any(isinstance(p, (list, tuple)) for p in parameters):  # a shape, perhaps, where torch has it
+        raise _no_numbers(who, parameters)
     try:
         tensors = [
             torch.as_tensor(p, dtype=dtype, device=None if isinstance(p, Tensor) else key.device) for p in parameters
         ]
     except (TypeError, ValueError, RuntimeError) as error:
-        got = ", ".join(map(what, parameters))
-        raise TypeError(f"remat.random.{who}: the parameters must be numbers or tensors; got {got}.") from error
+        raise _no_numbers(who, parameters) from error
     try:
         common = torch.broadcast_shapes(*(t.shape for t in tensors))
         sizes = tuple(common) if shape is None else check_shape(who, shape)
@@ -93,6 +96,13 @@ def broadcast(
             f"{shapes} and shape={shape!r}."
         )
     return sizes, tensors
+
+
+def _no_numbers(who: str, parameters: tuple[object, ...]) -> TypeError:
+    got = ", ".join(map(what, parameters))
+    return TypeError(
+        f"remat.random.{who}: the parameters must be numbers or tensors; got {got}. A shape is named: shape=(...)."
+    )
 
 
 def sampler(fun: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Concatenate[Tensor, P], Tensor]:

@@ -34,7 +34,7 @@ def key(seed: int | Tensor, *, device: torch.device | str | int | None = None) -
         >>> remat.random.key(42)
         tensor([ 0, 42], dtype=torch.uint32)
     """
-    if isinstance(seed, Tensor) and seed.ndim == 0 and _is_integer(seed):
+    if isinstance(seed, Tensor) and seed.ndim == 0 and is_integer(seed):
         low = seed.to(dtype=torch.int32, device=device)
         return torch.stack([torch.zeros_like(low), low]).view(torch.uint32)
     try:
@@ -103,7 +103,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         torch.Size([5, 2])
     """
     check_key("fold_in", key)
-    if isinstance(data, Tensor) and _is_integer(data):
+    if isinstance(data, Tensor) and is_integer(data):
         number = data.to(torch.int32)
     elif not isinstance(data, Tensor) and hasattr(data, "__index__"):
         if not -(2**31) <= operator.index(data) < 2**32:
@@ -180,5 +180,5 @@ def _wrap32(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
-def _is_integer(x: Tensor) -> bool:
+def is_integer(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from remat import _torch_internals as internals
 from remat._errors import RematError
 from remat.random import _stateful, _stateful_layers  # noqa: F401  # they fill the table
-from remat.random._check import check_key
+from remat.random._check import check_key, what
 from remat.random._generators import global_state, is_global, same_state, set_global_state
 from remat.random._key import fold_in
 from remat.random._rules import COMPOSITES, DRAWS, FRESH
@@ -201,8 +201,8 @@ def keyed(fun: Callable[P, R]) -> Callable[Concatenate[Tensor, P], R]:
 
     **Returns:** a function of a key and the arguments of `fun`.
 
-    **Raises:** when called: `TypeError` if the first argument is no single key; `RematError` if `fun` draws in a way
-    for which there is no rule, naming the op.
+    **Raises:** `TypeError` if `fun` can't be called; when called: `TypeError` if the first argument is no single key;
+    `RematError` if `fun` draws in a way for which there is no rule, naming the op.
 
     Examples:
         >>> import torch
@@ -214,6 +214,8 @@ def keyed(fun: Callable[P, R]) -> Callable[Concatenate[Tensor, P], R]:
         >>> torch.equal(keyed(layer)(key(0), x), keyed(layer)(key(1), x))
         False
     """
+    if not callable(fun):
+        raise TypeError(f"remat.random.keyed: fun must be callable, as in keyed(fun)(key, x); got {what(fun)}.")
 
     def of_key(key: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if check_key("keyed", key).ndim != 1:

@@ -20,7 +20,7 @@ from remat.random._check import (
     sampler,
     what,
 )
-from remat.random._key import split
+from remat.random._key import is_integer, split
 
 _WIDTHS = {torch.uint8: 8, torch.uint16: 16, torch.uint32: 32, torch.uint64: 64}
 
@@ -166,8 +166,8 @@ def randint(
 
     **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.randint`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`, or bounds that do not fit or
-    are too large.
+    **Raises:** `TypeError` if `key` is no key or a bound no integer, `ValueError` for a bad `shape` or `dtype`, or
+    bounds that do not fit or are too large.
 
     Examples:
         >>> import remat.random
@@ -178,7 +178,12 @@ def randint(
     limits = torch.iinfo(dtype)
     first, last = min(limits.min, -(2**31)), min(max(limits.max + 1, 2**31), 2**63 - 1)
     for name, bound in (("minval", minval), ("maxval", maxval)):
-        if isinstance(bound, (int, float)) and not first <= bound <= last:
+        if not (is_integer(bound) if isinstance(bound, Tensor) else hasattr(bound, "__index__")):
+            raise TypeError(
+                f"remat.random.randint: {name} must be an int or an integer tensor; got {what(bound)}. The order is "
+                "randint(key, shape, minval, maxval)."
+            )
+        if isinstance(bound, int) and not first <= bound <= last:
             raise ValueError(
                 f"remat.random.randint: {name} must be in [{first}, {last}] for {dtype}; got {bound}. A wider dtype "
                 "takes wider bounds."
