@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from remat import _torch_internals as internals
+from remat._errors import shown
 from remat.compat import checkpoint, create_selective_checkpoint_contexts
 from remat.policies import Policy, as_policy
 
@@ -85,6 +87,8 @@ def _check(module: nn.Module, who: str, what: str) -> None:
     kind = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"{who}: {what} is a ScriptModule, whose forward is no Python: wrap it before that.")
+    if internals.is_compiled(module):
+        raise TypeError(f"{who}: {what} is a compiled module: wrap the module before torch.compile.")
     if kind.forward is nn.Module.forward:
         raise TypeError(f"{who}: {what} has no forward: wrap the modules in it.")
     if "forward" in vars(module):
@@ -134,7 +138,7 @@ def remat_module(module: M, *, policy: Any = None) -> M:
         ['0.weight', '0.bias']
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"remat_module: module must be an nn.Module; got {type(module).__name__} {module!r}.")
+        raise TypeError(f"remat_module: module must be an nn.Module; got {shown(module)}.")
     _check(module, "remat_module", f"this {type(module).__name__}")
     _wrap(module, None if policy is None else as_policy(policy))
     return module
@@ -211,11 +215,20 @@ def _selector(select: Any) -> Callable[[str, nn.Module], bool]:
                 raise TypeError(f"apply_remat: select must name classes of modules; got {kind!r}.")
         return lambda name, module: isinstance(module, select)
     if callable(select):
-        return select
+        return functools.partial(_ask, select)
     raise TypeError(
         "apply_remat: select must be a class, a tuple of classes, a pattern of names or a function "
-        f"(name, module) -> bool; got {type(select).__name__} {select!r}."
+        f"(name, module) -> bool; got {shown(select)}."
     )
+
+
+def _ask(select: Callable[[str, nn.Module], bool], name: str, module: nn.Module) -> bool:
+    try:
+        return select(name, module)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # the function's own: it has begun
+        raise TypeError(f"apply_remat: {_shown(select)} can't be called as select(name, module).") from error
 
 
 def apply_remat(model: nn.Module, select: Select, *, policy: Any = None, every: int = 1) -> RematReport:
@@ -235,8 +248,9 @@ def apply_remat(model: nn.Module, select: Select, *, policy: Any = None, every: 
 
     **Returns:** a `RematReport` of what was wrapped.
 
-    **Raises:** `ValueError` where nothing is selected; `TypeError` and `ValueError` for a module that can't be
-    wrapped, as `remat_module` does. Nothing is wrapped then.
+    **Raises:** `ValueError` where nothing is selected; `TypeError` for a `model` that is no module or a `select` that
+    can't be called so; `TypeError` and `ValueError` for a module that can't be wrapped, as `remat_module` does. Nothing
+    is wrapped then.
 
     Examples:
         >>> import torch
@@ -250,6 +264,8 @@ def apply_remat(model: nn.Module, select: Select, *, policy: Any = None, every: 
     """
     if not isinstance(every, int) or every < 1:
         raise ValueError(f"apply_remat: every must be a positive number; got {every!r}.")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"apply_remat: model must be an nn.Module; got {shown(model)}.")
     selected = _selector(select)
     policy = None if policy is None else as_policy(policy)
     modules = [(name, module) for name, module in model.named_modules() if name]

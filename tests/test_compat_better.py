@@ -1261,6 +1261,14 @@ def test_who_means_jax_checkpoint_is_told() -> None:
         REMAT.checkpoint(policy=["mm"])
 
 
+@pytest.mark.parametrize(
+    ("setting", "what"), [("set_checkpoint_early_stop", "enable"), ("set_checkpoint_debug_enabled", "enabled")]
+)
+def test_settings_that_are_no_bools(setting: str, what: str) -> None:
+    with pytest.raises(TypeError, match=f"^{setting}: {what} must be a bool or None; got str 'no'"):
+        getattr(REMAT, setting)("no").__enter__()
+
+
 # Statistics.
 
 

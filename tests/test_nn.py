@@ -553,6 +553,7 @@ def compiled() -> nn.Module:
     ("module", "error", "message"),
     [
         (len, TypeError, "must be an nn.Module; got builtin_function_or_method"),
+        (torch.ones(2), TypeError, r"must be an nn.Module; got a tensor of shape \[2\] and dtype torch.float32\.$"),
         (nn.ModuleList([nn.Linear(2, 2)]), TypeError, "this ModuleList has no forward"),
         (compiled(), ValueError, "this Block has a forward of its own"),
         (nn.LazyLinear(2), ValueError, "this LazyLinear is lazy"),
@@ -571,6 +572,15 @@ def test_a_script_module_can_not_be_wrapped() -> None:
         remat_module(torch.jit.script(nn.Linear(2, 2)))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_a_compiled_module_can_not_be_wrapped() -> None:
+    message = "is a compiled module: wrap the module before torch.compile"
+    with pytest.raises(TypeError, match=f"this OptimizedModule {message}"):
+        remat_module(torch.compile(Block()))
+    with pytest.raises(TypeError, match=f"0, a OptimizedModule, {message}"):
+        apply_remat(nn.Sequential(torch.compile(Block())), "0")
+
+
 @pytest.mark.parametrize(
     ("select", "error", "message"),
     [
@@ -579,6 +589,8 @@ def test_a_script_module_can_not_be_wrapped() -> None:
         (Tensor, TypeError, "select must name classes of modules; got <class 'torch.Tensor'>"),
         ((), ValueError, "selects none"),
         (3, TypeError, "select must be a class, .* got int 3"),
+        (lambda m: True, TypeError, r"<lambda> can't be called as select\(name, module\)"),
+        (lambda name, module: 3 + name, TypeError, "^unsupported operand"),
         ("layers", TypeError, "layers, a ModuleList, has no forward"),
         (
             nn.Linear(2, 2),
@@ -590,6 +602,11 @@ def test_a_script_module_can_not_be_wrapped() -> None:
 def test_bad_selections(select: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         apply_remat(net(), select)
+
+
+def test_a_model_that_is_no_module() -> None:
+    with pytest.raises(TypeError, match=r"apply_remat: model must be an nn.Module; got type <class .*Linear'>\.$"):
+        apply_remat(nn.Linear, nn.Linear)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,16 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+from remat._errors import shown
+
 early_stop: ContextVar[bool | None] = ContextVar("early_stop", default=None)
 debug_enabled: ContextVar[bool | None] = ContextVar("debug_enabled", default=None)
+
+
+def _checked(who: str, what: str, value: bool | None) -> bool | None:
+    if value not in (True, False, None):
+        raise TypeError(f"{who}: {what} must be a bool or None; got {shown(value)}.")
+    return value
 
 
 @contextlib.contextmanager
@@ -32,7 +40,7 @@ def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
         ...     y = checkpoint(torch.sin, x, use_reentrant=False)
         >>> y.sum().backward()
     """
-    token = early_stop.set(enable)
+    token = early_stop.set(_checked("set_checkpoint_early_stop", "enable", enable))
     try:
         yield
     finally:
@@ -61,7 +69,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
         ...     y = checkpoint(torch.sin, x, use_reentrant=False)
         >>> y.sum().backward()
     """
-    token = debug_enabled.set(enabled)
+    token = debug_enabled.set(_checked("set_checkpoint_debug_enabled", "enabled", enabled))
     try:
         yield
     finally:
