@@ -1257,6 +1257,10 @@ def test_who_means_jax_checkpoint_is_told() -> None:
     hint = r"policy. jax.checkpoint is remat.remat. Here a policy is given by use_reentrant=False and context_fn="
     with pytest.raises(ValueError, match=f"Unexpected keyword arguments: {hint}"):
         REMAT.checkpoint(torch.sin, policy=["mm"])
+    with pytest.raises(
+        TypeError, match=rf"checkpoint: .*forward\(\) got an unexpected keyword argument '{hint[:6]}'{hint[6:]}"
+    ):
+        ours(nn.ReLU(), leaf(numbers(3)), policy=["mm"])
     with pytest.raises(TypeError, match=f"a decorator has no arguments for the function; got {hint}"):
         REMAT.checkpoint(policy=["mm"])
 
@@ -1267,6 +1271,115 @@ def test_who_means_jax_checkpoint_is_told() -> None:
 def test_settings_that_are_no_bools(setting: str, what: str) -> None:
     with pytest.raises(TypeError, match=f"^{setting}: {what} must be a bool or None; got str 'no'"):
         getattr(REMAT, setting)("no").__enter__()
+
+
+def needs(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+def generator(x: Tensor) -> Any:
+    yield x.sin()
+
+
+async def coroutine(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+async def both(x: Tensor) -> Any:
+    yield x.sin()
+
+
+MISTAKES: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "a result": (
+        lambda ck, x: ck(x.sin()),
+        r"function must be callable; got a tensor of shape \[3\] and dtype torch.float64. Write checkpoint\(layer, x\)",
+    ),
+    "a result and an argument": (lambda ck, x: ck(x.sin(), x), "function must be callable; got a tensor"),
+    "a number": (lambda ck, x: ck(3, x), r"function must be callable; got int 3\.$"),
+    "nothing to call": (lambda ck, x: ck(None, x), "function must be callable; got NoneType None"),
+    "a class of modules": (lambda ck, x: ck(nn.Linear, x), r"got a class of modules, Linear. .*\(Linear\(...\), x\)"),
+    "a decorator": (
+        lambda ck, x: ck(needs),
+        r"needs\(\) missing .*'x'. checkpoint calls the function at once. The decorator, jax.checkpoint, is remat",
+    ),
+    "a decorator of a builtin": (lambda ck, x: ck(torch.sin), "The decorator, jax.checkpoint, is remat.remat"),
+    "a decorator of a module": (lambda ck, x: ck(nn.ReLU()), "The decorator, jax.checkpoint, is remat.remat"),
+    "a generator": (lambda ck, x: ck(generator, x), "generator is a generator or async function: its body runs after"),
+    "a coroutine": (lambda ck, x: ck(coroutine, x), "coroutine is a generator or async function"),
+    "both": (lambda ck, x: ck(both, x), "both is a generator or async function"),
+    "a method": (lambda ck, x: ck(type("A", (), {"f": generator})().f), "generator or async function"),
+    "a partial": (lambda ck, x: ck(functools.partial(generator, x)), "generator or async function"),
+    "use_reentrant": (lambda ck, x: ck(needs, x, use_reentrant="no"), "use_reentrant must be a bool; got str 'no'"),
+    "preserve_rng_state": (
+        lambda ck, x: ck(needs, x, preserve_rng_state="no"),
+        "preserve_rng_state must be a bool; got str 'no'",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@both_variants
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_in_a_call(mistake: str, variant: str) -> None:
+    call, message = MISTAKES[mistake]
+    with pytest.raises(TypeError, match=message):
+        call(VARIANTS[variant][1], leaf(numbers(3)))
+    with pytest.raises(TypeError, match=message), torch.no_grad():
+        call(VARIANTS[variant][1], leaf(numbers(3)))
+
+
+def test_mistakes_in_a_decorator() -> None:
+    decorate = REMAT.checkpoint(use_reentrant=False)
+    with pytest.raises(TypeError, match="function must be callable; got a tensor of shape"):
+        decorate(leaf(numbers(3)))
+    with pytest.raises(TypeError, match="generator is a generator or async function"):
+        decorate(generator)
+
+
+@pytest.mark.parametrize(("function", "args"), [(needs, ()), (lambda: 3 + "", ()), (lambda x: x + "", (1,))])  # type: ignore[operator]
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@both_variants
+def test_what_the_function_raises_itself_is_left_alone(function: Any, args: Any, variant: str) -> None:
+    """It takes its arguments, and what fails is something in it."""
+
+    def fun(*given: Any) -> Any:
+        return function(*given)
+
+    with pytest.raises(TypeError, match=r"^(?!checkpoint)"):
+        VARIANTS[variant][1](fun, *args)
+
+
+@pytest.mark.parametrize("flag", [np.bool_(False), 0])
+def test_flags_that_are_as_good_as_a_bool(flag: Any) -> None:
+    REMAT.checkpoint(needs, leaf(numbers(3)), use_reentrant=flag, preserve_rng_state=flag).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("functions", "segments", "error", "message"),
+    [
+        (nn.Sequential(nn.ReLU()), torch.ones(2), TypeError, r"segments must be an int; got a tensor of shape \[2\]"),
+        (nn.Sequential(nn.ReLU()), 1.5, TypeError, "segments must be an int; got float 1.5"),
+        (nn.Sequential(), 1, ValueError, "functions is empty"),
+        (nn.Linear(2, 2), 1, TypeError, "functions must be a Sequential or an iterable of .*; got a module, Linear"),
+        (nn.ModuleDict({"a": nn.ReLU()}), 1, TypeError, ".* iterable of callables; got str 'a' in a ModuleDict"),
+        (torch.ones(2), 1, TypeError, r".* iterable of callables; got a tensor of shape \[\] .* in a Tensor"),
+    ],
+)
+def test_mistakes_in_a_sequence(functions: Any, segments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^checkpoint_sequential: {message}"):
+        REMAT.checkpoint_sequential(functions, segments, leaf(numbers(3)), use_reentrant=False)
+
+
+def test_a_context_fn_that_is_no_function() -> None:
+    with pytest.raises(TypeError, match="context_fn must be a function that returns two context managers; got int 3"):
+        ours(needs, leaf(numbers(3)), context_fn=3)
+
+
+def test_an_iterator_is_used_up_by_the_forward() -> None:
+    x = leaf(numbers(3))
+    y = ours(lambda ts: sum(t.sin() for t in ts), iter([x, x]))
+    with pytest.raises(CheckpointError, match="Pass a list for an iterator, which the forward has used up"):
+        y.sum().backward()
 
 
 # Statistics.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import numbers
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 
 from remat import _torch_internals as internals
-from remat._errors import warn
+from remat._errors import shown, warn
 from remat._frozen import cell_contents, parts
 from remat._remat import remat
 from remat._unwatched import unwatched
 from remat.compat import _debug, _settings
 from remat.compat._call import NO_CONTEXTS, Contexts, UsesTransforms
+from remat.compat._check import check_body, check_call, check_flag, check_function, check_steps, hint
 from remat.compat._devices import noop_context_fn, warn_without_grad
 from remat.compat._engine import Options, Region
 from remat.compat._reentrant import CheckpointFunction
@@ -88,9 +90,13 @@ def checkpoint(
     if use_reentrant is None:
         _warn_use_reentrant("checkpoint")
         use_reentrant = True
+    elif use_reentrant is not False and use_reentrant is not True:
+        check_flag("use_reentrant", use_reentrant)
+    if preserve_rng_state is not True and preserve_rng_state is not False:
+        check_flag("preserve_rng_state", preserve_rng_state)
     if function is None and not args:
         if kwargs:
-            got = ", ".join(kwargs) + _hint(kwargs)
+            got = ", ".join(kwargs) + hint(kwargs)
             raise TypeError(f"checkpoint: a decorator has no arguments for the function; got {got}.")
         options = {
             "use_reentrant": use_reentrant,
@@ -103,66 +109,63 @@ def checkpoint(
         return _decorator(options)
     if torch.compiler.is_dynamo_compiling():
         return call_compiled(function, args, kwargs, context_fn, preserve_rng_state)
-    if use_reentrant:
-        if kwargs:
-            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs) + _hint(kwargs))
-        if context_fn is not noop_context_fn or debug is not False:
-            raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
-        if _needs_transforms(function, args):
-            return _reentrant_under_transforms(function, args, preserve_rng_state)
-        try:
-            return CheckpointFunction.run(function, preserve_rng_state, args)
-        except UsesTransforms:
-            _remember(function, args)
-            return _reentrant_under_transforms(function, args, preserve_rng_state)
-    if determinism_check not in _DETERMINISM_CHECKS:
-        raise ValueError(f"determinism_check should be one of {list(_DETERMINISM_CHECKS)}, but got {determinism_check}")
-    contexts = NO_CONTEXTS if context_fn is noop_context_fn else for_one_region(context_fn, preserve_rng_state)
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    if _needs_transforms(function, (args, kwargs)):
-        return _functional(function, contexts, preserve_rng_state)(*args, **kwargs)
-    stop, traced = _settings.early_stop.get(), _settings.debug_enabled.get()
-    stop, traced = early_stop if stop is None else stop, debug if traced is None else traced
-    selects = isinstance(contexts[0], Selective)
-    if (contexts is NO_CONTEXTS or selects) and not traced:
-        name = getattr(function, "__qualname__", type(function).__qualname__)
-        call = unwatched(function, name, args, kwargs, sees_ops=selects)
-        if call is not None:
-            return call.record(
-                function,
-                args,
-                kwargs,
-                early_stop=stop,
-                preserve_rng_state=preserve_rng_state,
-                determinism_check=determinism_check != "none",
-                contexts=contexts,
-            )
-    options_ = Options(preserve_rng_state, determinism_check != "none", stop)
-    region = Region(function, args, kwargs, options_, contexts)
-    if traced:
-        _debug.trace(region)
+    check_body(function)
     try:
-        return region.run(function, args, kwargs)
-    except UsesTransforms:
-        _remember(function, (args, kwargs))
-        return _functional(function, contexts, preserve_rng_state)(*args, **kwargs)
-
-
-def _hint(kwargs: dict[str, Any]) -> str:
-    """What is meant by a keyword of `jax.checkpoint`."""
-    if "policy" not in kwargs:
-        return ""
-    return (
-        ". jax.checkpoint is remat.remat. Here a policy is given by use_reentrant=False and "
-        "context_fn=functools.partial(create_selective_checkpoint_contexts, policy)"
-    )
+        if use_reentrant:
+            if kwargs:
+                raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs) + hint(kwargs))
+            if context_fn is not noop_context_fn or debug is not False:
+                raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
+            if _needs_transforms(function, args):
+                return _reentrant_under_transforms(function, args, preserve_rng_state)
+            try:
+                return CheckpointFunction.run(function, preserve_rng_state, args)
+            except UsesTransforms:
+                _remember(function, args)
+                return _reentrant_under_transforms(function, args, preserve_rng_state)
+        if determinism_check not in _DETERMINISM_CHECKS:
+            raise ValueError(
+                f"determinism_check should be one of {list(_DETERMINISM_CHECKS)}, but got {determinism_check}"
+            )
+        contexts = NO_CONTEXTS if context_fn is noop_context_fn else for_one_region(context_fn, preserve_rng_state)
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if _needs_transforms(function, (args, kwargs)):
+            return _functional(function, contexts, preserve_rng_state)(*args, **kwargs)
+        stop, traced = _settings.early_stop.get(), _settings.debug_enabled.get()
+        stop, traced = early_stop if stop is None else stop, debug if traced is None else traced
+        selects = isinstance(contexts[0], Selective)
+        if (contexts is NO_CONTEXTS or selects) and not traced:
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            call = unwatched(function, name, args, kwargs, sees_ops=selects)
+            if call is not None:
+                return call.record(
+                    function,
+                    args,
+                    kwargs,
+                    early_stop=stop,
+                    preserve_rng_state=preserve_rng_state,
+                    determinism_check=determinism_check != "none",
+                    contexts=contexts,
+                )
+        options_ = Options(preserve_rng_state, determinism_check != "none", stop)
+        region = Region(function, args, kwargs, options_, contexts)
+        if traced:
+            _debug.trace(region)
+        try:
+            return region.run(function, args, kwargs)
+        except UsesTransforms:
+            _remember(function, (args, kwargs))
+            return _functional(function, contexts, preserve_rng_state)(*args, **kwargs)
+    except TypeError as error:
+        check_call(function, args, kwargs, error)
+        raise
 
 
 def _decorator(options: dict[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        if not callable(function):
-            raise TypeError(f"checkpoint: function must be callable; got {type(function).__name__} {function!r}.")
+        check_function(function)
+        check_body(function)
 
         @functools.wraps(function)
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -273,7 +276,8 @@ def checkpoint_sequential(
 
     **Returns:** what the last function returned.
 
-    **Raises:** `ValueError` for a number of segments out of range, and for other keywords.
+    **Raises:** `TypeError` for what is no function among them, or a number of segments that is no int; `ValueError` for
+    one out of range, for no functions, and for other keywords.
 
     Examples:
         >>> import torch
@@ -287,7 +291,9 @@ def checkpoint_sequential(
         use_reentrant = True
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
-    steps = list(functions.children() if isinstance(functions, torch.nn.Sequential) else functions)
+    steps = check_steps(functions)
+    if not isinstance(segments, numbers.Integral):
+        raise TypeError(f"checkpoint_sequential: segments must be an int; got {shown(segments)}.")
     if not 1 <= segments <= len(steps):
         raise ValueError(
             f"checkpoint_sequential: segments must be in 1…{len(steps)}, the number of functions; got {segments}."

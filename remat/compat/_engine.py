@@ -17,6 +17,7 @@ from remat.compat._call import NO_CONTEXTS, Call, Contexts, UsesTransforms
 from remat.compat._rerun import OUT_OF_MEMORY, Collector, ReplacedError, Rerun
 from remat.compat._selective import GivenBack, Selective
 
+PASS_A_LIST = "Pass a list for an iterator, which the forward has used up."
 TIP = (
     "To find the cause, pass debug=True to checkpoint, or call it under set_checkpoint_debug_enabled(True): the error "
     "then names the first op that differs, with both call sites."
@@ -156,7 +157,7 @@ class Region(Graph):
         """Raise unless the rerun saved what the forward saved."""
         expected, found = len(self._call.record.holders), len(rerun.saved)
         if found != expected:
-            raise self.error(f"{WRONG_COUNT.format(expected, found)}\n{TIP}")
+            raise self.error(f"{WRONG_COUNT.format(expected, found)}\n{PASS_A_LIST}\n{TIP}")
         if rerun.different and self._options.determinism_check:
             raise self.error(f"{wrong_metadata(rerun.different)}\n{TIP}")
 

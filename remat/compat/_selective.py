@@ -12,7 +12,7 @@ from torch import Tensor
 from remat import _compile, _tree
 from remat import _torch_internals as internals
 from remat._context import drawn_from
-from remat._errors import CheckpointError
+from remat._errors import CheckpointError, shown
 from remat._remat import remat
 from remat._values import schema_of
 from remat.compat._call import Contexts
@@ -367,6 +367,10 @@ def for_one_region(context_fn: Callable[[], Contexts], preserve_rng_state: bool)
         raise TypeError(
             f"checkpoint: context_fn got a policy. Write context_fn=functools.partial("
             f"create_selective_checkpoint_contexts, {context_fn!r})."
+        )
+    if not callable(context_fn):
+        raise TypeError(
+            f"checkpoint: context_fn must be a function that returns two context managers; got {shown(context_fn)}."
         )
     contexts = context_fn()
     try:
