@@ -12,6 +12,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat import _tree
+from remat._errors import shown
 
 T = TypeVar("T")
 
@@ -56,7 +57,9 @@ def checkpoint_name(x: T, /, name: str) -> T:
         tensor([-0., -0.])
     """
     if not isinstance(name, str):
-        raise TypeError(f"checkpoint_name: name must be a string; got {type(name).__name__} {name!r}.")
+        raise TypeError(
+            f"checkpoint_name: name must be a string; got {shown(name)}. The order is checkpoint_name(x, name)."
+        )
     if torch.compiler.is_dynamo_compiling():
         return internals.call_lifted(functools.partial(_when_the_op_runs, name), _same, x)
     if not (internals.dispatch_modes_active() or internals.function_modes()):

@@ -1373,6 +1373,8 @@ def test_mistakes_in_a_sequence(functions: Any, segments: Any, error: type[Excep
 def test_a_context_fn_that_is_no_function() -> None:
     with pytest.raises(TypeError, match="context_fn must be a function that returns two context managers; got int 3"):
         ours(needs, leaf(numbers(3)), context_fn=3)
+    with pytest.raises(TypeError, match=r"context_fn must return two .*; got a tensor of shape \[3\] and dtype"):
+        ours(needs, leaf(numbers(3)), context_fn=lambda: numbers(3))
 
 
 def test_an_iterator_is_used_up_by_the_forward() -> None:

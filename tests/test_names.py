@@ -208,3 +208,6 @@ def test_the_name_may_be_a_keyword() -> None:
 def test_a_name_is_a_string(name: Any) -> None:
     with pytest.raises(TypeError, match=r"checkpoint_name: name must be a string; got"):
         checkpoint_name(numbers(3), name)
+    message = r"got a tensor of shape \[3\] and dtype torch.float64. The order is checkpoint_name\(x, name\)\.$"
+    with pytest.raises(TypeError, match=message):
+        checkpoint_name("x", numbers(3))  # type: ignore[arg-type]

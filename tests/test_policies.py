@@ -608,6 +608,14 @@ def test_a_function_with_another_result(result: Any) -> None:
         decide(save_if(block_policy), aten.mm.default)
 
 
+def test_a_result_that_is_a_tensor_is_not_printed() -> None:
+    for policy in (lambda *args: numbers(3) > 0, save_if(lambda *args: numbers(3) > 0)):
+        with pytest.raises(
+            TypeError, match=r"must return a bool.*; got a tensor of shape \[3\] and dtype torch.bool for"
+        ):
+            decide(policy, aten.mm.default)
+
+
 @pytest.mark.parametrize("collection", [["mm"], ("mm",), {"mm"}, frozenset(["mm"]), {"mm": 1}.keys()])
 def test_a_collection_of_ops(collection: Any) -> None:
     assert as_policy(collection) == save_ops("mm")
@@ -805,6 +813,8 @@ def test_what_a_composite_op_becomes_is_true() -> None:
         (lambda: save_at_most("1MB"), TypeError, "save_at_most: nbytes must be an int; got str '1MB'"),
         (lambda: offload_ops("mm", device="cuda:1"), ValueError, "device must be 'cpu'.* got 'cuda:1'"),
         (lambda: save_if(3), TypeError, "save_if: predicate must be a function"),
+        (lambda: save_if(torch.ones(2)), TypeError, r"; got a tensor of shape \[2\] and dtype torch.float32\.$"),
+        (lambda: save_at_most(torch.ones(2)), TypeError, r"; got a tensor of shape \[2\] and dtype torch.float32\.$"),
         (lambda: save_if(dots_saveable), TypeError, "save_if: predicate must be a function"),
         (lambda: save_if(aten.mm.default), TypeError, "save_if: predicate must be a function"),
         (

@@ -71,9 +71,10 @@ def checkpoint(
 
     **Returns:** what the function returned, or the decorator.
 
-    **Raises:** `ValueError` for options that the variant does not have; on backward, `CheckpointError` where the rerun
-    differs from the forward, and `RuntimeError` where a tensor that the function was given, or read, was changed in
-    place in between.
+    **Raises:** `TypeError` for what is no function, and for generators and async functions, whose body runs later;
+    `ValueError` for options that the variant does not have; on backward, `CheckpointError` where the rerun differs
+    from the forward, and `RuntimeError` where a tensor that the function was given, or read, was changed in place in
+    between.
 
     **Source:** Chen et al., *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174.
 

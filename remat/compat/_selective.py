@@ -351,7 +351,7 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
     else:
         raise TypeError(
             "create_selective_checkpoint_contexts: policy_fn_or_list must be either a function or a collection of ops; "
-            f"got {type(policy_fn_or_list).__name__} {policy_fn_or_list!r}."
+            f"got {shown(policy_fn_or_list)}."
         )
     return _contexts(policy, allow_cache_entry_mutation)
 
@@ -378,7 +378,7 @@ def for_one_region(context_fn: Callable[[], Contexts], preserve_rng_state: bool)
     except (TypeError, ValueError):
         raise TypeError(
             "checkpoint: context_fn must return two context managers, for the forward and for the rerun; got "
-            f"{type(contexts).__name__} {contexts!r}."
+            f"{shown(contexts)}."
         ) from None
     if isinstance(forward, Selective):
         return _contexts(forward.policy, forward.allow_cache_entry_mutation, preserve_rng_state)

@@ -30,6 +30,8 @@ def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
 
     **Returns:** a context, within which it holds.
 
+    **Raises:** `TypeError` for anything else.
+
     **Source:** `torch.utils.checkpoint.set_checkpoint_early_stop`.
 
     Examples:
@@ -58,6 +60,8 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
     - `enabled`: whether they do; None leaves it to the argument `debug` of `checkpoint`.
 
     **Returns:** a context, within which it holds.
+
+    **Raises:** `TypeError` for anything else.
 
     **Source:** `torch.utils.checkpoint.set_checkpoint_debug_enabled`.
 

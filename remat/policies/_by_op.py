@@ -10,6 +10,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
+from remat._errors import shown
 from remat.policies import _ops
 from remat.policies._enum import CheckpointPolicy
 from remat.policies._policy import (
@@ -101,8 +102,7 @@ class _SaveIf(Policy):
         result = ask(self.predicate, ctx, op, args, kwargs)
         if not isinstance(result, bool):
             raise TypeError(
-                f"save_if: the predicate {name_of(self.predicate)} must return a bool; "
-                f"got {type(result).__name__} {result!r} for {op}."
+                f"save_if: the predicate {name_of(self.predicate)} must return a bool; got {shown(result)} for {op}."
             )
         return MUST_SAVE if result else PREFER_RECOMPUTE
 
@@ -131,7 +131,9 @@ def save_if(predicate: Callable[..., bool]) -> Policy:
         save_if(is_random)
     """
     if not callable(predicate) or isinstance(predicate, (Policy, _ops.OpOverload, _ops.OpOverloadPacket)):
-        raise TypeError(f"save_if: predicate must be a function (ctx, op, *args, **kwargs) -> bool; got {predicate!r}.")
+        raise TypeError(
+            f"save_if: predicate must be a function (ctx, op, *args, **kwargs) -> bool; got {shown(predicate)}."
+        )
     return _SaveIf(predicate)
 
 
@@ -262,6 +264,6 @@ def save_at_most(nbytes: int) -> Policy:
 
 def _check_int(who: str, what: str, value: Any, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{who}: {what} must be an int; got {type(value).__name__} {value!r}.")
+        raise TypeError(f"{who}: {what} must be an int; got {shown(value)}.")
     if value < least:
         raise ValueError(f"{who}: {what} must be at least {least}; got {value}.")

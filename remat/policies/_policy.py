@@ -202,7 +202,7 @@ class _Function(Policy):
             return result
         raise TypeError(
             f"remat: the policy {name_of(self.fun)} must return a bool or a CheckpointPolicy; "
-            f"got {type(result).__name__} {result!r} for {op}."
+            f"got {shown(result)} for {op}."
         )
 
     def __repr__(self) -> str:
