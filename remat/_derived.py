@@ -55,7 +55,9 @@ def vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: S
         fn.call.level = level
         if at_base:
             # Faster than a level of functorch, and open to autograd Functions that don't know functorch.
-            record = record and any(t.requires_grad for t in args)
+            is_read = any(t.requires_grad for t in args)
+            # Some formulas of torch give tangents only where they are recorded: that of `slogdet` reads a saved `LU`.
+            record = record and (is_read or internals.forward_ad_active())
             with internals.no_transforms(), internals.grad_enabled():
                 inputs = _leaves(operands, wrt, record)
                 values = rerun_without_leaks(fn.call, fn, inputs)
@@ -70,7 +72,8 @@ def vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: S
         leaves = [inputs[i] for i in wrt]
         # At the base the graph of a recorded backward goes through the one that it ran over.
         keep = record and at_base
-        return _engine([e for e in edges if e is not None], leaves, given, sized, record, keep)
+        grads = _engine([e for e in edges if e is not None], leaves, given, sized, record, keep)
+        return [None if g is None else _detached(g) for g in grads] if keep and not is_read else grads
 
     return Derived(fn.call, pullback, is_vjp=True)
 

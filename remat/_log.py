@@ -54,6 +54,8 @@ class Log:
         """Of the calls that touch constants alone: the function, and the identity of a tensor that it read."""
         self.known_reads: set[tuple[Any, Read]] = set()
         """The same, by what the tensor has come from."""
+        self.reads_values = False
+        """Whether it has got numbers that were computed from tensors."""
 
     def note(self, signature: Signature, out: Any) -> None:
         """One more call, which returned `out`."""
@@ -86,12 +88,13 @@ def _differentiated(out: Any) -> bool:
     return any(isinstance(t, Tensor) and internals.requires_grad_at_any_level(t) for t in out)
 
 
-def _same(expected: Any, actual: Any) -> bool:
-    """Whether two arguments are the same. A number that was computed from tensors may be rounded in another way."""
+def _same(expected: Any, actual: Any, rounded: bool) -> bool:
+    """Whether two arguments are the same. `rounded`: whether a number may have been rounded in another way."""
     if isinstance(expected, tuple) and isinstance(actual, tuple):
-        return len(expected) == len(actual) and all(map(_same, expected, actual))
+        return len(expected) == len(actual) and all(_same(e, a, rounded) for e, a in zip(expected, actual, strict=True))
     if isinstance(expected, float) and isinstance(actual, float):
-        return math.isclose(expected, actual, rel_tol=1e-4, abs_tol=1e-8) or (expected != expected and actual != actual)
+        is_close = rounded and math.isclose(expected, actual, rel_tol=1e-4, abs_tol=1e-8)
+        return is_close or expected == actual or (expected != expected and actual != actual)
     return type(expected) is type(actual) and expected == actual
 
 
@@ -133,7 +136,7 @@ class Comparison:
             ended = "had ended" if expected is None else f"ran {expected}"
             raise CheckpointError(f"{where} at {call_site()}, where the forward {ended}. {PURITY}")
         now, then = self._known(actual.reads), self._known(expected.reads)
-        if not _same(then, now):
+        if not _same(then, now, forward.reads_values):
             raise CheckpointError(
                 f"{where} at {call_site()} got the arguments {_arguments(now)}, where the forward got "
                 f"{_arguments(then)}. {PURITY}"

@@ -19,6 +19,7 @@ from remat._tail import Spared, last_product
 from remat._watch import Watch, active_watches
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.Size, torch.dtype, torch.device})
+_EXACT = _PLAIN - {float}
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 SHARDED = (
@@ -198,6 +199,8 @@ class Run(Watch):
             results = results_of(out)
             if results and func is not Tensor.requires_grad_:  # where the rerun may find that it is so already
                 self._note(func, args, kwargs, results, out, live)
+        if not results and type(out) not in _EXACT:
+            self.log.reads_values = True
         return out
 
     def _takes_hook(self, tensor: Tensor) -> bool:

@@ -822,6 +822,15 @@ def views_resolved() -> Iterator[None]:
 without_autocast = torch._C._DisableAutocast
 
 
+_MUL_SCALAR = torch.ops.aten.mul.Scalar
+
+
+def _times_zeros(zeros: Tensor, number: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """What to call in the place of `aten.mul.Scalar` of a ZeroTensor, which ends the process under any mode (2.13)."""
+    dtype = torch.result_type(zeros, number)
+    return torch.ops.aten._efficientzerotensor.default, (zeros.shape,), {"dtype": dtype, "device": zeros.device}
+
+
 class DispatchMode(TorchDispatchMode):
     """A mode that sees every aten op below all transforms, in `_op`. Complex ops do in it what they do without it."""
 
@@ -840,6 +849,8 @@ class DispatchMode(TorchDispatchMode):
 
     @left_alone_by_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _MUL_SCALAR and args[0]._is_zerotensor():
+            func, args, kwargs = _times_zeros(*args)
         if self.paused:
             return func(*args, **(kwargs or {}))
         with DisableTorchFunction():  # the user has not called what is called here

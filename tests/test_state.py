@@ -613,7 +613,23 @@ def test_tensors_that_change_places(transform: str) -> None:
     agree(program, transform)
 
 
+@pytest.mark.parametrize("numbers_of", [(1.0, 1.0 + 1e-9), (1e-9, 2e-9), (1.7e9, 1.7e9 + 1)])
+def test_numbers_that_differ_a_little(numbers_of: tuple[float, float]) -> None:
+    held, x = deque([numbers_of[0]]), leaf(numbers(3))
+    y = remat(lambda x: x.sin() * held[0])(x)
+    held[0] = numbers_of[1]
+    with pytest.raises(CheckpointError, match="got the arguments"):
+        y.sum().backward()
+
+
 def test_numbers_computed_from_tensors_may_be_rounded() -> None:
+    held, x = deque([1.0]), leaf(numbers(3))
+    y = remat(lambda x: x.sin() * (x.detach().norm().item() * held[0]))(x)
+    held[0] = 1 + 1e-9
+    assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
+
+
+def test_a_number_that_is_none() -> None:
     x = leaf(numbers(3))
     y = remat(lambda x: x.sin() * x.detach().norm().item() * float("nan"))(x)
     assert torch.autograd.grad(y.sum(), x)[0].isnan().all()

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TRANSFORMS, CountOps, Fun, assert_same, loss, numbers, pair, plain
+from helpers import TRANSFORMS, CountOps, Fun, assert_same, leaf, loss, numbers, pair, plain
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import (
     functional_call,
     functionalize,
@@ -15,13 +16,15 @@ from torch.func import (
     jacfwd,
     jacrev,
     jvp,
+    linearize,
     stack_module_state,
     vjp,
     vmap,
 )
 from torch.nn import functional as F
 
-from remat import RematError, remat
+from remat import RematError, checkpoint, policies, remat
+from remat.debug import LiveBytes
 
 Decorator = Callable[[Any], Any]
 
@@ -466,6 +469,61 @@ def test_a_remat_of_functional_call() -> None:
         fun = ck(lambda ps, x: functional_call(net, ps, (x,)))
         results.append(vmap(grad(lambda ps, x: fun(ps, x).sin().sum()), in_dims=(None, 0))(params, numbers(4, 3)))
     assert_same(*results)
+
+
+def log_determinant(a: Tensor) -> Tensor:
+    return torch.slogdet(a)[1]
+
+
+def of_a_solution(a: Tensor) -> Tensor:
+    return torch.linalg.solve(a, numbers(3, seed=1)).sin().sum()
+
+
+def of_mish(a: Tensor) -> Tensor:
+    return F.mish(a).square().sum()
+
+
+def tangent_of(fun: Fun, a: Tensor, t: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(fun(forward_ad.make_dual(a, t))).tangent
+
+
+FORWARD_AD: dict[str, Callable[[Fun, Tensor, Tensor], Any]] = {
+    "grad": lambda f, a, t: tangent_of(grad(f), a, t),
+    "vjp": lambda f, a, t: tangent_of(lambda a: vjp(f, a)[1](torch.ones((), dtype=a.dtype))[0], a, t),
+    "grad of grad": lambda f, a, t: tangent_of(grad(lambda a: grad(f)(a).sin().sum()), a, t),
+    "backward": lambda f, a, t: tangent_of(lambda a: torch.autograd.grad(f(a), a, create_graph=True)[0], leaf(a), t),
+    "linearize": lambda f, a, t: linearize(grad(f), a)[1](t),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
+@pytest.mark.parametrize("kind", [remat, lambda f: lambda a: checkpoint(f, a, use_reentrant=False)])
+@pytest.mark.parametrize("how", FORWARD_AD)
+@pytest.mark.parametrize("fun", [log_determinant, of_a_solution, of_mish])
+def test_gradients_whose_formula_has_a_tangent_only_where_it_is_recorded(fun: Fun, how: str, kind: Any) -> None:
+    a, t = numbers(3, 3) + 3 * torch.eye(3, dtype=torch.float64), numbers(3, 3, seed=2)
+    assert_same(FORWARD_AD[how](kind(fun), a, t), FORWARD_AD[how](fun, a, t))
+
+
+@pytest.mark.parametrize("op", [lambda x: torch.add(x.sin(), x, alpha=2), lambda x: torch.lerp(x, x.sin(), 0.3)])
+@pytest.mark.parametrize("kind", [remat(policy=policies.dots_saveable), LiveBytes])
+def test_numbers_times_zeros_that_are_not_in_memory(kind: Any, op: Fun) -> None:
+    """A ZeroTensor times a number ends the process in a TorchDispatchMode of torch 2.13."""
+    w, x = numbers(3, seed=1), leaf(numbers(3))
+
+    def fun(x: Tensor) -> Tensor:
+        return grad(lambda x: jvp(lambda x: (op(x) * w).sum(), (x,), (w,))[1])(x)
+
+    expected = fun(x.detach())
+    if kind is LiveBytes:
+        with kind():
+            assert_same(fun(x.detach()), expected)
+        return
+    kind(fun)(x).sum().backward()
+    other = leaf(x)
+    fun(other).sum().backward()
+    assert_same(x.grad, other.grad)
 
 
 # torch's own `linearize` warns of what hooks do.
