@@ -98,7 +98,8 @@ class Reads:
         numbers in globals of others, and numbers in modules (owner: a weak reference).
     """
 
-    def __init__(self, roots: list[Any]) -> None:
+    def __init__(self, roots: list[Any], bound: Any = None) -> None:
+        """`bound`: the module of which a method is called, and not its `forward`, if there is one."""
         self.is_known = False
         self.may_run_below = True
         self.unpacks = False
@@ -120,6 +121,7 @@ class Reads:
         self._stock: set[int] = set()
         self._looked_up: set[tuple[int, str]] = set()
         self._uses_super = False
+        self._bound = bound
         self._roots = {id(root): i for i, root in enumerate(roots)}
         self._keeps_identities = [root.__code__ for root in roots if type(root) is types.FunctionType]
         with contextlib.suppress(_Unknown):
@@ -133,7 +135,7 @@ class Reads:
         self.gives_memory_away = not self._names.isdisjoint(ACCESS)
         self.may_write = bool(self._names & MAY_BE_INPLACE)
         del self._functions, self._modules, self._settings, self._kinds, self._stock, self._roots, self._names
-        del self._looked_up
+        del self._looked_up, self._bound
 
     @property
     def has_modules(self) -> bool:
@@ -271,7 +273,7 @@ class Reads:
         if kind in STOCK:
             self._take_stock(module)
             return
-        if kind not in CONTAINERS:
+        if kind not in CONTAINERS and module is not self._bound:
             self._attribute(module, "forward")
         if isinstance(module, (nn.Sequential, *CONTAINERS)):  # others are asked for their children by name
             for child in module.children():
@@ -371,7 +373,7 @@ def reads(fun: Any, roots: list[Any] | None = None) -> Reads | None:
     if found is None or not found.holds(roots):
         if len(_found) > 1000:
             _found.clear()
-        found = _found[key] = Reads(roots)
+        found = _found[key] = Reads(roots, getattr(fun, "__self__", None))
     return found if found.is_known else None
 
 

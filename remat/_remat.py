@@ -60,7 +60,7 @@ class Remat(Generic[P, R]):
         policy = None if options.policy is None or _compile.tracing() else as_policy(options.policy)
         self._policy = None if policy == nothing_saveable else policy
         self._static = StaticArguments(fun, self._name, options.static_argnums, options.static_argnames)
-        self._may_be_unwatched = options.preserve_rng_state and not (options.static_argnums or options.static_argnames)
+        self._has_static = bool(options.static_argnums or options.static_argnames)
 
     def __remat_maker__(self) -> Callable[[Callable[P, R]], Remat[P, R]]:
         """The same transform, to be applied to another function."""
@@ -74,11 +74,12 @@ class Remat(Generic[P, R]):
             return fun(*args, **kwargs)
         fun = internals.uncompiled(fun)  # remat goes by the ops
         watch = watching.get() or (watchers[-1] if watchers else None)
-        if watch is None and self._may_be_unwatched:
-            policy = self._policy
-            unwatched_call = unwatched(fun, self._name, args, kwargs, sees_ops=policy is not None)
+        if watch is None:
+            policy, preserve_rng_state = self._policy, self._options.preserve_rng_state
+            sees_ops = policy is not None
+            unwatched_call = unwatched(fun, self._name, args, kwargs, sees_ops=sees_ops, as_given=self._has_static)
             if unwatched_call is not None:
-                return unwatched_call.run(fun, args, kwargs, policy)
+                return unwatched_call.run(fun, args, kwargs, policy, preserve_rng_state)
         leaves, spec = _tree.flatten(self._static.boxed(args, kwargs))
         call = Call(fun, self._name, leaves, spec, self._policy)
         call.watched = watch is not None
@@ -239,7 +240,7 @@ def remat(
     - `static_argnums`: positions of arguments that are kept whole: their tensors are not looked for as leaves.
     - `static_argnames`: the same by name.
     - `preserve_rng_state`: repeat the random draws of the forward in the rerun. False saves the cost of
-        looking after the generators, for functions that draw nothing.
+        looking after the generators, for functions that draw nothing: what draws gets the derivative of other draws.
 
     **Returns:** a callable with the name, documentation and signature of `fun`.
 

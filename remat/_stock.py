@@ -51,7 +51,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _HARMLESS = words("""
     __abstractmethods__ __annotate__ __annotate_func__ __annotations__ __annotations_cache__ __constants__ __dict__
     __doc__ __firstlineno__ __hash__ __init__ __jit_unused_properties__ __module__ __orig_bases__ __parameters__
-    __repr__ __setstate__ __static_attributes__ __weakref__
+    __reduce_ex__ __repr__ __setstate__ __static_attributes__ __weakref__
     """)
 
 

@@ -72,7 +72,7 @@ def _tells(tree: Any) -> bool:
 class PlainCall:
     """A call of which nothing is differentiated."""
 
-    def run(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Any) -> Any:
+    def run(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *options: Any) -> Any:
         """The result."""
         return fun(*args, **kwargs)
 
@@ -211,13 +211,17 @@ class UnwatchedCall:
         self._repeats_draws = self._reads.draws and preserve_rng_state
         self._as_checkpoint = True
 
-    def run(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Any) -> Any:
+    def run(
+        self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Any, preserve_rng_state: bool
+    ) -> Any:
         """The user's own call, and its result with the remat'd derivative.
 
         **Arguments:**
 
         - `policy`: what is kept, or None.
+        - `preserve_rng_state`: whether the rerun draws what the forward draws.
         """
+        self._repeats_draws = self._repeats_draws and preserve_rng_state
         operands, graph = self.operands, None
         mode: Recorder | Search | None = None
         if self.needs_node:
@@ -465,13 +469,20 @@ def _needs_node() -> bool:
 
 
 def unwatched(
-    fun: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, sees_ops: bool = False
+    fun: Any,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    sees_ops: bool = False,
+    as_given: bool = False,
 ) -> UnwatchedCall | PlainCall | None:
     """A call of a function that need not be watched, else None.
 
     **Arguments:**
 
     - `sees_ops`: whether something looks at the ops of both runs, which have to be the same then.
+    - `as_given`: whether the rerun has to be given the very same objects, not copies of lists and dicts.
     """
     # Under hooks there may be a region around that runs this again. It has to save the same then: watched both times.
     if internals.function_modes_active() or internals.saved_tensors_hooks_active():
@@ -479,7 +490,7 @@ def unwatched(
     while type(fun) is functools.partial and _LEAVES.issuperset(map(type, (*fun.args, *fun.keywords.values()))):
         args, kwargs, fun = (*fun.args, *args), {**fun.keywords, **kwargs}, fun.func
     flat = not kwargs and _LEAVES.issuperset(map(type, args))
-    if not (flat or (_is_plain(args) and _is_plain(kwargs))):
+    if not flat and (as_given or not (_is_plain(args) and _is_plain(kwargs))):
         return None
     roots: list[Any] = []
     reads = _pure.reads(fun, roots)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -57,7 +58,8 @@ def _remat_class(base: type[nn.Module], policy: Policy | None) -> type[nn.Module
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run(functools.partial(base.forward, self, **kwargs), *args)
+        method = types.MethodType(base.forward, self)
+        return run(functools.partial(method, **kwargs) if kwargs else method, *args)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         # No other process could find this class by its name: an instance of `base` is made, and wrapped.
