@@ -16,10 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._errors import RematError
 from remat._frozen import ATOMS, Freezer, Frozen, Held, Table, Thawer, cell_contents, parts
 from remat._methods import names_in
 from remat._spaces import GONE, Space, as_it_was, content_of, item_of, set_item
-from remat._state import State
+from remat._state import LAZY, State
 
 _OPAQUE = (Tensor, type, types.ModuleType, str, bytes, int, float, complex, types.CodeType)
 _Slot = tuple[Any, Any, Held | Frozen]  # a dict or list, a key of it, and what holds operands there
@@ -77,6 +78,8 @@ class Closure:
         roots = [x for x in self._live if type(x) not in ATOMS]
         self._contents = cell_contents(roots)
         state = State(roots)
+        if state.lazy is not None:
+            raise RematError(LAZY.format("remat", type(state.lazy).__name__))
         self._spaces = [*state.names, *state.of_modules, *state.others]
         self._slots: list[_Slot] = []
         self._replaced: set[int] = set()

@@ -37,6 +37,16 @@ def shown(value: object) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
+def note_rerun(error: Exception, who: str) -> None:
+    """Note in an error of the user's code, or of torch, that it came out of a rerun (Python 3.11 or later)."""
+    ours = isinstance(error, (CheckpointError, RematError))
+    if hasattr(error, "add_note") and not ours and not getattr(error, "__notes__", None):
+        error.add_note(
+            f"Raised while {who} ran again for the backward pass. Its forward run went through: something that it "
+            "reads has changed since."
+        )
+
+
 def warn(message: str) -> None:
     """A warning that points at the line of the user's that called remat."""
     level, frame = 1, sys._getframe()

@@ -46,7 +46,7 @@ def methods_of(kind: type, name: str) -> list[types.FunctionType]:
 def called_method(obj: Any) -> tuple[type, str] | None:
     """The class and the name of the method that a call of an object runs."""
     if isinstance(obj, types.MethodType):
-        return type(obj.__self__), obj.__func__.__name__
+        return type(obj.__self__), getattr(obj.__func__, "__name__", "__call__")
     return (type(obj), "__call__") if callable(obj) and not isinstance(obj, type) else None
 
 

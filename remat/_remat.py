@@ -18,6 +18,7 @@ from typing_extensions import ParamSpec
 from remat import _compile, _tree
 from remat import _torch_internals as internals
 from remat._derived import Derived
+from remat._errors import shown
 from remat._primitive import attach
 from remat._replay import Call
 from remat._run import Run
@@ -110,6 +111,17 @@ class Remat(Generic[P, R]):
         function.__code__ = function.__code__.replace()  # the compiler counts what it has compiled of each code
         return functools.update_wrapper(function, self)
 
+    def __getattr__(self, name: str) -> Any:
+        module = vars(self).get("__wrapped__")
+        if isinstance(module, torch.nn.Module) and hasattr(module, name):
+            raise AttributeError(
+                f"remat: remat({type(module).__name__}(...)) is a function, and has no {name!r}: ask the module itself. "
+                "To have a module that runs again on backward, wrap it with remat.nn.remat_module.",
+                name=name,
+                obj=self,
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
     def __reduce__(self) -> Any:
         # A decorated function is found by its name, as functions are; anything else is wrapped again.
         found: Any = sys.modules.get(getattr(self, "__module__", None) or "")
@@ -182,10 +194,15 @@ def _check(fun: Any) -> None:
             )
         if fun is None:
             return
+        if isinstance(fun, property):
+            raise TypeError("remat: fun must be callable; got a property. Write @property above @remat.")
+        if isinstance(fun, Tensor):
+            raise TypeError(f"remat: fun must be callable; got {shown(fun)}. Write remat(f)(x), not remat(f(x)).")
         if not callable(fun):
-            raise TypeError(f"remat: fun must be callable; got {type(fun).__name__} {fun!r}.")
+            raise TypeError(f"remat: fun must be callable; got {shown(fun)}.")
         called = type(fun).__call__
-    if isinstance(called, _FUNCTIONS) and called.__code__.co_flags & _BODY_LATER:
+    code = getattr(called, "__code__", None)  # a method may be one of any callable
+    if isinstance(called, _FUNCTIONS) and code is not None and code.co_flags & _BODY_LATER:
         raise TypeError(
             f"remat: {_name(called)} is a generator or async function: its body runs after the call, out of remat's "
             "sight. Put under remat what computes in it."

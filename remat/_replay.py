@@ -17,7 +17,7 @@ from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import Closure
 from remat._context import Ambient, KeptDraws, RandomState, replayed
-from remat._errors import PURITY, CheckpointError, RematError, call_site
+from remat._errors import PURITY, CheckpointError, RematError, call_site, note_rerun
 from remat._frozen import Thawer
 from remat._log import Log
 from remat._recorder import Recorder
@@ -219,9 +219,10 @@ class Call:
             args, kwargs = _tree.unboxed(*_tree.unflatten(self.spec, leaves))
             try:
                 out, _ = _tree.flatten(fun(*args, **kwargs))
-            except RuntimeError as error:
-                if "INTERNAL ASSERT" in str(error):
+            except Exception as error:
+                if isinstance(error, RuntimeError) and "INTERNAL ASSERT" in str(error):
                     raise RematError(_OUT_OF_REACH.format(self.name)) from error
+                note_rerun(error, self.name)
                 raise
         if run.spared is not None:
             self._spared.append(run.spared)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from remat._frozen import ATOMS, parts, written_names
 from remat._methods import called_method, is_known, methods_of, names_in
@@ -49,6 +50,12 @@ def _package(fun: types.FunctionType) -> str:
     return str(fun.__globals__.get("__name__")).partition(".")[0]
 
 
+LAZY = (
+    "{}: {} is lazy and has yet to make its parameters, and a rerun would begin after that. Call it once before, in "
+    "torch.no_grad()."
+)
+
+
 class State:
     """What the functions, modules and objects that are given, the roots, may keep state in.
 
@@ -58,10 +65,12 @@ class State:
     - `modules`: by identity.
     - `attributes`, `parameters`, `buffers`, `children`: of the modules, where there are some.
     - `empty`: where there are none: the dicts for them. A ScriptModule has no such dicts.
+    - `lazy`: a module that has yet to make its parameters, if there is one.
     - `others`: lists, dicts, attributes of objects, and those of classes that the code names.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
+        self.lazy: torch.nn.Module | None = None
         self.names: list[Space] = []
         self.modules: dict[int, torch.nn.Module] = {}
         self.attributes: list[Space] = []
@@ -152,6 +161,8 @@ class State:
 
     def _module(self, module: torch.nn.Module) -> Iterator[Any]:
         self.modules[id(module)] = module
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+            self.lazy = module
         self._take_class(type(module))
         names = vars(module)
         self.attributes.append(Space(names))

@@ -24,7 +24,7 @@ from remat import _pure, _tree
 from remat import _torch_internals as internals
 from remat._context import Ambient, RandomState, replayed
 from remat._derived import Derived
-from remat._errors import CheckpointError, RematError
+from remat._errors import CheckpointError, RematError, note_rerun
 from remat._frozen import Freezer, Table, Thawer, cell_contents
 from remat._primitive import attach, attach_over_graph, attach_over_graph_below
 from remat._recorded_graph import RecordedGraph
@@ -395,6 +395,10 @@ class UnwatchedCall:
                     self._check(fun)
                 with self._drawing_again(), Swapped(swaps) if swaps else _NOTHING, self._context:
                     return fun(*args, **kwargs)
+        except Exception as error:
+            if is_rerun:
+                note_rerun(error, self.name)
+            raise
         finally:
             if thaw is not None:
                 thaw.empty()

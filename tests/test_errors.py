@@ -4,6 +4,8 @@
 # ruff: noqa: PT017 - an error is one of two right answers
 
 import functools
+import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn import functional as F
 
-from remat import CheckpointError, RematError, remat
+from remat import CheckpointError, RematError, checkpoint, remat
 from remat import _torch_internals as internals
 
 
@@ -696,3 +698,41 @@ def test_an_intermediate_of_before_is_differentiated_too() -> None:
         w = v.exp()
         ck(lambda x: x * w)(leaf(numbers(3))).sum().backward()
         assert_same(v.grad, v.detach().exp() * numbers(3))
+
+
+# Errors of torch's, or of the user's own, that a rerun raises.
+
+
+def by_checkpoint(fun: Fun) -> Fun:
+    return lambda x: checkpoint(fun, x, use_reentrant=False)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "who"), [(remat, "Sequential"), (by_checkpoint, "a checkpointed function|Sequential")]
+)
+def test_an_error_of_a_rerun_says_so(kind: Any, who: str, watched: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    model.seen = Seen() if watched else None
+    if watched:
+        model.register_forward_pre_hook(lambda module, args: module.seen.append(0))
+    y = kind(model)(torch.ones(2, 3))
+    model.double()
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        y.sum().backward()
+    (note,) = caught.value.__notes__
+    assert re.match(rf"Raised while ({who}) ran again for the backward pass\.", note)
+
+
+@pytest.mark.parametrize("layer", [nn.LazyLinear(3), nn.LazyBatchNorm1d()], ids=["linear", "norm"])
+def test_lazy_modules(layer: nn.Module) -> None:
+    model, x = nn.Sequential(layer), leaf(torch.ones(4, 3))
+    for call in (remat(model), by_checkpoint(by_checkpoint(model))):
+        match = f"{type(layer).__name__} is lazy and has yet to make its parameters, .* Call it once before"
+        with pytest.raises(RematError, match=match):
+            call(x)
+    with torch.no_grad():
+        model(x)
+    for call in (remat(model), by_checkpoint(by_checkpoint(model))):
+        call(x).sum().backward()

@@ -6,6 +6,7 @@ import inspect
 import io
 import pickle
 import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch.func import functional_call, grad, jvp, stack_module_state, vmap
 from torch.nn.utils import parametrizations
 
 from remat import policies, remat
+from remat._pure import reads
 from remat.debug import LiveBytes
 from remat.nn import RematReport, WrappedModule, apply_remat, remat_module
 
@@ -634,3 +636,34 @@ def test_every_has_to_be_a_positive_number(every: Any) -> None:
 def test_a_bad_policy_is_an_error_at_once() -> None:
     with pytest.raises(TypeError, match="policy"):
         remat_module(Block(), policy=3)
+
+
+# What a wrapped module costs: as little as a call of `checkpoint`.
+
+
+class CallsItself(nn.Module):
+    """A row is a matrix of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self(x[None], scale=scale)[0].sin() if x.dim() == 1 else self.layer(x).tanh() * scale
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+@pytest.mark.parametrize(
+    "make", [CallsItself, lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh()), lambda: nn.Linear(3, 3)]
+)
+def test_a_wrapped_module_need_not_be_watched(make: Any, shape: tuple[int, ...]) -> None:
+    module, x = make(), torch.ones(shape)
+    options = {"scale": 2.0} if isinstance(module, CallsItself) else {}
+    module(x, **options).sum().backward()
+    expected = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    base = type(module)
+    remat_module(module)
+    assert reads(types.MethodType(base.forward, module)) is not None
+    module(x, **options).sum().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), expected, strict=True))

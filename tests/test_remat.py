@@ -17,7 +17,7 @@ from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Seen, assert_same, le
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from remat import policies, remat
+from remat import checkpoint, policies, remat
 
 
 @remat
@@ -261,11 +261,45 @@ async def async_generator(x: Tensor) -> AsyncIterator[Tensor]:
         (GeneratorObject(), r"GeneratorObject\.__call__ is a generator or async function"),
         (coroutine, r"coroutine is a generator or async function"),
         (async_generator, r"async_generator is a generator or async function"),
+        (property(lambda self: 0), r"fun must be callable; got a property\. Write @property above @remat"),
+        (
+            torch.ones(2),
+            r"fun must be callable; got a tensor of shape \[2\] and dtype torch.float32\. Write remat\(f\)",
+        ),
     ],
 )
 def test_what_can_not_run_again_as_a_whole(bad: Any, message: str) -> None:
     with pytest.raises(TypeError, match=f"remat: {message}"):
         remat(bad)
+
+
+def test_a_remat_of_a_module_is_no_module() -> None:
+    fun = remat(nn.Linear(3, 3))
+    for name in ("parameters", "weight", "state_dict"):
+        with pytest.raises(
+            AttributeError, match=rf"remat\(Linear\(...\)\) is a function, and has no '{name}'.*remat_module"
+        ):
+            getattr(fun, name)
+    with pytest.raises(AttributeError, match="'Remat' object has no attribute 'parameters'"):
+        remat(undecorated).parameters
+
+
+@pytest.mark.parametrize("name", [True, False])
+def test_a_method_of_a_callable_object(name: bool) -> None:
+    class Calls:
+        def __init__(self, fun: Any) -> None:
+            self.fun = fun
+            if name:
+                functools.update_wrapper(self, fun)
+
+        def __call__(self, *args: Any) -> Any:
+            return self.fun(*args)
+
+    layer, x = nn.Linear(3, 3), leaf(torch.ones(3))
+    expected = torch.autograd.grad(layer(x).sin().sum(), x)
+    layer.forward = types.MethodType(Calls(nn.Linear.forward), layer)  # type: ignore[method-assign]
+    for fun in (remat(layer), remat(layer.forward), lambda x: checkpoint(layer, x, use_reentrant=False)):
+        assert_same(torch.autograd.grad(fun(x).sin().sum(), x), expected)
 
 
 def test_other_classes_are_functions() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._context import Ambient
-from remat._errors import CheckpointError
+from remat._errors import CheckpointError, note_rerun
 from remat._native import version
 from remat._run import CHANGES_SHARED
 from remat.compat._captured import Captured
@@ -164,6 +164,9 @@ class Call:
                     if rerun.drops_result:
                         out = None
                     rerun.spared.finish()
+        except Exception as error:
+            note_rerun(error, "a checkpointed function")
+            raise
         finally:
             if draws is not None and random_before is not None:
                 repeats_numpy = draws.end(random_before)
