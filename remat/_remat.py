@@ -115,7 +115,7 @@ class Remat(Generic[P, R]):
         module = vars(self).get("__wrapped__")
         if isinstance(module, torch.nn.Module) and hasattr(module, name):
             raise AttributeError(
-                f"remat: remat({type(module).__name__}(...)) is a function, and has no {name!r}: ask the module itself. "
+                f"remat: remat({type(module).__name__}(...)) is a function, and has no {name!r}: ask the module. "
                 "To have a module that runs again on backward, wrap it with remat.nn.remat_module.",
                 name=name,
                 obj=self,

@@ -281,7 +281,7 @@ def test_a_remat_of_a_module_is_no_module() -> None:
         ):
             getattr(fun, name)
     with pytest.raises(AttributeError, match="'Remat' object has no attribute 'parameters'"):
-        remat(undecorated).parameters
+        _ = remat(undecorated).parameters
 
 
 @pytest.mark.parametrize("name", [True, False])
