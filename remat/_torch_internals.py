@@ -689,12 +689,6 @@ def nodes_behind(roots: Iterable[Any], since: int = -1) -> list[Any]:
     return list(found)
 
 
-def saved_tensors(nodes: Iterable[Any]) -> Iterator[Tensor]:
-    """The plain tensors that nodes have saved."""
-    for node in nodes:
-        yield from (innermost(s) for s in _saved_by(node) if isinstance(s, Tensor))
-
-
 def held_in(saved: Any) -> Any:
     """What `save` holds: a tensor, or what hooks have put in its place. It is not unpacked."""
     return saved.data
@@ -704,6 +698,18 @@ def held_by(node: Any) -> Iterator[Any]:
     """What a node holds of what it has saved, as `held_in`: to unpack it would run the function of a checkpoint."""
     for held in _saved_by(node, "_raw"):
         yield held_in(held) if isinstance(held, torch._C._autograd.SavedTensor) else held
+
+
+def unpacked_by_hooks(nodes: Iterable[Any], checkpoints: type) -> Iterator[Tensor]:
+    """The plain tensors that the user's hooks make of what they have put in the place of saved ones.
+
+    `checkpoints`: what calls under a checkpoint have put there. That is left alone, and so is that of torch's own.
+    """
+    left = Tensor, type(None), checkpoints, torch.utils.checkpoint._Holder
+    for node in nodes:
+        packed = [held_in(s) for s in _saved_by(node, "_raw") if isinstance(s, torch._C._autograd.SavedTensor)]
+        if any(not isinstance(held, left) for held in packed):  # the hooks of a node are the same for all that it saves
+            yield from (innermost(s) for s in _saved_by(node) if isinstance(s, Tensor))
 
 
 def running_backward(thread: int) -> list[Any]:

@@ -1,5 +1,6 @@
 """saved_residuals, print_saved_residuals, list_ops, and what REMAT_LOG=residuals says."""
 
+import copy
 import functools
 import inspect
 import logging
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import UNIT, activation, numbers
+from helpers import UNIT, Seen, activation, numbers
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.func import grad, vmap
@@ -24,6 +25,7 @@ import remat._remat as _remat
 from remat import (
     RematError,
     Residual,
+    checkpoint,
     checkpoint_name,
     list_ops,
     policies,
@@ -33,6 +35,7 @@ from remat import (
 )
 from remat._inspect._tables import bytes_text
 from remat.debug import LiveBytes
+from remat.nn import remat_module
 
 aten = torch.ops.aten
 W = numbers(3, 3)
@@ -196,6 +199,27 @@ def test_what_hooks_unpack_is_listed_each_time() -> None:
 
     residuals = saved_residuals(fun, numbers(3).requires_grad_())
     assert len(residuals) == 3
+
+
+BLOCK = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+WRAPPED = remat_module(copy.deepcopy(BLOCK))
+BY_CHECKPOINT: dict[str, Any] = {
+    "checkpoint": lambda x: checkpoint(BLOCK, x, use_reentrant=False).exp(),
+    "reentrant": lambda x: checkpoint(BLOCK, x, use_reentrant=True).exp(),
+    "watched": lambda x: checkpoint(lambda x: (Seen(), BLOCK(x))[1], x, use_reentrant=False).exp(),
+    "a wrapped module": lambda x: WRAPPED(x).exp(),
+    "torch's": lambda x: torch.utils.checkpoint.checkpoint(BLOCK, x, use_reentrant=False).exp(),
+}
+
+
+@pytest.mark.parametrize("kind", BY_CHECKPOINT)
+def test_what_is_under_checkpoint_is_not_run_again_to_look_at_it(kind: str, capsys: Any) -> None:
+    x = torch.ones(2, 3).requires_grad_()
+    computed = [r.why for r in saved_residuals(BY_CHECKPOINT[kind], x) if r.computed]
+    assert computed == ["output of aten.exp.default"]
+    print_saved_residuals(BY_CHECKPOINT[kind], x)
+    plain = "24 B" if kind == "torch's" else "48 B"
+    assert f"captured tensors: 24 B; without remat: {plain}" in capsys.readouterr().out
 
 
 def test_gradients_are_those_of_what_requires_grad() -> None:

@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._errors import RematError
+from remat._native import Holder, tensors_held
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -34,6 +35,12 @@ def trial() -> Iterator[None]:
 def root_nodes(out: Any) -> list[Any]:
     """The nodes that made the results."""
     return [get_gradient_edge(t).node for t in tensors(out) if t.requires_grad]
+
+
+def tensors_behind(nodes: list[Any]) -> list[Tensor]:
+    """The plain tensors that nodes hold, or for which they hold what hooks have made of them."""
+    found = [*tensors_held(nodes), *internals.unpacked_by_hooks(nodes, Holder)]
+    return [t for t in found if t.layout == torch.strided]
 
 
 def check(who: str, fun: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from remat import _torch_internals as internals
 from remat._errors import call_site
-from remat._inspect._forward import is_leaf, tensors
+from remat._inspect._forward import is_leaf, tensors, tensors_behind
 from remat._inspect._origins import Names
 from remat._inspect._residuals import Held, format_residuals, total_bytes
 from remat._inspect._tables import bytes_text
@@ -74,9 +74,8 @@ class Watched:
         where = call_site()
         with internals.DisableTorchFunction():
             nodes = internals.nodes_behind((n for t in tensors(out) for n in internals.nodes_of(t)), call.since)
-            found = [t for t in internals.saved_tensors(nodes) if t.layout == torch.strided]
-            saved = {id(s): s for s in (t.untyped_storage() for t in found)}
-        del nodes, found
+            saved = {id(s): s for s in (t.untyped_storage() for t in tensors_behind(nodes))}
+        del nodes
         others_inside = run in _with_others_inside
         in_rerun = run.in_rerun
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from remat import _torch_internals as internals
 from remat._errors import call_site
 from remat._inspect._costs import flops_of_gradient
-from remat._inspect._forward import check, forward, root_nodes, setting
+from remat._inspect._forward import check, forward, root_nodes, setting, tensors_behind
 from remat._inspect._mistakes import Watched
 from remat._inspect._origins import Names, Origins
 from remat._inspect._residuals import Held, Residual, format_residuals, total_bytes
@@ -23,8 +21,8 @@ def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> li
     """List what is held in memory between the forward and the backward of a function.
 
     The function runs, and each storage is listed that its open graph holds: what it computed and saved, and the
-    arguments and captured tensors that the backward reads, which are there anyway. Functions under remat in it are
-    seen with what their policies keep.
+    arguments and captured tensors that the backward reads, which are there anyway. Functions under remat in it, and
+    calls of `remat.checkpoint`, are seen with what their policies keep.
 
     Gradients are those that a `.backward()` would take. Where neither an argument nor a captured tensor requires grad,
     they are taken of all arguments.
@@ -61,9 +59,8 @@ def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> li
     roots = root_nodes(out)
     out = None
     nodes = internals.nodes_behind(roots)
-    for t in internals.saved_tensors(nodes):
-        if t.layout == torch.strided:
-            held.add_saved(t, here)
+    for t in tensors_behind(nodes):
+        held.add_saved(t, here)
     for node in nodes:
         link = getattr(node, "link", None)
         if link is not None and isinstance(getattr(getattr(link, "fn", None), "call", None), Call):

@@ -15,7 +15,7 @@ import torch
 from remat import _torch_internals as internals
 from remat._errors import shown, warn
 from remat._frozen import cell_contents, parts
-from remat._remat import remat
+from remat._remat import plainly, remat
 from remat._unwatched import unwatched
 from remat.compat import _debug, _settings
 from remat.compat._call import NO_CONTEXTS, Contexts, UsesTransforms
@@ -117,50 +117,66 @@ def checkpoint(
                 raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs) + hint(kwargs))
             if context_fn is not noop_context_fn or debug is not False:
                 raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
-            if _needs_transforms(function, args):
-                return _reentrant_under_transforms(function, args, preserve_rng_state)
-            try:
-                return CheckpointFunction.run(function, preserve_rng_state, args)
-            except UsesTransforms:
-                _remember(function, args)
-                return _reentrant_under_transforms(function, args, preserve_rng_state)
+            return _reentrant(function, args, preserve_rng_state)
         if determinism_check not in _DETERMINISM_CHECKS:
-            raise ValueError(
-                f"determinism_check should be one of {list(_DETERMINISM_CHECKS)}, but got {determinism_check}"
-            )
+            known = list(_DETERMINISM_CHECKS)
+            raise ValueError(f"determinism_check should be one of {known}, but got {determinism_check}")
         contexts = NO_CONTEXTS if context_fn is noop_context_fn else for_one_region(context_fn, preserve_rng_state)
-        if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        if _needs_transforms(function, (args, kwargs)):
-            return _functional(function, contexts, preserve_rng_state)(*args, **kwargs)
-        stop, traced = _settings.early_stop.get(), _settings.debug_enabled.get()
-        stop, traced = early_stop if stop is None else stop, debug if traced is None else traced
-        selects = isinstance(contexts[0], Selective)
-        if (contexts is NO_CONTEXTS or selects) and not traced:
-            name = getattr(function, "__qualname__", type(function).__qualname__)
-            call = unwatched(function, name, args, kwargs, sees_ops=selects)
-            if call is not None:
-                return call.record(
-                    function,
-                    args,
-                    kwargs,
-                    early_stop=stop,
-                    preserve_rng_state=preserve_rng_state,
-                    determinism_check=determinism_check != "none",
-                    contexts=contexts,
-                )
-        options_ = Options(preserve_rng_state, determinism_check != "none", stop)
-        region = Region(function, args, kwargs, options_, contexts)
-        if traced:
-            _debug.trace(region)
-        try:
-            return region.run(function, args, kwargs)
-        except UsesTransforms:
-            _remember(function, (args, kwargs))
-            return _functional(function, contexts, preserve_rng_state)(*args, **kwargs)
+        stop = _settings.early_stop.get()
+        options_ = Options(preserve_rng_state, determinism_check != "none", early_stop if stop is None else stop)
+        return _non_reentrant(function, args, kwargs, contexts, options_, debug)
     except TypeError as error:
         check_call(function, args, kwargs, error)
         raise
+
+
+def _reentrant(function: Callable[..., Any], args: tuple[Any, ...], preserve_rng_state: bool) -> Any:
+    if plainly.get():
+        return function(*args)
+    if not _needs_transforms(function, args):
+        try:
+            return CheckpointFunction.run(function, preserve_rng_state, args)
+        except UsesTransforms:
+            _remember(function, args)
+    return _reentrant_under_transforms(function, args, preserve_rng_state)
+
+
+def _non_reentrant(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    contexts: Contexts,
+    options: Options,
+    debug: bool,
+) -> Any:
+    if not torch.is_grad_enabled() or plainly.get():
+        return function(*args, **kwargs)
+    if _needs_transforms(function, (args, kwargs)):
+        return _functional(function, contexts, options.preserve_rng_state)(*args, **kwargs)
+    traced = _settings.debug_enabled.get()
+    traced = debug if traced is None else traced
+    selects = isinstance(contexts[0], Selective)
+    if (contexts is NO_CONTEXTS or selects) and not traced:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        call = unwatched(function, name, args, kwargs, sees_ops=selects)
+        if call is not None:
+            return call.record(
+                function,
+                args,
+                kwargs,
+                early_stop=options.early_stop,
+                preserve_rng_state=options.preserve_rng_state,
+                determinism_check=options.determinism_check,
+                contexts=contexts,
+            )
+    region = Region(function, args, kwargs, options, contexts)
+    if traced:
+        _debug.trace(region)
+    try:
+        return region.run(function, args, kwargs)
+    except UsesTransforms:
+        _remember(function, (args, kwargs))
+        return _functional(function, contexts, options.preserve_rng_state)(*args, **kwargs)
 
 
 def _decorator(options: dict[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
