@@ -20,8 +20,12 @@ from remat._errors import RematError
 from remat._frozen import ATOMS, Freezer, Frozen, Held, Table, Thawer, cell_contents, parts
 from remat._methods import names_in
 from remat._spaces import GONE, Space, as_it_was, content_of, item_of, set_item
-from remat._state import LAZY, State
+from remat._state import State
 
+_LAZY = (
+    "remat: {} is lazy and has yet to make its parameters, and a rerun would begin after that. Call it once before, in "
+    "torch.no_grad()."
+)
 _OPAQUE = (Tensor, type, types.ModuleType, str, bytes, int, float, complex, types.CodeType)
 _Slot = tuple[Any, Any, Held | Frozen]  # a dict or list, a key of it, and what holds operands there
 
@@ -79,7 +83,7 @@ class Closure:
         self._contents = cell_contents(roots)
         state = State(roots)
         if state.lazy is not None:
-            raise RematError(LAZY.format("remat", type(state.lazy).__name__))
+            raise RematError(_LAZY.format(type(state.lazy).__name__))
         self._spaces = [*state.names, *state.of_modules, *state.others]
         self._slots: list[_Slot] = []
         self._replaced: set[int] = set()

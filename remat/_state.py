@@ -50,12 +50,6 @@ def _package(fun: types.FunctionType) -> str:
     return str(fun.__globals__.get("__name__")).partition(".")[0]
 
 
-LAZY = (
-    "{}: {} is lazy and has yet to make its parameters, and a rerun would begin after that. Call it once before, in "
-    "torch.no_grad()."
-)
-
-
 class State:
     """What the functions, modules and objects that are given, the roots, may keep state in.
 

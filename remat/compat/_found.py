@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from remat import _torch_internals as internals
-from remat._errors import RematError
 from remat._spaces import GONE, Space, as_it_was
-from remat._state import LAZY, State
+from remat._state import State
 
 
 class Found(State):
@@ -19,8 +18,6 @@ class Found(State):
 
     def __init__(self, roots: Iterable[Any]) -> None:
         super().__init__(roots)
-        if self.lazy is not None and internals.function_modes_active():  # of a checkpoint around this one, say
-            raise RematError(LAZY.format("checkpoint", type(self.lazy).__name__))
         self._hooks = internals.hooks_so_far()  # how many modules have got
         self._sets = self._sizes_of_sets()
         self._has_built = False
