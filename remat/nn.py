@@ -129,7 +129,7 @@ def remat_module(module: M, *, policy: Any = None) -> M:
     **Raises:** `TypeError` for what is no module, a `ScriptModule`, or a module without a `forward` (`nn.ModuleList`);
     `ValueError` where `forward` has been replaced in the instance, as by `torch.compile`, and for a lazy module.
 
-    **Source:** `torch.distributed.algorithms._checkpoint.checkpoint_wrapper`, which changes the keys of `state_dict`.
+    **Source:** `torch.distributed.algorithms._checkpoint.checkpoint_wrapper`, which changes the names of parameters.
 
     Examples:
         >>> import torch

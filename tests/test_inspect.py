@@ -525,6 +525,8 @@ def test_a_loss_by_itself_is_one(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("look", [saved_residuals, print_saved_residuals, list_ops])
 def test_the_function_comes_first(look: Any) -> None:
+    with pytest.raises(TypeError, match=f"{look.__name__}: got a class of modules, Linear. Make a module of it first"):
+        look(nn.Linear, numbers(3))
     with pytest.raises(TypeError, match=f"{look.__name__}: the function comes first, then its arguments; got Tensor"):
         look(numbers(3).sin())
 

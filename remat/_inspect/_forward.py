@@ -47,6 +47,8 @@ def check(who: str, fun: Any) -> None:
     """Raise for what can't be looked at, or not from here."""
     if not callable(fun):
         raise TypeError(f"{who}: the function comes first, then its arguments; got {type(fun).__name__}.")
+    if isinstance(fun, type) and issubclass(fun, torch.nn.Module):
+        raise TypeError(f"{who}: got a class of modules, {fun.__qualname__}. Make a module of it first.")
     if internals.transforms_active():
         raise RematError(f"{who}: look from outside of all transforms, not inside of one.")
 
