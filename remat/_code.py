@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import math
 import types
 from typing import Any, NamedTuple
+
+
+_BODY_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def runs_later(function: Any) -> bool:
+    """Whether the body of a function or method runs after the call: it is a generator or async function."""
+    if type(function) not in (types.FunctionType, types.MethodType):
+        return False
+    code = getattr(function, "__code__", None)  # a method may be one of any callable
+    return code is not None and bool(code.co_flags & _BODY_LATER)
 
 
 def words(text: str) -> frozenset[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -17,6 +16,7 @@ from typing_extensions import ParamSpec
 
 from remat import _compile, _tree
 from remat import _torch_internals as internals
+from remat._code import runs_later
 from remat._derived import Derived
 from remat._errors import shown
 from remat._primitive import attach
@@ -176,7 +176,6 @@ def _of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType)
-_BODY_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def _check(fun: Any) -> None:
@@ -201,8 +200,7 @@ def _check(fun: Any) -> None:
         if not callable(fun):
             raise TypeError(f"remat: fun must be callable; got {shown(fun)}.")
         called = type(fun).__call__
-    code = getattr(called, "__code__", None)  # a method may be one of any callable
-    if isinstance(called, _FUNCTIONS) and code is not None and code.co_flags & _BODY_LATER:
+    if runs_later(called):
         raise TypeError(
             f"remat: {_name(called)} is a generator or async function: its body runs after the call, out of remat's "
             "sight. Put under remat what computes in it."

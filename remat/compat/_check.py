@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from remat._code import runs_later
 from remat._errors import shown
 from remat._remat import remat
-
-_FUNCTIONS = (types.FunctionType, types.MethodType)
-_BODY_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def check_flag(what: str, value: Any) -> None:
@@ -35,10 +32,8 @@ def check_function(function: Any) -> None:
 def check_body(function: Any) -> None:
     """Raise for a function whose body runs after the call, as `remat` does."""
     called = function.func if type(function) is functools.partial else function
-    if type(called) in _FUNCTIONS:
-        code = getattr(called, "__code__", None)  # a method may be one of any callable
-        if code is not None and code.co_flags & _BODY_LATER:
-            remat(function)
+    if runs_later(called):
+        remat(function)
 
 
 def check_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError) -> None:
