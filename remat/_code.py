@@ -9,7 +9,6 @@ import math
 import types
 from typing import Any, NamedTuple
 
-
 _BODY_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
