@@ -216,6 +216,33 @@ def test_state_of_functions_that_are_called_by_name(kind: Decorator) -> None:
     assert (CALLS, COUNTED) == (12, [1, 2])
 
 
+class Settings:
+    scale = 2.0
+
+
+class Scaled(Settings, nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).sin()
+
+
+def by_settings() -> Callable[[Tensor], Tensor]:
+    settings = Settings()
+    return lambda x: (x * settings.scale).sin()
+
+
+@pytest.mark.parametrize("kind", MIXED.values())
+@pytest.mark.parametrize("make", [Scaled, by_settings])
+def test_attributes_of_the_class_of_an_object(make: Any, kind: Decorator) -> None:
+    Settings.scale = 2.0
+    x, seen = leaf(numbers(3)), Seen()
+    fun = make()
+    y = kind(lambda x: (seen.append(0), fun(x))[1])(x)
+    Settings.scale = 3.0
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert_same(gradient, (x.detach() * 2).cos() * 2)
+    assert Settings.scale == 3.0
+
+
 class Near:
     """The first of some objects, each of which holds the next one."""
 
