@@ -124,7 +124,9 @@ class Reads:
         self._bound = bound
         self._roots = {id(root): i for i, root in enumerate(roots)}
         self._keeps_identities = [root.__code__ for root in roots if type(root) is types.FunctionType]
-        with contextlib.suppress(_Unknown):
+        with contextlib.suppress(
+            _Unknown, RecursionError
+        ):  # of functions that call each other by name, a thousand deep
             self._search(roots)
         for module in self._modules.values() if self.is_known else ():
             for is_parameter, names in ((True, module._parameters), (False, module._buffers)):

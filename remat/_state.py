@@ -114,7 +114,7 @@ class State:
         if issubclass(kind, torch.nn.Module):
             return self._module(obj), _DEPTH
         if issubclass(kind, tuple):
-            return tuple.__iter__(obj), depth
+            return self._values_of(obj), depth
         if issubclass(kind, type):
             self._take_class(obj)
             return (), depth
@@ -131,8 +131,9 @@ class State:
             self._codes.append(fun.__code__)
             if names:
                 self.names.append(Space(namespace, frozenset(names)))
+            self._room -= _EACH
             for value in read.values():
-                if type(value) is not types.FunctionType or _package(value) == package:
+                if type(value) is not types.FunctionType or (_package(value) == package and self._room > 0):
                     yield value
         if attributes := vars(fun):
             self.names.append(Space(attributes))
@@ -180,15 +181,19 @@ class State:
             if not issubclass(type(held), (list, dict)) or self._room <= 0:
                 continue
             limit = min(_MANY, self._room)
-            is_small = len(held) <= limit
-            space = items_of(held, limit) if held is obj else Space(held) if is_small else None
+            space = items_of(held, limit) if held is obj else Space(held) if len(held) <= limit else None
             if space is not None:
                 self.others.append(space)
                 self._room -= _EACH
-            if is_small:
-                self._room -= len(held)
-                yield from values_of(held)
+            yield from self._values_of(held)
         if slots := names_of_class(type(obj))[2]:
             space = Attributes(obj, slots)
             self.others.append(space)
             yield from space.before.values()
+
+    def _values_of(self, held: Any) -> Iterable[Any]:
+        """What a list, a dict or a tuple holds, if there is room for all of it."""
+        if len(held) > min(_MANY, self._room):
+            return ()
+        self._room -= len(held)
+        return values_of(held)
