@@ -30,10 +30,10 @@ def methods_of(kind: type, name: str) -> list[types.FunctionType]:
 
     With `super()` it may be any of these classes. Of what is decorated, both functions.
     """
-    spaces = [vars(k) for k in kind.__mro__ if not is_known(k.__module__)]
     found: list[types.FunctionType] = []
-    if not spaces:
+    if is_known(kind.__module__):
         return found
+    spaces = [vars(k) for k in kind.__mro__ if not is_known(k.__module__)]
     names, todo = set[str](), {name}
     while todo:
         names |= todo

@@ -126,11 +126,11 @@ class Space:
 
         - `value`: what the name of a tensor has to mean, by what it meant and what it means now.
         """
-        now = self.now()
-        if not self._held and same_items(now, self.before):
-            return now
-        added = dict.fromkeys(now.keys() - self.before.keys(), GONE)
-        self.assign({**self.before, **added, **{n: value(self.before[n], now.get(n, GONE)) for n in self._held}})
+        now, wanted = self.now(), self.before
+        if self._held:
+            wanted = {**wanted, **{n: value(wanted[n], now.get(n, GONE)) for n in self._held}}
+        if not same_items(now, wanted):
+            self.assign({**wanted, **dict.fromkeys(now.keys() - wanted.keys(), GONE)})
         return now
 
     def restore(self, found: Any) -> None:

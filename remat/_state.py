@@ -60,6 +60,7 @@ class State:
     - `attributes`, `parameters`, `buffers`, `children`: of the modules, where there are some.
     - `empty`: where there are none: the dicts for them. A ScriptModule has no such dicts.
     - `lazy`: a module that has yet to make its parameters, if there is one.
+    - `sets`: in attributes of modules. What they hold is not put back.
     - `others`: lists, dicts, attributes of objects, and those of classes that the code names.
     """
 
@@ -73,6 +74,7 @@ class State:
         self.children: list[Space] = []
         self.empty: list[dict[str, Any]] = []
         self.others: list[Space] = []
+        self.sets: list[set[Any]] = []
         self._seen: set[Any] = set()  # by identity; of methods, by class and name
         self._kinds: dict[type, None] = {}
         self._codes: list[types.CodeType] = []
@@ -169,7 +171,11 @@ class State:
                 self.empty.append(held)
         yield from module._modules.values()
         yield from self._methods((type(module), "forward"))
-        yield from (value for name, value in names.items() if name not in PRIVATE)
+        for name, value in names.items():
+            if name not in PRIVATE:
+                if type(value) is set:
+                    self.sets.append(value)
+                yield value
 
     def _near(self, obj: Any) -> Iterator[Any]:
         """A list or a dict, and the attributes of an object, in a dict or in slots."""

@@ -19,11 +19,8 @@ class Found(State):
     def __init__(self, roots: Iterable[Any]) -> None:
         super().__init__(roots)
         self._hooks = internals.hooks_so_far()  # how many modules have got
-        self._sets = self._sizes_of_sets()
+        self._sizes_of_sets = [*map(len, self.sets)]
         self._has_built = False
-
-    def _sizes_of_sets(self) -> list[int]:
-        return [len(value) for m in self.modules.values() for value in vars(m).values() if type(value) is set]
 
     def finish(self, given: Sequence[int]) -> None:
         """The forward is over. `given`: the identities of the tensors that a rerun will be given."""
@@ -43,7 +40,7 @@ class Found(State):
             or any(self._builds_children(space) for space in self.children)
             or any(space.has_changed() for space in self.parameters)
             or any(len(space.names) != len(space.before) for space in self.buffers)
-            or self._sizes_of_sets() != self._sets
+            or [*map(len, self.sets)] != self._sizes_of_sets
             or internals.has_hooks_since(self._hooks, self.modules.values())
         )
 
@@ -94,13 +91,13 @@ class Found(State):
         def was(before: Any, now: Any) -> Any:
             return as_it_was(before, now, tensors)
 
-        put_back = list(self.names)
-        if with_state:
-            put_back += self.buffers if self._has_built else self._spaces[len(put_back) :]
-        found: list[tuple[Space, Any]] = []
+        put_back, stays = list(self.names), list[Space]()
+        (put_back if with_state else stays).extend(self.buffers)
+        (put_back if with_state and not self._has_built else stays).extend(self._flags)
+        found = [(space, space.now()) for space in stays]
         try:
-            for i, space in enumerate(self._spaces):
-                found.append((space, space.put_back(was) if i < len(put_back) else space.now()))
+            for space in put_back:
+                found.append((space, space.put_back(was)))
             yield
         finally:
             for space, now in reversed(found):  # two functions may name the same global
