@@ -1978,3 +1978,22 @@ def test_values_of_a_function_of_which_the_kernel_was_spared(read: Any) -> None:
         return x.grad
 
     right(run)
+
+
+@both_variants
+def test_a_counter_beside_a_set_of_the_functions_own(variant: str) -> None:
+    """Only sets of modules tell that something was built there."""
+
+    def run(checkpoint: Any) -> Any:
+        module, met, x = nn.Module(), set[int](), leaf(numbers(3))
+        module.count = 0
+
+        def fun(x: Tensor) -> Tensor:
+            module.count += 1
+            met.add(module.count)
+            return (x * module.count).sin()
+
+        checkpoint(fun, x).sum().backward()
+        return x.grad, module.count, met
+
+    right(run, VARIANTS[variant][1])
