@@ -12,10 +12,13 @@ _KNOWN = {*sys.stdlib_module_names, "remat", "torch"}
 """Packages whose methods keep nothing in globals that a rerun should not find as it is."""
 
 
+_DECORATORS = 10  # around each other: an object may say that it wraps itself
+
+
 @functools.cache
-def is_known(module: str) -> bool:
-    """Whether a module belongs to such a package."""
-    return module.partition(".")[0] in _KNOWN
+def is_known(module: Any) -> bool:
+    """Whether a module, by what a class says is its name, belongs to such a package."""
+    return isinstance(module, str) and module.partition(".")[0] in _KNOWN
 
 
 @functools.cache
@@ -52,7 +55,7 @@ def called_method(obj: Any) -> tuple[type, str] | None:
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:
     value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-    while value is not None:
+    for _ in range(_DECORATORS):
         if isinstance(value, types.FunctionType):
             yield value
         value = getattr(value, "__wrapped__", None)

@@ -11,7 +11,7 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -140,57 +140,94 @@ class Space:
             self.assign({**found, **dict.fromkeys(now.keys() - found.keys(), GONE)})
 
 
-class Attributes(Space):
-    """The same for attributes that are in no dict of their own: of a class, in slots, or the content of a cell."""
+class Members(Space):
+    """The same for what descriptors of Python's read and write in an object: its slots, or the content of a cell."""
 
-    def __init__(self, owner: Any, only: Iterable[str]) -> None:
+    def __init__(self, owner: Any, members: Iterable[Any]) -> None:
         self.owner = owner
-        super().__init__({}, frozenset(only))
+        self.members = members
+        super().__init__({})
 
     @property
     def place(self) -> Any:
-        """What has the attributes."""
+        """What has the members."""
         return self.owner
 
-    def now(self) -> dict[str, Any]:
-        assert self.only is not None
-        return {name: self._item(name) for name in self.only}
+    def now(self) -> dict[Any, Any]:
+        return {member: self._item(member) for member in self.members}
 
-    def _item(self, name: str) -> Any:
-        if isinstance(self.owner, type):
-            return vars(self.owner).get(name, GONE)
+    def _item(self, member: Any) -> Any:
         try:
-            return object.__getattribute__(self.owner, name)
+            return member.__get__(self.owner, type(self.owner))
         except (AttributeError, ValueError):  # a cell that is empty
             return GONE
 
-    def assign(self, wanted: dict[str, Any]) -> None:
-        base: Any = type if isinstance(self.owner, type) else object
-        for name, value in wanted.items():
-            now = self._item(name)
+    def assign(self, wanted: dict[Any, Any]) -> None:
+        for member, value in wanted.items():
+            now = self._item(member)
             if value is GONE and now is not GONE:
-                base.__delattr__(self.owner, name)
+                member.__delete__(self.owner)
             elif value is not now:
-                base.__setattr__(self.owner, name, value)
+                member.__set__(self.owner, value)
+
+
+class ClassSpace(Space):
+    """The same for a class."""
+
+    def __init__(self, kind: type, only: frozenset[str]) -> None:
+        self.kind = kind
+        super().__init__({}, only)
+
+    @property
+    def place(self) -> Any:
+        """What has the names."""
+        return self.kind
+
+    def now(self) -> dict[str, Any]:
+        own = vars(self.kind)
+        return {name: own.get(name, GONE) for name in self.only or ()}
+
+    def assign(self, wanted: dict[str, Any]) -> None:
+        for name, value in wanted.items():
+            now = vars(self.kind).get(name, GONE)
+            if value is GONE and now is not GONE:
+                delattr(self.kind, name)
+            elif value is not now:
+                setattr(self.kind, name, value)
+
+
+_CONTENTS = (vars(types.CellType)["cell_contents"],)
 
 
 def of_cell(cell: types.CellType) -> Space:
     """The space that a cell is."""
-    return Attributes(cell, ["cell_contents"])
+    return Members(cell, _CONTENTS)
 
 
-_names_of: weakref.WeakKeyDictionary[type, tuple[int, frozenset[str], frozenset[str]]] = weakref.WeakKeyDictionary()
+class ClassNames(NamedTuple):
+    """What there is in a class, and in its bases."""
+
+    own: tuple[int, Any]
+    """What changes with the names of the class."""
+    data: frozenset[str]
+    """Its names that do not say what it does."""
+    slots: tuple[Any, ...]
+    """The descriptors of slots, also of its bases."""
 
 
-def names_of_class(kind: type) -> tuple[int, frozenset[str], frozenset[str]]:
-    """How many names a class has, those that do not say what it does, and those of slots, also of other classes."""
+_names_of: weakref.WeakKeyDictionary[type, ClassNames] = weakref.WeakKeyDictionary()
+
+
+def names_of_class(kind: type) -> ClassNames:
+    """What is known of a class."""
     own = vars(kind)
+    shape = len(own), next(reversed(own), None)
     known = _names_of.get(kind)
-    if known is None or known[0] != len(own):
+    if known is None or known.own != shape:
         data = (n for n, value in own.items() if not n.startswith("__") and not hasattr(type(value), "__get__"))
-        with_slots = (vars(k).items() for k in kind.__mro__ if "__slots__" in vars(k))
-        slots = (n for items in with_slots for n, v in items if isinstance(v, types.MemberDescriptorType))
-        known = _names_of[kind] = len(own), frozenset(data), frozenset(slots)
+        with_slots = (vars(k).values() for k in kind.__mro__ if "__slots__" in vars(k))
+        slots = (m for members in with_slots for m in members if isinstance(m, types.MemberDescriptorType))
+        known = _names_of[kind] = ClassNames(shape, frozenset(data), tuple(slots))
     return known
 
 
@@ -233,7 +270,7 @@ _SHARED = {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "thre
 
 def is_shared(obj: Any) -> bool:
     """Whether all threads or processes use an object: it changes at any time, and is to stay as it is."""
-    module = type(obj).__module__
+    module = str(type(obj).__module__)
     return module.partition(".")[0] in _SHARED or module.startswith("torch.distributed.")
 
 

@@ -7,8 +7,6 @@ lists, dicts and attributes that are near by.
 from __future__ import annotations
 
 import contextlib
-import dis
-import functools
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,7 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from remat._frozen import ATOMS, parts, written_names
 from remat._methods import called_method, is_known, methods_of, names_in
-from remat._spaces import Attributes, Items, Space, is_shared, items_of, names_of_class, of_cell, values_of
+from remat._spaces import ClassSpace, Items, Members, Space, is_shared, items_of, names_of_class, of_cell, values_of
 from remat._stock import PRIVATE
 
 _CONSTANT = (types.ModuleType, type, types.BuiltinFunctionType)
@@ -27,23 +25,12 @@ _ATOMS = ATOMS | {torch.dtype, torch.device, torch.Size, object}
 _OPAQUE = (Tensor, types.ModuleType, types.BuiltinFunctionType)
 _DEPTH = 4  # from a function or a module on
 _MANY = 1000  # items: a table, not a state
-_ROOM, _EACH = 2000, 10  # items in all, and what a container counts: a look around takes no longer than a small rerun
+_ROOM, _EACH = 4000, 10  # items in all, and what a container counts: a look around takes no longer than a small rerun
 
 
 def _may_lead_on(value: Any) -> bool:
     """Whether there may be state behind a value."""
     return not issubclass(type(value), _OPAQUE)  # what a class says it is may be asked in Python
-
-
-@functools.lru_cache(1000)
-def _global_names(code: types.CodeType) -> frozenset[str]:
-    """The names of the globals that the code, or a function defined in it, reads or assigns to."""
-    names = {str(i.argval) for i in dis.get_instructions(code) if i.opname in _GLOBAL}
-    inner = (_global_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    return frozenset(names).union(*inner)
-
-
-_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 
 
 def _package(fun: types.FunctionType) -> str:
@@ -87,9 +74,9 @@ class State:
 
     def _classes(self) -> list[Space]:
         """What the code names of what classes hold."""
-        data = {kind: names for kind in self._kinds if (names := names_of_class(kind)[1])}
+        data = {kind: names for kind in self._kinds if (names := names_of_class(kind).data)}
         named = frozenset[str]().union(*map(names_in, self._codes)) if data else frozenset()
-        return [Attributes(kind, found) for kind, names in data.items() if (found := names & named)]
+        return [ClassSpace(kind, found) for kind, names in data.items() if (found := names & named)]
 
     @property
     def of_modules(self) -> list[Space]:
@@ -99,13 +86,14 @@ class State:
     def _walk(self, values: Iterable[Any], depth: int) -> None:
         todo = [(v, depth) for v in values if _may_lead_on(v)]
         for obj, depth in todo:
-            if id(obj) not in self._seen:
+            if id(obj) not in self._seen and (self._room > 0 or issubclass(type(obj), torch.nn.Module)):
                 self._seen.add(id(obj))
                 found, depth = self._look_at(obj, depth)
                 todo += [(v, depth) for v in found if type(v) not in _ATOMS and _may_lead_on(v)]
 
     def _take_class(self, kind: type) -> None:
         if kind not in self._kinds and not is_known(kind.__module__):
+            self._room -= _EACH
             self._kinds |= dict.fromkeys(k for k in kind.__mro__ if not is_known(k.__module__))
 
     def _look_at(self, obj: Any, depth: int) -> tuple[Iterable[Any], int]:
@@ -121,6 +109,7 @@ class State:
             self._take_class(obj)
             return (), depth
         methods, pieces = self._methods(called_method(obj)), parts(obj)
+        self._room -= _EACH * len(methods)
         if pieces or depth <= 0:
             return (*methods, *pieces), depth
         return (*methods, *self._near(obj)), depth - 1
@@ -128,16 +117,19 @@ class State:
     def _function(self, fun: types.FunctionType) -> Iterator[Any]:
         namespace, package = fun.__globals__, _package(fun)
         if not is_known(package):
-            read = {name: namespace[name] for name in _global_names(fun.__code__) if name in namespace}
-            names = [name for name, value in read.items() if not issubclass(type(value), _CONSTANT)]
+            made = written_names(fun.__code__, "STORE_GLOBAL") - namespace.keys()
+            read = {name: namespace[name] for name in names_in(fun.__code__) if name in namespace}
+            names = [name for name, value in read.items() if type(value) is not types.ModuleType]
             self._codes.append(fun.__code__)
-            if names:
-                self.names.append(Space(namespace, frozenset(names)))
-            self._room -= _EACH
-            for value in read.values():
-                if type(value) is not types.FunctionType or (_package(value) == package and self._room > 0):
+            if names or made:
+                self.names.append(Space(namespace, made.union(names)))
+            self._room -= _EACH + len(names)
+            for value in map(read.__getitem__, names):
+                is_function = type(value) is types.FunctionType
+                if not is_function or _package(value) == package or "__wrapped__" in vars(value):
                     yield value
-        if attributes := vars(fun):
+        attributes = vars(fun)
+        if 0 < len(attributes) <= _MANY:
             self.names.append(Space(attributes))
             yield from attributes.values()
         yield from parts(fun)
@@ -192,9 +184,10 @@ class State:
                 self.others.append(space)
                 self._room -= _EACH
             yield from self._values_of(held)
-        if slots := names_of_class(type(obj))[2]:
-            space = Attributes(obj, slots)
+        if self._room > 0 and (slots := names_of_class(type(obj)).slots):
+            space = Members(obj, slots)
             self.others.append(space)
+            self._room -= _EACH + len(slots)
             yield from space.before.values()
 
     def _values_of(self, held: Any) -> Iterable[Any]:

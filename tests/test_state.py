@@ -243,6 +243,98 @@ def test_attributes_of_the_class_of_an_object(make: Any, kind: Decorator) -> Non
     assert Settings.scale == 3.0
 
 
+class Slotted:
+    __slots__ = ("k",)
+
+
+class SlottedTwice(Slotted):
+    __slots__ = ("k",)
+
+    @property
+    def both(self) -> Any:
+        return Slotted.k.__get__(self) + self.k  # type: ignore[attr-defined]
+
+
+class Hidden(Slotted):
+    @property
+    def k(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("not to be asked for")
+
+
+@pytest.mark.parametrize("kind", MIXED.values())
+def test_slots_of_the_same_name_and_behind_a_property(kind: Decorator) -> None:
+    twice, hidden, x = SlottedTwice(), Hidden(), leaf(numbers(3))
+
+    def set_all(first: float, second: float, third: float) -> None:
+        Slotted.k.__set__(twice, first)  # type: ignore[attr-defined]
+        twice.k = second
+        Slotted.k.__set__(hidden, third)  # type: ignore[attr-defined]
+
+    set_all(1.0, 2.0, 3.0)
+    y = kind(lambda x: (x * twice.both * Slotted.k.__get__(hidden)).sin())(x)  # type: ignore[attr-defined]
+    set_all(4.0, 5.0, 6.0)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert_same(gradient, (x.detach() * 9).cos() * 9)
+    assert (twice.both, Slotted.k.__get__(hidden)) == (9.0, 6.0)  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def counted_without_grad() -> int:
+    global CALLS
+    CALLS += 1
+    return CALLS
+
+
+act = torch.sin
+
+
+def made_by_the_function(x: Tensor) -> Tensor:
+    global MADE
+    try:
+        MADE += 1  # type: ignore[name-defined]
+    except NameError:
+        MADE = 1
+    return act(x * MADE * counted_without_grad())
+
+
+@pytest.mark.parametrize("kind", MIXED.values())
+def test_globals_that_are_made_or_replaced_and_helpers_under_decorators(kind: Decorator) -> None:
+    global CALLS, act
+    CALLS, act = 0, torch.sin
+    globals().pop("MADE", None)
+    x = leaf(numbers(3))
+    y = kind(made_by_the_function)(x)
+    act = torch.exp
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert_same(gradient, x.detach().cos())
+    assert (CALLS, globals()["MADE"], act) == (1, 1, torch.exp)
+
+
+class Odd:
+    """An object that has whatever it is asked for, and a class that says nothing of its module."""
+
+    __module__ = None  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__wrapped__":
+            raise AttributeError(name)
+        return self
+
+
+class WithOdd(nn.Module):
+    odd = Odd()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.odd, x.sin())[1]
+
+
+@pytest.mark.parametrize("kind", MIXED.values())
+def test_what_is_only_looked_at_may_be_odd(kind: Decorator) -> None:
+    x = leaf(numbers(3))
+    kind(WithOdd())(x).sum().backward()
+    assert_same(x.grad, x.detach().cos())
+
+
 class Near:
     """The first of some objects, each of which holds the next one."""
 
