@@ -193,7 +193,15 @@ class ClassSpace(Space):
             if value is GONE and now is not GONE:
                 delattr(self.kind, name)
             elif value is not now:
-                setattr(self.kind, name, value)
+                _set_of_class(self.kind, name, value)
+
+
+def _set_of_class(kind: type, name: str, value: Any) -> None:
+    """Past what a metaclass of the user's says of that. Those of C have ways of their own."""
+    try:
+        type.__setattr__(kind, name, value)
+    except TypeError:
+        setattr(kind, name, value)
 
 
 _CONTENTS = (vars(types.CellType)["cell_contents"],)
@@ -225,8 +233,8 @@ def names_of_class(kind: type) -> ClassNames:
     known = _names_of.get(kind)
     if known is None or known.own != shape:
         data = (n for n, value in own.items() if not n.startswith("__") and not hasattr(type(value), "__get__"))
-        with_slots = (vars(k).values() for k in kind.__mro__ if "__slots__" in vars(k))
-        slots = (m for members in with_slots for m in members if isinstance(m, types.MemberDescriptorType))
+        members = ((k, m) for k in kind.__mro__ if "__slots__" in vars(k) for m in vars(k).values())
+        slots = (m for k, m in members if isinstance(m, types.MemberDescriptorType) and m.__objclass__ is k)
         known = _names_of[kind] = ClassNames(shape, frozenset(data), tuple(slots))
     return known
 

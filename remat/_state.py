@@ -108,11 +108,14 @@ class State:
         if issubclass(kind, type):
             self._take_class(obj)
             return (), depth
-        methods, pieces = self._methods(called_method(obj)), parts(obj)
-        self._room -= _EACH * len(methods)
-        if pieces or depth <= 0:
-            return (*methods, *pieces), depth
-        return (*methods, *self._near(obj)), depth - 1
+        try:
+            methods, pieces = self._methods(called_method(obj)), parts(obj)
+            self._room -= _EACH * len(methods)
+            if pieces or depth <= 0:
+                return (*methods, *pieces), depth
+            return (*methods, *self._near(obj)), depth - 1
+        except Exception:  # of the object's own code, behind what looks like an attribute
+            return (), depth
 
     def _function(self, fun: types.FunctionType) -> Iterator[Any]:
         namespace, package = fun.__globals__, _package(fun)
