@@ -112,11 +112,15 @@ class Graph(ABC):
         """The running backward pass differentiates nothing in this graph. Its nodes unpack all the same: give zeros."""
         self._skipped = internals.graph_task()
 
+    def _is_skipped(self, key: Any) -> bool:
+        """Whether a backward pass differentiates nothing in this graph."""
+        return key == self._skipped
+
     def unpack(self, index: int) -> Tensor:
         """The saved tensor with this number."""
         group = internals.graph_exec_group() if self.joins_groups else None
         key = internals.graph_task() if group is None else group
-        if key == self._skipped:
+        if self._is_skipped(key):
             return _ZERO.expand(self.metas[index][0])
         if key == -1:  # outside of a backward pass: `grad_fn._saved_self`
             entry = self.rerun()[index]
@@ -176,6 +180,10 @@ class Call(Protocol):
     name: str
     operands: list[Tensor]
     versions: list[int]
+    stays: frozenset[int]
+    """The positions of operands that others hold for good: what modules have."""
+    nests: bool
+    """Whether the function calls functions under remat."""
     last_rerun: bool
     """Where there is a tape: whether the rerun that is about to come is known to be the last."""
 
@@ -187,13 +195,21 @@ class Call(Protocol):
 
 
 class CallGraph(Graph):
-    """The native graph of a call of which it is known what it is given and finds."""
+    """The native graph of a call of which it is known what it is given and finds.
+
+    Inside of another such call, what it is given is saved through the hooks of that one, which computes it again.
+    """
 
     def __init__(self, call: Call, under_node: bool) -> None:
         """`under_node`: whether a node of ours is between the graph and its results."""
         self._call = call
-        self._operands = operands = call.operands
-        self._held = {id(t): weakref.ref(t) for t in operands}
+        self._operands: list[Any] = call.operands
+        self._saved_outside: dict[int, Any] = {}
+        """By position, the operands that hooks around the call have packed."""
+        if internals.saved_tensors_hooks_active():
+            self._saved_outside = {i: internals.save(t) for i, t in enumerate(call.operands) if i not in call.stays}
+            self._operands = [None if i in self._saved_outside else t for i, t in enumerate(call.operands)]
+        self._held = {id(t): weakref.ref(t) for t in self._operands if t is not None}
         self._under_node = under_node
         self.joins_groups = not under_node  # what one result does not need is unpacked all the same
         self._holders: dict[int, weakref.ref[Holder]] = {}
@@ -209,15 +225,26 @@ class CallGraph(Graph):
 
     def operands(self) -> list[Tensor]:
         """The operands, unless they were changed in place."""
-        versions = self._call.versions
-        if [*map(_version, self._operands)] != versions:
-            for tensor, before in zip(self._operands, versions, strict=True):
+        operands, versions = self._given()
+        if [*map(_version, operands)] != versions:
+            for tensor, before in zip(operands, versions, strict=True):
                 check_version(tensor, before)
-        return self._operands
+        return operands
+
+    def _given(self) -> tuple[list[Tensor], list[int]]:
+        """The operands, and how often each had been written to."""
+        operands, versions = self._operands, self._call.versions
+        if self._saved_outside:
+            operands, versions = [*operands], [*versions]
+            for i, saved in self._saved_outside.items():
+                operands[i] = tensor = saved.unpack()
+                versions[i] = tensor._version
+        return operands, versions
 
     def held(self) -> Sequence[Any]:
         """As of a graph."""
-        return self._operands
+        saved = map(internals.held_in, self._saved_outside.values())
+        return [*(t for t in self._operands if t is not None), *saved]
 
     def skip(self) -> None:
         """As of a graph, if all results are under the node."""

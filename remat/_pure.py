@@ -89,6 +89,7 @@ class Reads:
         buffer), and the name.
     - `changes_containers`: whether it may change a list or a dict.
     - `draws`: whether it may draw from the global generators.
+    - `nests`: whether it may call functions under remat.
     - `gives_memory_away`: whether it may read a tensor's memory without an op.
     - `may_run_below`: False once a call of it has shown that it can't run below a transform.
     - `may_write`: whether an argument that is True may tell it to work in place.
@@ -103,6 +104,7 @@ class Reads:
         self.is_known = False
         self.may_run_below = True
         self.unpacks = False
+        self.nests = False
         self.tensors: list[tuple[weakref.ref[nn.Module], bool, str]] = []
         self.statistics: list[weakref.ref[nn.Module]] = []
         self.names: list[tuple[Any, str]] = []
@@ -214,6 +216,10 @@ class Reads:
             if id(value) not in self._modules:
                 self._modules[id(value)] = value
                 self._module(value)
+        elif getattr(value, "__remat_nests__", False):
+            self.nests = True
+            if not isinstance(value, types.FunctionType):
+                self._take(value.__wrapped__)
         elif isinstance(value, types.FunctionType) and id(value) not in operations():
             if id(value) not in self._functions:
                 self._functions[id(value)] = value
@@ -479,6 +485,10 @@ def _key(fun: Any, roots: list[Any]) -> Any:
     if id(fun) in operations():
         roots.append(fun)
         return id(fun)
+    if roots and getattr(kind, "__remat_nests__", False) and fun.__remat_nests__:
+        roots.append(fun)
+        wrapped = _key(fun.__wrapped__, roots)
+        return None if wrapped is None else (kind, wrapped)
     return None
 
 

@@ -22,6 +22,7 @@ from remat._errors import shown
 from remat._primitive import attach
 from remat._replay import Call
 from remat._run import Run
+from remat._sparse_graph import is_inside
 from remat._static import StaticArguments, as_tuple
 from remat._unwatched import unwatched
 from remat._watch import active_watches
@@ -67,6 +68,11 @@ class Remat(Generic[P, R]):
         """The same transform, to be applied to another function."""
         return functools.partial(Remat, options=self._options)
 
+    @property
+    def __remat_nests__(self) -> bool:
+        """Whether what it does is known from the function alone."""
+        return self._policy is None and not self._has_static
+
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         fun = self.__wrapped__
         if _compile.tracing():
@@ -75,7 +81,7 @@ class Remat(Generic[P, R]):
             return fun(*args, **kwargs)
         fun = internals.uncompiled(fun)  # remat goes by the ops
         watch = watching.get() or (watchers[-1] if watchers else None)
-        if watch is None:
+        if watch is None or is_inside():
             policy, preserve_rng_state = self._policy, self._options.preserve_rng_state
             sees_ops = policy is not None
             unwatched_call = unwatched(fun, self._name, args, kwargs, sees_ops=sees_ops, as_given=self._has_static)
@@ -293,3 +299,6 @@ def remat(
         return functools.partial(remat, **vars(options))
     wrapped: Any = Remat(fun, options)
     return kind(wrapped) if kind else wrapped
+
+
+remat.__remat_nests__ = True  # type: ignore[attr-defined]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +34,40 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _requires_grad = operator.attrgetter("requires_grad")
 
 
+class _Running(threading.local):
+    """The call that is running, its forward or its rerun, if its function calls functions under remat."""
+
+    graph: SparseGraph | None = None
+    hook: Any = None
+    modes = 0
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def _nesting(graph: SparseGraph, hook: Any) -> Iterator[None]:
+    """Within it, the function of a call runs. `hook`: through which its graph saves."""
+    before = _running.graph, _running.hook, _running.modes
+    _running.graph, _running.hook, _running.modes = graph, hook, internals.function_modes_active()
+    try:
+        yield
+    finally:
+        _running.graph, _running.hook, _running.modes = before
+
+
+def is_inside() -> bool:
+    """Whether the function of a call with such a graph is running, with nothing in between that looks on.
+
+    It is so in its rerun then, whatever looks on from around that.
+    """
+    return (
+        _running.graph is not None
+        and _running.modes == internals.function_modes_active()
+        and internals.saves_through(_running.hook)
+    )
+
+
 class SparseGraph(CallGraph):
     """The native graph of a call. Of what it would save it holds the operands alone, and runs the function again."""
 
@@ -40,11 +75,17 @@ class SparseGraph(CallGraph):
         super().__init__(call, under_node)
         self._required = [*map(_requires_grad, call.operands)]
         self._early_stop = early_stop
+        self._outer = _running.graph if self._saved_outside else None
         self.compares = True
 
     def record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own call."""
-        return self._record(fun, args, kwargs, None)
+        with _nesting(self, self._pack) if self._call.nests else _NOTHING:
+            return self._record(fun, args, kwargs, None)
+
+    def _is_skipped(self, key: Any) -> bool:
+        # What it was given is not computed again then.
+        return super()._is_skipped(key) or (self._outer is not None and self._outer._is_skipped(key))
 
     def _hold(self, tensor: Tensor, number: int) -> Holder:
         del tensor
@@ -59,15 +100,16 @@ class SparseGraph(CallGraph):
 
     def _rerun(self, decorate: Callable[[Any], Any]) -> Saved:
         """`decorate`: the hook that collects what is saved."""
-        operands, expected, last = self._operands, len(self.metas), max(self._holders)
-        were_changed = [*map(_version, operands)] != self._call.versions
-        stops = self._early_stop and self.metas[last][0].numel() > _WORTH_A_STOP
+        operands, versions = self._given()
+        expected, last = len(self.metas), max(self._holders)
+        were_changed = [*map(_version, operands)] != versions
+        stops = self._early_stop and (self._call.nests or self.metas[last][0].numel() > _WORTH_A_STOP)
         if [*map(_requires_grad, operands)] != self._required:
             operands = [
                 t if t.requires_grad is before else t.detach().requires_grad_(before)
                 for t, before in zip(operands, self._required, strict=True)
             ]
-        held = {*map(id, operands)}
+        held = {id(t) for i, t in enumerate(operands) if i not in self._saved_outside}
         saved: Saved = []
         changed: Saved = []
         metas: list[Meta] = []
@@ -84,9 +126,13 @@ class SparseGraph(CallGraph):
             return tensor
 
         with internals.grad_enabled():
-            internals.push_saved_tensors_hooks(_unseen(collect) if were_changed else decorate(collect), same)
+            hook = _unseen(collect) if were_changed else decorate(collect)
+            internals.push_saved_tensors_hooks(hook, same)
             try:
-                with _Refusing(operands, self._call.versions, changed) if were_changed else _NOTHING:
+                with (
+                    _Refusing(operands, versions, changed) if were_changed else _NOTHING,
+                    _nesting(self, hook) if self._call.nests else _NOTHING,
+                ):
                     self._call.again(operands)
             except _Stop:
                 expected = min(expected, len(saved))

@@ -31,7 +31,7 @@ from remat._recorded_graph import RecordedGraph
 from remat._recorder import Recorder
 from remat._run import CHANGES
 from remat._spare import Replay, is_recorded
-from remat._sparse_graph import SparseGraph
+from remat._sparse_graph import SparseGraph, is_inside
 from remat._stand_ins import Swapped, filled
 from remat._tail import LastProduct, Search, Spared, Sparing
 from remat._tape import Tape
@@ -152,6 +152,8 @@ class UnwatchedCall:
                 self._places.append((names, key, position[id(tensor)], weakref.ref(tensor)))
         self._reads = reads
         self._repeats_draws = reads.draws
+        self.nests = reads.nests
+        self.stays = frozenset(at for _, _, at, _ in self._places)
         self._written = _pure.written(reads) if reads.statistics else ()
         self._parts = [*map(_pure.made_of, roots)]
         self._roots = None if contents else roots  # else those of what is put together again
@@ -235,7 +237,7 @@ class UnwatchedCall:
             self._under_transforms = internals.transforms_active()
             if policy is not None:
                 mode = self._recorder(policy)
-            elif size > _WORTH_A_MODE:
+            elif size > _WORTH_A_MODE and not self.nests:
                 mode = Search()
             out = self.forward(fun, args, kwargs, mode)
         else:
@@ -489,7 +491,7 @@ def unwatched(
     - `as_given`: whether the rerun has to be given the very same objects, not copies of lists and dicts.
     """
     # Under hooks there may be a region around that runs this again. It has to save the same then: watched both times.
-    if internals.function_modes_active() or internals.saved_tensors_hooks_active():
+    if (internals.function_modes_active() or internals.saved_tensors_hooks_active()) and not is_inside():
         return None
     while type(fun) is functools.partial and _LEAVES.issuperset(map(type, (*fun.args, *fun.keywords.values()))):
         args, kwargs, fun = (*fun.args, *args), {**fun.keywords, **kwargs}, fun.func
@@ -515,7 +517,7 @@ def unwatched(
         places = _pure.places(reads)
         tensors += [tensor for _, _, tensor in places if tensor is not None]  # a bias that there is none of
     needs_node = _needs_node()
-    if reads.statistics and (needs_node or sees_ops):
+    if (reads.statistics and (needs_node or sees_ops)) or (reads.nests and sees_ops):
         return None
     if not (needs_node or any(map(_requires_grad, tensors))):
         return _PLAIN_CALL
