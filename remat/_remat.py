@@ -19,10 +19,10 @@ from remat import _torch_internals as internals
 from remat._code import runs_later
 from remat._derived import Derived
 from remat._errors import shown
+from remat._nesting import is_inside
 from remat._primitive import attach
 from remat._replay import Call
 from remat._run import Run
-from remat._sparse_graph import is_inside
 from remat._static import StaticArguments, as_tuple
 from remat._unwatched import unwatched
 from remat._watch import active_watches

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -26,46 +25,13 @@ from remat._native import (
     same,
     wrong_metadata,
 )
+from remat._nesting import graph_around, nesting
 from remat._run import paused_runs
 
 _WORTH_A_STOP = 1000  # elements: to end a rerun early takes as long as a small op on them
 _version = operator.attrgetter("_version")
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _requires_grad = operator.attrgetter("requires_grad")
-
-
-class _Running(threading.local):
-    """The call that is running, its forward or its rerun, if its function calls functions under remat."""
-
-    graph: SparseGraph | None = None
-    hook: Any = None
-    modes = 0
-
-
-_running = _Running()
-
-
-@contextlib.contextmanager
-def _nesting(graph: SparseGraph, hook: Any) -> Iterator[None]:
-    """Within it, the function of a call runs. `hook`: through which its graph saves."""
-    before = _running.graph, _running.hook, _running.modes
-    _running.graph, _running.hook, _running.modes = graph, hook, internals.function_modes_active()
-    try:
-        yield
-    finally:
-        _running.graph, _running.hook, _running.modes = before
-
-
-def is_inside() -> bool:
-    """Whether the function of a call with such a graph is running, with nothing in between that looks on.
-
-    It is so in its rerun then, whatever looks on from around that.
-    """
-    return (
-        _running.graph is not None
-        and _running.modes == internals.function_modes_active()
-        and internals.saves_through(_running.hook)
-    )
 
 
 class SparseGraph(CallGraph):
@@ -75,12 +41,12 @@ class SparseGraph(CallGraph):
         super().__init__(call, under_node)
         self._required = [*map(_requires_grad, call.operands)]
         self._early_stop = early_stop
-        self._outer = _running.graph if self._saved_outside else None
+        self._outer = graph_around() if self._saved_outside else None
         self.compares = True
 
     def record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own call."""
-        with _nesting(self, self._pack) if self._call.nests else _NOTHING:
+        with nesting(self, self._pack) if self._call.nests else _NOTHING:
             return self._record(fun, args, kwargs, None)
 
     def _is_skipped(self, key: Any) -> bool:
@@ -131,7 +97,7 @@ class SparseGraph(CallGraph):
             try:
                 with (
                     _Refusing(operands, versions, changed) if were_changed else _NOTHING,
-                    _nesting(self, hook) if self._call.nests else _NOTHING,
+                    nesting(self, hook) if self._call.nests else _NOTHING,
                 ):
                     self._call.again(operands)
             except _Stop:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from remat._pure import Value
+from remat._watch import Watch
 
 _MISSING: Any = object()
 _filling = threading.RLock()
@@ -33,18 +33,20 @@ def filled(slots: Sequence[Value]) -> Iterator[None]:
                     names[name] = value
 
 
-class Swapped(TorchFunctionMode):
+class Swapped(Watch):
     """Within it, tensors stand for others: not where these are held, for other threads read them there."""
 
-    def __init__(self, swaps: dict[int, Tensor]) -> None:
-        super().__init__()
-        self._swaps = swaps
+    is_rerun = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = [self._swapped(a) for a in args]
-        return func(*args, **{k: self._swapped(v) for k, v in kwargs.items()}) if kwargs else func(*args)
+        args = [self._replaced(a) for a in args]
+        return func(*args, **{k: self._replaced(v) for k, v in kwargs.items()}) if kwargs else func(*args)
 
-    def _swapped(self, arg: Any) -> Any:
+    def _replaced(self, arg: Any) -> Any:
         if isinstance(arg, Tensor):
-            return self._swaps.get(id(arg), arg)
-        return type(arg)(map(self._swapped, arg)) if type(arg) in (list, tuple) else arg
+            return self.swapped(arg)
+        return type(arg)(map(self._replaced, arg)) if type(arg) in (list, tuple) else arg
+
+    def is_made(self, tensor: Tensor) -> bool:
+        """It does not look for that."""
+        return False

@@ -679,8 +679,7 @@ def nodes_of(tensor: Tensor) -> list[Any]:
 
 def is_end_of(node: Any, number: int, tensor: Tensor) -> bool:
     """Whether an edge (a node, and which of its inputs) leads to a tensor, at any level."""
-    leaf = getattr(node, "variable", None)
-    return any(t is leaf or (t.grad_fn is node and t.output_nr == number) for t in _layers(tensor))
+    return any(t.requires_grad and gradient_edge(t)[:2] == (node, number) for t in _layers(tensor))
 
 
 def nodes_behind(roots: Iterable[Any], since: int = -1) -> list[Any]:

@@ -26,15 +26,17 @@ from remat._context import Ambient, RandomState, replayed
 from remat._derived import Derived
 from remat._errors import CheckpointError, RematError, note_rerun
 from remat._frozen import Freezer, Table, Thawer, cell_contents
+from remat._nesting import is_inside, under
 from remat._primitive import attach, attach_over_graph, attach_over_graph_below
 from remat._recorded_graph import RecordedGraph
 from remat._recorder import Recorder
 from remat._run import CHANGES
 from remat._spare import Replay, is_recorded
-from remat._sparse_graph import SparseGraph, is_inside
+from remat._sparse_graph import SparseGraph
 from remat._stand_ins import Swapped, filled
 from remat._tail import LastProduct, Search, Spared, Sparing
 from remat._tape import Tape
+from remat._watch import active_watches
 from remat.random._keyed import suspended
 
 _WORTH_A_MODE = 2**12  # elements: to look for the last product, with a mode, takes as long as a small one
@@ -371,7 +373,7 @@ class UnwatchedCall:
         args, kwargs = (leaves, {}) if self._spec is None else _tree.unflatten(self._spec, leaves)
         thaw = None if self._table is None else Thawer(self._table, operands)
         fun = self._fun if thaw is None else thaw(self._fun)
-        swaps: dict[int, Tensor] = {}
+        swaps: Swapped | None = None
         slots = [value for value in self._values if value[0].get(value[1]) is not value[2]]
         if self._written:
             slots += [(names, name, buffer.clone()) for names, name, buffer in self._written]
@@ -384,7 +386,8 @@ class UnwatchedCall:
             if original is None or not stays or internals.is_wrapper(original):
                 slots.append((names, name, operand))
             else:
-                swaps[id(original)] = operand
+                swaps = swaps or Swapped()
+                swaps.swap(original, operand)
         try:
             if not (slots or swaps or self.random or self._ambient.autocast) and Ambient.current() == self._ambient:
                 if is_rerun:
@@ -395,7 +398,7 @@ class UnwatchedCall:
             with ambient, filled(slots) if slots else _NOTHING:
                 if is_rerun:
                     self._check(fun)
-                with self._drawing_again(), Swapped(swaps) if swaps else _NOTHING, self._context:
+                with self._drawing_again(), under(swaps) if swaps else _NOTHING, self._context:
                     return fun(*args, **kwargs)
         except Exception as error:
             if is_rerun:
@@ -491,7 +494,8 @@ def unwatched(
     - `as_given`: whether the rerun has to be given the very same objects, not copies of lists and dicts.
     """
     # Under hooks there may be a region around that runs this again. It has to save the same then: watched both times.
-    if (internals.function_modes_active() or internals.saved_tensors_hooks_active()) and not is_inside():
+    inside = is_inside()
+    if not inside and (internals.function_modes_active() or internals.saved_tensors_hooks_active()):
         return None
     while type(fun) is functools.partial and _LEAVES.issuperset(map(type, (*fun.args, *fun.keywords.values()))):
         args, kwargs, fun = (*fun.args, *args), {**fun.keywords, **kwargs}, fun.func
@@ -515,6 +519,8 @@ def unwatched(
         tensors += [content for _, content in contents.values() if isinstance(content, Tensor)]
     if reads.tensors:
         places = _pure.places(reads)
+        for mode in active_watches() if inside else ():  # what it finds is not what it reads
+            places = [(names, key, None if t is None else mode.swapped(t)) for names, key, t in places]
         tensors += [tensor for _, _, tensor in places if tensor is not None]  # a bias that there is none of
     needs_node = _needs_node()
     if (reads.statistics and (needs_node or sees_ops)) or (reads.nests and sees_ops):

@@ -23,7 +23,7 @@ LAYERS = [
     {"_names"},
     {"policies", "random", "debug", "_values", "_offload"},
     {"_frozen", "_context", "_static", "_compile", "_native", "_stock", "_watch", "_methods"},
-    {"_tail", "_tape", "_spaces"},
+    {"_tail", "_tape", "_spaces", "_nesting"},
     {"_state"},
     {"_closure", "_spare", "_pure", "_recording"},
     {"_run", "_stand_ins", "_recorder"},
