@@ -206,6 +206,7 @@ class CallGraph(Graph):
         self._operands: list[Any] = call.operands
         self._saved_outside: dict[int, Any] = {}
         """By position, the operands that hooks around the call have packed."""
+        self._unpacked: tuple[int, list[Tensor], list[int]] | None = None
         if internals.saved_tensors_hooks_active():
             self._saved_outside = {i: internals.save(t) for i, t in enumerate(call.operands) if i not in call.stays}
             self._operands = [None if i in self._saved_outside else t for i, t in enumerate(call.operands)]
@@ -229,11 +230,19 @@ class CallGraph(Graph):
         if [*map(_version, operands)] != versions:
             for tensor, before in zip(operands, versions, strict=True):
                 check_version(tensor, before)
+        if self._saved_outside and not self.may_skip:  # the rerun asks for them too, and they are unpacked once
+            self._unpacked = internals.graph_task(), operands, versions
+            internals.at_end_of_graph_task(self._forget_unpacked)
         return operands
+
+    def _forget_unpacked(self) -> None:
+        self._unpacked = None
 
     def _given(self) -> tuple[list[Tensor], list[int]]:
         """The operands, and how often each had been written to."""
         operands, versions = self._operands, self._call.versions
+        if self._unpacked is not None and self._unpacked[0] == internals.graph_task():
+            return self._unpacked[1:]
         if self._saved_outside:
             operands, versions = [*operands], [*versions]
             for i, saved in self._saved_outside.items():

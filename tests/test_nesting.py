@@ -1,0 +1,396 @@
+"""Functions under remat that call functions under remat, where none of them need be watched."""
+
+import gc
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import SOME_TRANSFORMS, TRANSFORMS, UNIT, CountOps, Fun, activation, assert_same, leaf, numbers, plain
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from remat import CheckpointError, _pure, _replay, checkpoint, policies, remat
+from remat.debug import LiveBytes
+
+SIZE = 6
+
+
+class Parts:
+    """Modules, and a tensor in cells."""
+
+    def __init__(self) -> None:
+        self.first = nn.Linear(SIZE, SIZE).double()
+        self.second = nn.Linear(SIZE, SIZE, bias=False).double()
+        self.norm = nn.BatchNorm1d(SIZE).double()
+        with torch.no_grad():
+            for i, t in enumerate(self.parameters()):
+                t.copy_(numbers(*t.shape, seed=i) / 2)
+        self.w = leaf(numbers(SIZE, SIZE, seed=9))
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for m in (self.first, self.second, self.norm) for p in m.parameters()]
+
+
+def in_a_row(parts: Parts, way: Any) -> Fun:
+    first, w = parts.first, parts.w
+    inner = way(lambda x: torch.tanh(first(x)) @ w)
+    return lambda x: inner(inner(x)).cos()
+
+
+def three_deep(parts: Parts, way: Any) -> Fun:
+    first, second, w = parts.first, parts.second, parts.w
+    inner = way(lambda x: torch.tanh(first(x)) @ w)
+    middle = way(lambda x: inner(second(x).sin()) + inner(x))
+    return lambda x: middle(middle(x)) * middle(x)
+
+
+def made_inside(parts: Parts, way: Any) -> Fun:
+    w = parts.w
+
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin() @ w
+        scale = y.detach().abs()
+        return way(lambda z: (z * y).tanh() * scale)(x)
+
+    return fun
+
+
+def tanh(x: Tensor) -> Tensor:
+    return torch.tanh(x)
+
+
+def of_what_it_finds(parts: Parts, way: Any) -> Fun:
+    second = parts.second
+    return lambda x: way(second)(way(tanh)(way(torch.sin)(x))).exp()
+
+
+def several_results(parts: Parts, way: Any) -> Fun:
+    w = parts.w
+    inner = way(lambda x: ((x.sin() @ w).tanh(), x, 3, None, x.view(-1)))
+
+    def fun(x: Tensor) -> Tensor:
+        y, same, n, _, flat = inner(x.cos())
+        z, _, _, _, _ = inner(y)
+        return z * n + same + flat.view(same.shape)
+
+    return fun
+
+
+def structures(parts: Parts, way: Any) -> Fun:
+    w = parts.w
+    inner = way(lambda d, *, scale: {"y": (d["x"][0] @ w).tanh() * scale, "x": [d["x"][1]]})
+    return lambda x: inner({"x": [x.sin(), x]}, scale=2.0)["y"] + inner({"x": (x, x)}, scale=0.5)["y"]
+
+
+def cut(parts: Parts, way: Any) -> Fun:
+    w = parts.w
+    inner = way(lambda x: (x @ w).tanh())
+    return lambda x: inner(x.detach()) * inner(x) + inner(inner(x).detach())
+
+
+def masked(parts: Parts, way: Any) -> Fun:
+    w = parts.w
+    inner = way(lambda x, m: torch.where(m, (x @ w).tanh(), x))
+    return lambda x: inner(x.sin(), x > 0) + inner(x, x.sin() < 0.5)
+
+
+def views(parts: Parts, way: Any) -> Fun:
+    w = parts.w
+    inner = way(lambda x: x.transpose(0, 1).tanh().sum(0) @ w)
+    return lambda x: inner(x.sin().expand(3, *x.shape).transpose(0, 1)) * 2
+
+
+def unused(parts: Parts, way: Any) -> Fun:
+    w = parts.w
+    inner = way(lambda x, y: (x @ w).tanh())
+    return lambda x: inner(x, x.cos()) if inner(x, x) is not None else x
+
+
+PROGRAMS = [
+    in_a_row,
+    three_deep,
+    made_inside,
+    of_what_it_finds,
+    several_results,
+    structures,
+    cut,
+    masked,
+    views,
+    unused,
+]
+EACH_PROGRAM = pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
+
+
+@EACH_PROGRAM
+def test_known(make: Any) -> None:
+    reads = _pure.reads(make(Parts(), remat))
+    assert reads is not None
+    assert reads.nests
+
+
+@EACH_PROGRAM
+@pytest.mark.parametrize("name", SOME_TRANSFORMS)
+def test_under_transforms(make: Any, name: str) -> None:
+    x = numbers(2, SIZE) / 2
+    actual = TRANSFORMS[name](remat(make(Parts(), remat)), x)
+    assert_same(actual, TRANSFORMS[name](make(Parts(), plain), x), rounding=1e-9)
+
+
+def backward(fun: Fun, x: Tensor) -> Any:
+    fun(x).sin().sum().backward()
+    return x.grad
+
+
+def twice(fun: Fun, x: Tensor) -> Any:
+    y = fun(x).sin().sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    return x.grad
+
+
+def recorded(fun: Fun, x: Tensor) -> Any:
+    (g,) = torch.autograd.grad(fun(x).sin().sum(), x, create_graph=True)
+    g.sin().sum().backward()
+    return g.detach(), x.grad
+
+
+def in_parts(fun: Fun, x: Tensor) -> Any:
+    y = fun(x).sin().sum()
+    (g,) = torch.autograd.grad(y, x, retain_graph=True)
+    y.backward()
+    return g
+
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def under_a_mode(fun: Fun, x: Tensor) -> Any:
+    y = fun(x).sin().sum()
+    with Mode():
+        y.backward()
+    return x.grad
+
+
+def in_no_grad(fun: Fun, x: Tensor) -> Any:
+    with torch.no_grad():
+        return fun(x)
+
+
+def under_autocast(fun: Fun, x: Tensor) -> Any:
+    with torch.autocast("cpu"):
+        y = fun(x)
+    y.sin().sum().backward()
+    return x.grad
+
+
+def under_hooks(fun: Fun, x: Tensor) -> Any:
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+        y = fun(x).sin().sum()
+    y.backward()
+    return x.grad
+
+
+def inside_remat_that_is_watched(fun: Fun, x: Tensor) -> Any:
+    return backward(remat(lambda x: fun(torch.ops.aten.mul(x, 2))), x)
+
+
+BACKWARDS = [
+    backward,
+    twice,
+    recorded,
+    in_parts,
+    under_a_mode,
+    in_no_grad,
+    under_autocast,
+    under_hooks,
+    inside_remat_that_is_watched,
+]
+WAYS: dict[str, Callable[[Fun], Fun]] = {
+    "remat": remat,
+    "checkpoint": lambda fun: lambda x: checkpoint(fun, x, use_reentrant=False),
+    "dots": remat(policy=policies.dots_saveable),
+}
+
+
+@EACH_PROGRAM
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("run", BACKWARDS, ids=lambda run: run.__name__)
+def test_of_autograd(make: Any, run: Any, way: str) -> None:
+    def gradients(parts: Parts, fun: Fun) -> Any:
+        result = run(fun, leaf(numbers(2, SIZE) / 2))
+        return result, parts.w.grad, [p.grad for p in parts.parameters()]
+
+    parts, others = Parts(), Parts()
+    actual = gradients(parts, WAYS[way](make(parts, remat)))
+    assert_same(actual, gradients(others, make(others, plain)), rounding=1e-9)
+
+
+@EACH_PROGRAM
+def test_requires_grad_may_change_before_the_backward(make: Any) -> None:
+    def gradients(parts: Parts, way: Any) -> Any:
+        x = leaf(numbers(2, SIZE) / 2)
+        y = way(make(parts, way))(x).sin().sum()
+        parts.first.requires_grad_(False)
+        y.backward()
+        return x.grad, parts.w.grad, parts.second.weight.grad
+
+    assert_same(gradients(Parts(), remat), gradients(Parts(), plain))
+
+
+def test_draws_are_repeated() -> None:
+    inner = remat(lambda x: F.dropout(x.sin(), 0.5))
+    middle = remat(lambda x: F.dropout(inner(x) * inner(x.cos()), 0.3))
+    seen: list[Any] = []
+    for way, fun in (
+        (remat, lambda x: middle(middle(x))),
+        (plain, lambda x: middle.__wrapped__(middle.__wrapped__(x))),
+    ):
+        torch.manual_seed(0)
+        x = leaf(numbers(100))
+        y = way(fun)(x)
+        torch.randn(3)
+        y.sum().backward()
+        seen.append((y.detach(), x.grad, torch.randn(3)))
+    assert_same(*seen)
+
+
+def test_statistics_are_taken_once() -> None:
+    def run(way: Any) -> Any:
+        parts = Parts()
+        norm, first = parts.norm, parts.first
+        inner = way(lambda x: norm(first(x)).tanh())
+        x = leaf(numbers(5, SIZE))
+        way(lambda x: inner(inner(x)))(x).sum().backward()
+        return x.grad, [p.grad for p in parts.parameters()], [*norm.buffers()]
+
+    assert_same(run(remat), run(plain), rounding=1e-9)
+
+
+def test_changed_in_place() -> None:
+    parts = Parts()
+    x = leaf(numbers(2, SIZE))
+    y = remat(in_a_row(parts, remat))(x)
+    with torch.no_grad():
+        parts.first.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_what_is_given_and_changed_inside_is_an_error() -> None:
+    inner = remat(lambda x: x.sin())
+
+    def fun(x: Tensor) -> Tensor:
+        y = x.cos()
+        z = inner(y)
+        y.mul_(2)
+        return z * y
+
+    x = leaf(numbers(3))
+    with pytest.raises((RuntimeError, CheckpointError), match="in.?place"):
+        remat(fun)(x).sum().backward()
+
+
+def test_what_another_function_does_now_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = leaf(numbers(3))
+    y = remat(lambda x: remat(tanh)(x).cos())(x)
+    monkeypatch.setattr(tanh, "__code__", (lambda x: torch.sin(x)).__code__)
+    with pytest.raises(CheckpointError, match="was replaced"):
+        y.sum().backward()
+
+
+class Box:
+    """Not a plain argument: a function that gets it is watched."""
+
+    def __init__(self, t: Tensor) -> None:
+        self.t = t
+
+
+torch.utils._pytree.register_pytree_node(Box, lambda b: ([b.t], None), lambda items, _: Box(*items))
+
+
+@pytest.mark.parametrize("run", [backward, twice, recorded, under_a_mode], ids=lambda run: run.__name__)
+def test_around_one_that_is_watched(run: Any) -> None:
+    def make(way: Any) -> Fun:
+        known = way(lambda x: x.sin().exp())
+        watched = way(lambda x: known(torch.ops.aten.mul(x, 2)))
+        outer = way(lambda x: known(known(x)) * 2)
+        return way(lambda x: watched(outer(watched(x))))
+
+    assert_same(run(make(remat), leaf(numbers(3))), run(make(plain), leaf(numbers(3))))
+
+
+def halved(n: int, way: Any) -> Fun:
+    if n == 1:
+        return torch.sin
+    half = halved(n // 2, way)
+    return lambda x: way(half)(way(half)(x))
+
+
+@pytest.mark.parametrize("n", [4, 16, 64])
+def test_a_rerun_stops_where_the_last_call_inside_would_begin(n: int) -> None:
+    """It is as in torch's checkpoint: each of the log2(n) reruns runs half of its ops, the last of them none."""
+
+    def check(way: Any) -> int:
+        with CountOps() as ops:
+            halved(n, way)(leaf(numbers(2000))).sum().backward()  # to stop is worth it
+        return ops["sin"]
+
+    def torchs(fun: Fun) -> Fun:
+        return lambda x: torch.utils.checkpoint.checkpoint(fun, x, use_reentrant=False)
+
+    assert check(remat) == check(torchs) == n + n // 2 * (int(math.log2(n)) - 1)
+
+
+def test_no_run_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def watched(*args: Any) -> None:
+        raise AssertionError("watched")
+
+    monkeypatch.setattr(_replay, "Run", watched)
+    x = leaf(numbers(3))
+    halved(8, remat)(x).sum().backward()
+    torch.func.grad(lambda x: halved(8, remat)(x).sum())(x.detach())
+    remat(three_deep(Parts(), remat))(numbers(2, SIZE)).sum().backward()
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("n", [64, 512])
+def test_memory(no_gc: None, n: int) -> None:
+    """The log2(n) activations of one path down, with operand, result, cotangent and gradient of its last op."""
+    x = activation().requires_grad_()
+    with LiveBytes() as meter:
+        halved(n, remat)(x).sum().backward()
+    assert meter.peak / UNIT <= math.log2(n) + 4
+    assert meter.current <= UNIT + 8  # the gradient
+
+
+def test_nothing_is_left(no_gc: None) -> None:
+    parts = Parts()
+    x = leaf(numbers(2, SIZE))
+    for run in (backward, recorded, twice):
+        y = remat(three_deep(parts, remat))(x)
+        run(lambda _, y=y: y, x)
+        seen = weakref.ref(y)
+        del y
+        assert seen() is None
+
+
+def test_the_memory_of_one_that_is_never_differentiated(no_gc: None) -> None:
+    x = activation().requires_grad_()
+    with LiveBytes() as meter:
+        y = halved(64, remat)(x)
+        assert meter.current <= UNIT * 2 + 8  # the middle, and the result
+        del y
+        assert meter.current == 0
