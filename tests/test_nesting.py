@@ -125,9 +125,18 @@ PROGRAMS = [
 EACH_PROGRAM = pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
 
 
+def checkpointed(fun: Fun) -> Fun:
+    return lambda *args, **kwargs: checkpoint(fun, *args, use_reentrant=False, **kwargs)
+
+
+def reentrant(fun: Fun) -> Fun:
+    return lambda x: checkpoint(fun, x, use_reentrant=True)
+
+
 @EACH_PROGRAM
-def test_known(make: Any) -> None:
-    reads = _pure.reads(make(Parts(), remat))
+@pytest.mark.parametrize("inner", [remat, checkpointed])
+def test_known(make: Any, inner: Any) -> None:
+    reads = _pure.reads(make(Parts(), inner))
     assert reads is not None
     assert reads.nests
 
@@ -196,10 +205,6 @@ def under_hooks(fun: Fun, x: Tensor) -> Any:
     return x.grad
 
 
-def inside_remat_that_is_watched(fun: Fun, x: Tensor) -> Any:
-    return backward(remat(lambda x: fun(torch.ops.aten.mul(x, 2))), x)
-
-
 BACKWARDS = [
     backward,
     twice,
@@ -209,26 +214,43 @@ BACKWARDS = [
     in_no_grad,
     under_autocast,
     under_hooks,
-    inside_remat_that_is_watched,
 ]
 WAYS: dict[str, Callable[[Fun], Fun]] = {
     "remat": remat,
-    "checkpoint": lambda fun: lambda x: checkpoint(fun, x, use_reentrant=False),
+    "checkpoint": checkpointed,
+    "reentrant": reentrant,
     "dots": remat(policy=policies.dots_saveable),
 }
 
 
 @EACH_PROGRAM
+@pytest.mark.parametrize("inner", [remat, checkpointed], ids=["remat", "checkpoint"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("run", BACKWARDS, ids=lambda run: run.__name__)
-def test_of_autograd(make: Any, run: Any, way: str) -> None:
+def test_of_autograd(make: Any, run: Any, way: str, inner: Any) -> None:
     def gradients(parts: Parts, fun: Fun) -> Any:
         result = run(fun, leaf(numbers(2, SIZE) / 2))
         return result, parts.w.grad, [p.grad for p in parts.parameters()]
 
     parts, others = Parts(), Parts()
-    actual = gradients(parts, WAYS[way](make(parts, remat)))
+    actual = gradients(parts, WAYS[way](make(parts, inner)))
     assert_same(actual, gradients(others, make(others, plain)), rounding=1e-9)
+
+
+@EACH_PROGRAM
+@pytest.mark.parametrize("inner", [remat, checkpointed], ids=["remat", "checkpoint"])
+def test_inside_one_that_is_watched(make: Any, inner: Any) -> None:
+    def gradients(way: Any, inner: Any) -> Any:
+        parts = Parts()
+        fun = way(make(parts, inner))
+        x = leaf(numbers(2, SIZE) / 2)
+        return (
+            backward(way(lambda x: fun(torch.ops.aten.mul(x, 2))), x),
+            parts.w.grad,
+            [p.grad for p in parts.parameters()],
+        )
+
+    assert_same(gradients(remat, inner), gradients(plain, plain), rounding=1e-9)
 
 
 @EACH_PROGRAM
@@ -292,7 +314,7 @@ def test_what_is_given_and_changed_inside_is_an_error() -> None:
         return z * y
 
     x = leaf(numbers(3))
-    with pytest.raises((RuntimeError, CheckpointError), match="in.?place"):
+    with pytest.raises((RuntimeError, CheckpointError), match="modified by an inplace"):
         remat(fun)(x).sum().backward()
 
 
@@ -332,19 +354,28 @@ def halved(n: int, way: Any) -> Fun:
     return lambda x: way(half)(way(half)(x))
 
 
+def in_checkpoints(n: int) -> Fun:
+    if n == 1:
+        return torch.sin
+    half = in_checkpoints(n // 2)
+    return lambda x: checkpoint(half, checkpoint(half, x, use_reentrant=False), use_reentrant=False)
+
+
 @pytest.mark.parametrize("n", [4, 16, 64])
 def test_a_rerun_stops_where_the_last_call_inside_would_begin(n: int) -> None:
     """It is as in torch's checkpoint: each of the log2(n) reruns runs half of its ops, the last of them none."""
 
-    def check(way: Any) -> int:
+    def check(fun: Fun) -> int:
         with CountOps() as ops:
-            halved(n, way)(leaf(numbers(2000))).sum().backward()  # to stop is worth it
+            fun(leaf(numbers(2000))).sum().backward()  # to stop is worth it
         return ops["sin"]
 
     def torchs(fun: Fun) -> Fun:
         return lambda x: torch.utils.checkpoint.checkpoint(fun, x, use_reentrant=False)
 
-    assert check(remat) == check(torchs) == n + n // 2 * (int(math.log2(n)) - 1)
+    expected = n + n // 2 * (int(math.log2(n)) - 1)
+    for fun in (halved(n, remat), in_checkpoints(n), halved(n, torchs)):
+        assert check(fun) == expected
 
 
 def test_no_run_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,6 +385,7 @@ def test_no_run_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_replay, "Run", watched)
     x = leaf(numbers(3))
     halved(8, remat)(x).sum().backward()
+    in_checkpoints(8)(x).sum().backward()
     torch.func.grad(lambda x: halved(8, remat)(x).sum())(x.detach())
     remat(three_deep(Parts(), remat))(numbers(2, SIZE)).sum().backward()
 

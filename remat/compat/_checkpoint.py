@@ -330,3 +330,7 @@ def _one_after_another(steps: tuple[Callable[[Any], Any], ...]) -> Callable[[Any
         return input
 
     return run
+
+
+checkpoint.__remat_nests__ = True  # type: ignore[attr-defined]
+checkpoint_sequential.__remat_nests__ = True  # type: ignore[attr-defined]
