@@ -230,7 +230,7 @@ class UnwatchedCall:
         mode: Recorder | Search | None = None
         if self.needs_node:
             size = max(map(Tensor.numel, operands), default=0)
-            is_worth_it = policy is not None or size > _WORTH_A_GRAPH
+            is_worth_it = policy is not None or self.nests or size > _WORTH_A_GRAPH
             level = internals.lone_grad() if is_worth_it and self._reads.may_run_below else None
             if level is not None and self._may_run_below(level):
                 below = self._run_below(level, policy)
