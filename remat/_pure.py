@@ -218,7 +218,7 @@ class Reads:
                 self._module(value)
         elif getattr(value, "__remat_nests__", False):
             self.nests = True
-            if not isinstance(value, types.FunctionType):
+            if hasattr(value, "__wrapped__"):
                 self._take(value.__wrapped__)
         elif isinstance(value, types.FunctionType) and id(value) not in operations():
             if id(value) not in self._functions:

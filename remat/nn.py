@@ -61,6 +61,8 @@ def _remat_class(base: type[nn.Module], policy: Policy | None) -> type[nn.Module
         method = types.MethodType(base.forward, self)
         return run(functools.partial(method, **kwargs) if kwargs else method, *args)
 
+    forward.__remat_nests__ = policy is None  # type: ignore[attr-defined]
+
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         # No other process could find this class by its name: an instance of `base` is made, and wrapped.
         reduced: Any = base.__reduce_ex__(self, protocol)

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from remat import CheckpointError, _pure, _replay, checkpoint, policies, remat
 from remat.debug import LiveBytes
+from remat.nn import remat_module
 
 SIZE = 6
 
@@ -111,6 +112,13 @@ def unused(parts: Parts, way: Any) -> Fun:
     return lambda x: inner(x, x.cos()) if inner(x, x) is not None else x
 
 
+def wrapped_modules(parts: Parts, way: Any) -> Fun:
+    model = nn.Sequential(parts.first, nn.Tanh(), parts.second)
+    for module in () if way is plain else (model, parts.second):
+        remat_module(module)
+    return lambda x: model(model(x).cos())
+
+
 PROGRAMS = [
     in_a_row,
     three_deep,
@@ -122,6 +130,7 @@ PROGRAMS = [
     masked,
     views,
     unused,
+    wrapped_modules,
 ]
 EACH_PROGRAM = pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
 
