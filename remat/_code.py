@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 import math
 import types
 from typing import Any, NamedTuple
@@ -134,6 +135,27 @@ def names_of(code: types.CodeType) -> Code | None:
             attributes |= inner.attributes
             unpacks |= inner.unpacks
     return Code(frozenset(globals_), frozenset(attributes), unpacks)
+
+
+@functools.lru_cache(1000)
+def asks_alone(code: types.CodeType) -> bool:
+    """Whether a method does nothing with its `self` but ask it for attributes: it does not call it or hand it on."""
+    if not code.co_argcount:
+        return False
+    return _asks_alone(code, code.co_varnames[0])
+
+
+def _asks_alone(code: types.CodeType, name: str) -> bool:
+    instructions = list(dis.get_instructions(code))
+    for i, following in itertools.pairwise(instructions):
+        is_named = i.argval == name or (type(i.argval) is tuple and name in i.argval)
+        if is_named and i.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and following.opname not in _ASKING:
+            return False
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType) and name in c.co_freevars]
+    return all(_asks_alone(c, name) for c in inner)
+
+
+_ASKING = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 def _gives_true(instructions: list[dis.Instruction], constants: tuple[Any, ...]) -> bool:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from remat import _torch_internals as internals
-from remat._code import ACCESS, CHANGES_CONTAINERS, DRAWS, KNOWN_NAMES, MAY_BE_INPLACE, OPS, names_of
+from remat._code import ACCESS, CHANGES_CONTAINERS, DRAWS, KNOWN_NAMES, MAY_BE_INPLACE, OPS, asks_alone, names_of
 from remat._frozen import ATOMS
 from remat._stock import (
     BUILTINS,
@@ -100,7 +100,7 @@ class Reads:
     """
 
     def __init__(self, roots: list[Any], bound: Any = None) -> None:
-        """`bound`: the module of which a method is called, and not its `forward`, if there is one."""
+        """`bound`: the module that is asked for what it has, and not called: its `forward` need not be known."""
         self.is_known = False
         self.may_run_below = True
         self.unpacks = False
@@ -338,6 +338,9 @@ class Reads:
                     self._attributes.append(e)
             for item in value if type(value) is tuple else () if is_known else (value,):
                 self._take(item)
+            if module is self._bound and owner is not module and not _is_asked_alone(value):
+                self._bound = None
+                self._attribute(module, "forward")
             if type(value) in _CONSTANTS or type(value) is tuple:
                 if owner is not module:
                     raise _Unknown
@@ -381,8 +384,17 @@ def reads(fun: Any, roots: list[Any] | None = None) -> Reads | None:
     if found is None or not found.holds(roots):
         if len(_found) > 1000:
             _found.clear()
-        found = _found[key] = Reads(roots, getattr(fun, "__self__", None))
+        found = _found[key] = Reads(roots, _asked_alone(fun))
     return found if found.is_known else None
+
+
+def _asked_alone(fun: Any) -> Any:
+    """The module whose method it is, if that does not call it or hand it on."""
+    return fun.__self__ if type(fun) is types.MethodType and _is_asked_alone(fun.__func__) else None
+
+
+def _is_asked_alone(method: Any) -> bool:
+    return type(method) is types.FunctionType and asks_alone(method.__code__)
 
 
 def roots_of(fun: Any) -> list[Any]:

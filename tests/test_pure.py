@@ -1303,3 +1303,56 @@ def test_attributes_of_parameters() -> None:
         torch.autograd.grad(f(x).sum(), wrt) for f in (remat(module, policy=policies.dots_saveable), module)
     )
     assert_same(found, expected)
+
+
+def called_by(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)
+
+
+class Calls(Block):
+    """Methods by which the module itself is called."""
+
+    def itself(self, x: Tensor) -> Tensor:
+        return self(x).sin()
+
+    def by_another(self, x: Tensor) -> Tensor:
+        return self.itself(x)
+
+    def in_a_lambda(self, x: Tensor) -> Tensor:
+        return (lambda y: self(y))(x)
+
+    def in_a_list(self, x: Tensor) -> Tensor:
+        return torch.stack([self(y) for y in (x, x)]).sum(0)
+
+    def by_a_function(self, x: Tensor) -> Tensor:
+        return called_by(self, x)
+
+    def by_another_name(self, x: Tensor) -> Tensor:
+        module = self
+        return module(x)
+
+
+@pytest.mark.parametrize("name", sorted(vars(Calls).keys() - vars(nn.Module).keys()))
+def test_methods_that_call_their_module(name: str) -> None:
+    def second_derivatives(way: Any) -> Any:
+        torch.manual_seed(0)
+        module, x = Calls(), leaf(numbers(3))
+        (g,) = torch.autograd.grad(way(getattr(module, name))(x).sin().sum(), x, create_graph=True)
+        g.sin().sum().backward()
+        return g.detach(), x.grad, [p.grad for p in module.parameters()]
+
+    assert _pure.reads(getattr(Calls(), name)) is not None
+    assert_same(second_derivatives(remat), second_derivatives(lambda f: f))
+
+
+def test_methods_that_ask_their_module_alone() -> None:
+    class Unknown(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.checkpointed(x, print)
+
+        def checkpointed(self, x: Tensor, see: Any) -> Tensor:
+            see(x)
+            return remat(self.attend)(x)
+
+    assert _pure.reads(Unknown().forward) is None
+    assert _pure.reads(Unknown().attend) is not None
