@@ -114,6 +114,7 @@ class Remat(Generic[P, R]):
         def function(*args: P.args, **kwargs: P.kwargs) -> R:
             return self(*args, **kwargs)
 
+        function.__remat_nests__ = self.__remat_nests__  # type: ignore[attr-defined]
         function.__code__ = function.__code__.replace()  # the compiler counts what it has compiled of each code
         return functools.update_wrapper(function, self)
 

@@ -499,6 +499,8 @@ def unwatched(
         return None
     while type(fun) is functools.partial and _LEAVES.issuperset(map(type, (*fun.args, *fun.keywords.values()))):
         args, kwargs, fun = (*fun.args, *args), {**fun.keywords, **kwargs}, fun.func
+    if args and type(fun) is types.FunctionType and isinstance(args[0], torch.nn.Module):  # a method that is decorated
+        args, fun = args[1:], types.MethodType(fun, args[0])
     flat = not kwargs and _LEAVES.issuperset(map(type, args))
     if not flat and (as_given or not (_is_plain(args) and _is_plain(kwargs))):
         return None
