@@ -494,14 +494,17 @@ def unwatched(
     - `as_given`: whether the rerun has to be given the very same objects, not copies of lists and dicts.
     """
     # Under hooks there may be a region around that runs this again. It has to save the same then: watched both times.
-    inside = is_inside()
-    if not inside and (internals.function_modes_active() or internals.saved_tensors_hooks_active()):
-        return None
+    inside = False
+    if internals.function_modes_active() or internals.saved_tensors_hooks_active():
+        inside = is_inside()
+        if not inside:
+            return None
     while type(fun) is functools.partial and _LEAVES.issuperset(map(type, (*fun.args, *fun.keywords.values()))):
         args, kwargs, fun = (*fun.args, *args), {**fun.keywords, **kwargs}, fun.func
-    if args and type(fun) is types.FunctionType and isinstance(args[0], torch.nn.Module):  # a method that is decorated
-        args, fun = args[1:], types.MethodType(fun, args[0])
     flat = not kwargs and _LEAVES.issuperset(map(type, args))
+    if not flat and args and type(fun) is types.FunctionType and isinstance(args[0], torch.nn.Module):
+        args, fun = args[1:], types.MethodType(fun, args[0])  # it is a method that is decorated
+        flat = not kwargs and _LEAVES.issuperset(map(type, args))
     if not flat and (as_given or not (_is_plain(args) and _is_plain(kwargs))):
         return None
     roots: list[Any] = []
