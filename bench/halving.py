@@ -3,8 +3,8 @@
     def sines(n, x): return sin(x) if n == 1 else remat(sines)(n // 2, remat(sines)(n // 2, x))
 
 A run of n ops keeps what its two halves were given and nothing else. So the peak is the log2(n) activations of one
-path down, and a few of the ops at its end; and each op runs once in each of the runs that it is part of: in the first
-run of all and in log2(n) reruns.
+path down, and a few of the ops at its end; and each op runs at most once in each of the runs that it is part of: in the
+first run of all and in log2(n) reruns. A rerun that stops where its second half would begin runs half of its ops.
 """
 
 from __future__ import annotations
