@@ -1,12 +1,13 @@
 """Functions of which the code shows what they do: compute on their arguments and on what they visibly hold.
 
-A run of such a function need not be watched. It reads its arguments, tensors in its cells and those of the modules that
-it uses, and draws from the global generators at most. So that this can be told, all that the code names has to be
-known: the operations and the methods of containers in `remat._code`, globals and cells that hold modules, numbers or
-functions of the same kind, and attributes of those modules and of settings, which are objects that do nothing by
-themselves. Anything else (another library, an attribute that is set, an assignment to a slice) is not known, and the
-function is watched. An operation that is told to work in place by a value that the code gets from elsewhere can still
-change a tensor: who relies on the answer has to look at the versions of those that the function reads.
+A run of such a function need not be watched. It reads its arguments, tensors in its cells and globals and those of the
+modules that it uses, and draws from the global generators at most. So that this can be told, all that the code names
+has to be known: the operations and the methods of containers in `remat._code`, globals and cells that hold modules,
+tensors, numbers or functions of the same kind, under remat or not, and attributes of those modules and of settings,
+which are objects that do nothing by themselves. Anything else (another library, an attribute that is set, an assignment
+to a slice) is not known, and the function is watched. An operation that is told to work in place by a value that the
+code gets from elsewhere can still change a tensor: who relies on the answer has to look at the versions of those that
+the function reads.
 
 The answer belongs to the code and to what it found. It is kept, and checked at each call.
 """
@@ -87,6 +88,8 @@ class Reads:
     - `is_known`: whether the code shows what it does. The others count only then.
     - `tensors`: where modules hold the tensors that it may read: a weak reference, whether it is a parameter (else a
         buffer), and the name.
+    - `global_tensors`: names of tensors that are globals, of the function itself (owner: a number, of a root) or of
+        others (owner: a weak reference).
     - `changes_containers`: whether it may change a list or a dict.
     - `draws`: whether it may draw from the global generators.
     - `nests`: whether it may call functions under remat.
@@ -106,6 +109,7 @@ class Reads:
         self.unpacks = False
         self.nests = False
         self.tensors: list[tuple[weakref.ref[nn.Module], bool, str]] = []
+        self.global_tensors: list[tuple[Any, str]] = []
         self.statistics: list[weakref.ref[nn.Module]] = []
         self.names: list[tuple[Any, str]] = []
         self._shapes: list[tuple[weakref.ref[nn.Module], Any]] = []
@@ -122,6 +126,7 @@ class Reads:
         self._kinds: set[type] = set()
         self._stock: set[int] = set()
         self._looked_up: set[tuple[int, str]] = set()
+        self._found_tensors: list[Tensor] = []
         self._uses_super = False
         self._bound = bound
         self._roots = {id(root): i for i, root in enumerate(roots)}
@@ -139,7 +144,7 @@ class Reads:
         self.gives_memory_away = not self._names.isdisjoint(ACCESS)
         self.may_write = bool(self._names & MAY_BE_INPLACE)
         del self._functions, self._modules, self._settings, self._kinds, self._stock, self._roots, self._names
-        del self._looked_up, self._bound
+        del self._looked_up, self._bound, self._found_tensors
 
     @property
     def has_modules(self) -> bool:
@@ -173,6 +178,7 @@ class Reads:
         """Whether the same was found out, from the same: a module may have got an attribute that is not read."""
         pairs: list[tuple[list[Any], list[Any]]] = [
             (self.tensors, other.tensors),
+            (self.global_tensors, other.global_tensors),
             (self.names, other.names),
             (self._globals, other._globals),
             (self._attributes, other._attributes),
@@ -202,7 +208,7 @@ class Reads:
             if any(map(operator.is_not, now, ORIGINALS[name])):  # somebody has put something else there
                 raise _Unknown
         tensors = (t for m in self._modules.values() for names in (m._parameters, m._buffers) for t in names.values())
-        others = *self._functions.values(), *(t for t in tensors if t is not None)
+        others = *self._functions.values(), *self._found_tensors, *(t for t in tensors if t is not None)
         if any(not self._names.isdisjoint(vars(other)) for other in others):
             raise _Unknown  # what is asked for may be an attribute of a function, or of a parameter
         unknown = self._names - KNOWN_NAMES
@@ -257,6 +263,11 @@ class Reads:
         for name in names.globals:
             value = function.__globals__.get(name, _MISSING)
             at = self._roots[id(function)] if id(function) in self._roots else weakref.ref(function)
+            if type(value) in _TENSORS:
+                self._globals.append((at, name, type(value)))
+                self.global_tensors.append((at, name))
+                self._found_tensors.append(value)
+                continue
             if not of_torch:
                 self._globals.append((at, name, _meaning(value)))
             if value is not _MISSING:
@@ -444,15 +455,23 @@ def values(reads: Reads, roots: list[Any]) -> list[Value]:
     """What the names mean now that may come to mean something else."""
     found: list[Value] = []
     for at, name in reads.names:
-        owner = roots[at] if type(at) is int else at()
-        namespace = owner.__globals__ if isinstance(owner, types.FunctionType) else vars(owner)
+        namespace = _namespace(at, roots)
         found.append((namespace, name, namespace[name]))
     return found
 
 
-def places(reads: Reads) -> list[Value]:
-    """Where modules hold the tensors that the function reads."""
+def _namespace(at: Any, roots: list[Any]) -> dict[str, Any]:
+    """Globals of a function, or what a module or settings have: of a root, by its number, or of another."""
+    owner = roots[at] if type(at) is int else at()
+    return owner.__globals__ if isinstance(owner, types.FunctionType) else vars(owner)
+
+
+def places(reads: Reads, roots: list[Any]) -> list[Value]:
+    """Where modules and globals hold the tensors that the function reads."""
     found: list[Value] = []
+    for at, name in reads.global_tensors:
+        namespace = _namespace(at, roots)
+        found.append((namespace, name, namespace[name]))
     for ref, is_parameter, name in reads.tensors:
         module: Any = ref()
         if not is_parameter and module.training and ref in reads.statistics:

@@ -1,10 +1,11 @@
 """Calls of functions that need not be watched, because their code shows what they do. See `remat._pure`.
 
-What such a function depends on is known before it runs: its arguments, the tensors in its cells and those of the
-modules that it uses. Under plain autograd the call keeps its native graph, without what that would save; so do calls
-with large tensors or with a policy under a lone `grad`, which run below it. A backward pass over such a graph runs
-the function again, or with a policy single ops of it. Under other transforms a node takes the place of the graph, and
-reruns need not compute the last product of large tensors, or what the tape of a policy tells.
+What such a function depends on is known before it runs: its arguments, the tensors in its cells and globals and those
+of the modules that it uses. Under plain autograd the call keeps its native graph, without what that would save; so do
+calls with large tensors or with a policy under a lone `grad`, which run below it, and those of functions that call
+others under remat. A backward pass over such a graph runs the function again, or with a policy single ops of it. Under
+other transforms a node takes the place of the graph, and reruns need not compute the last product of large tensors, or
+what the tape of a policy tells.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class UnwatchedCall:
         - `roots`: the function, and functions and modules in its cells.
         - `leaves`, `spec`: of the arguments; `spec` is None where the leaves are the arguments.
         - `contents`: of the function's cells.
-        - `places`: where modules hold what it reads.
+        - `places`: where modules and globals hold what it reads.
         - `tensors`: all of them.
         """
         self.name = name
@@ -522,8 +523,8 @@ def unwatched(
     if getattr(roots[0], "__closure__", None):
         contents = cell_contents(roots[:1])
         tensors += [content for _, content in contents.values() if isinstance(content, Tensor)]
-    if reads.tensors:
-        places = _pure.places(reads)
+    if reads.tensors or reads.global_tensors:
+        places = _pure.places(reads, roots)
         for mode in active_watches() if inside else ():  # what it finds is not what it reads
             places = [(names, key, None if t is None else mode.swapped(t)) for names, key, t in places]
         tensors += [tensor for _, _, tensor in places if tensor is not None]  # a bias that there is none of

@@ -7,6 +7,7 @@ import random
 import types
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from helpers import Fun, assert_same, in_turn, leaf, numbers
 from torch import Tensor, nn
+from torch.func import grad, vmap
 from torch.nn.functional import relu
 from torch.nn.modules import module as module_hooks
 from torch.utils.flop_counter import FlopCounterMode
@@ -453,11 +455,12 @@ KNOWN: dict[str, Any] = {
     "modules by name": ByName(),
     "settings": Configured(Options()),
     "global settings": reads_global_settings,
+    "a global tensor": reads_a_global_tensor,
+    "one of another function": uses(reads_a_global_tensor),
 }
 UNKNOWN: dict[str, Any] = {
     f.__name__: f
     for f in (
-        reads_a_global_tensor,
         counts,
         draws_by_hand,
         calls_an_impure_one,
@@ -924,6 +927,68 @@ def test_globals_count_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "product", torch.sin)
     assert_same(torch.autograd.grad(y, x), expected)
     assert globals()["SCALE"] == 3.0
+
+
+FREE = leaf(numbers(3, 3, seed=8))
+
+
+def reads_globals(x: Tensor) -> Tensor:
+    return torch.tanh(reads_a_global_tensor(x) @ FREE)
+
+
+@WAYS
+def test_global_tensors_count_as_they_were(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, free = leaf(numbers(3, 3)), FREE
+    assert _pure.reads(reads_globals) is not None
+    expected = torch.autograd.grad(reads_globals(x).sin().sum(), [x, free])
+    for other in (leaf(numbers(3, 3, seed=9)), nn.Parameter(numbers(3, 3)), None):
+        y = way(reads_globals, x).sin().sum()
+        with monkeypatch.context() as patch:
+            if other is None:
+                patch.delitem(globals(), "FREE")
+            else:
+                patch.setitem(globals(), "FREE", other)
+            assert_same(torch.autograd.grad(y, [x, free]), expected)
+            assert globals().get("FREE") is other
+
+
+@WAYS
+def test_second_derivatives_by_global_tensors(way: Any) -> None:
+    def derivatives(way: Any) -> Any:
+        x = leaf(numbers(3, 3))
+        g = torch.autograd.grad(way(reads_globals, x).sin().sum(), [x, FREE], create_graph=True)
+        return torch.autograd.grad(sum(t.sin().sum() for t in g), [x, FREE])
+
+    assert_same(derivatives(way), derivatives(lambda f, x: f(x)))
+
+
+def test_global_tensors_under_transforms() -> None:
+    def derivatives(fun: Fun) -> Any:
+        by_x = vmap(grad(lambda x: fun(x).sin().sum()))(numbers(2, 3, 3))
+        by_both = torch.autograd.grad(grad(lambda x: fun(x).sin().sum())(numbers(3, 3)).sin().sum(), FREE)
+        return by_x, by_both
+
+    assert_same(derivatives(remat(reads_globals)), derivatives(reads_globals))
+
+
+@WAYS
+def test_global_tensors_that_are_changed_in_place(way: Any) -> None:
+    y = way(reads_globals, leaf(numbers(3, 3))).sum()
+    with torch.no_grad():
+        FREE.mul_(1.0)
+    with pytest.raises(RuntimeError, match="inplace"):
+        y.backward()
+
+
+@WAYS
+def test_global_tensors_in_threads(way: Any) -> None:
+    def derivative(way: Any, seed: int) -> Tensor:
+        x = leaf(numbers(3, 3, seed=seed))
+        return torch.autograd.grad(way(reads_globals, x).sin().sum(), x)[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(functools.partial(derivative, way), range(40))]
+    assert_same(found, [derivative(lambda f, x: f(x), seed) for seed in range(40)])
 
 
 class Scaled(nn.Module):
