@@ -222,7 +222,7 @@ class Reads:
             if id(value) not in self._modules:
                 self._modules[id(value)] = value
                 self._module(value)
-        elif getattr(value, "__remat_nests__", False):
+        elif _runs_again(value):
             self.nests = True
             if hasattr(value, "__wrapped__"):
                 self._take(value.__wrapped__)
@@ -362,6 +362,18 @@ class Reads:
             child = module._modules.get(name) if isinstance(module, nn.Module) else None
             if child is not None:
                 self._take(child)
+
+
+runs_again: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Functions that call others under remat, those they wrap or are given, and do nothing else."""
+
+
+def _runs_again(value: Any) -> bool:
+    """Whether it is one of these, or a function under remat of which no more has to be known."""
+    kind = type(value)
+    if kind is types.FunctionType:
+        return value in runs_again
+    return "__remat_is_plain__" in vars(kind) and value.__remat_is_plain__
 
 
 class _Unknown(Exception):  # noqa: N818
@@ -516,7 +528,7 @@ def _key(fun: Any, roots: list[Any]) -> Any:
     if id(fun) in operations():
         roots.append(fun)
         return id(fun)
-    if roots and getattr(kind, "__remat_nests__", False) and fun.__remat_nests__:
+    if roots and _runs_again(fun):
         roots.append(fun)
         wrapped = _key(fun.__wrapped__, roots)
         return None if wrapped is None else (kind, wrapped)

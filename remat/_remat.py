@@ -21,6 +21,7 @@ from remat._derived import Derived
 from remat._errors import shown
 from remat._nesting import is_inside
 from remat._primitive import attach
+from remat._pure import runs_again
 from remat._replay import Call
 from remat._run import Run
 from remat._static import StaticArguments, as_tuple
@@ -69,7 +70,7 @@ class Remat(Generic[P, R]):
         return functools.partial(Remat, options=self._options)
 
     @property
-    def __remat_nests__(self) -> bool:
+    def __remat_is_plain__(self) -> bool:
         """Whether what it does is known from the function alone."""
         return self._policy is None and not self._has_static
 
@@ -114,7 +115,8 @@ class Remat(Generic[P, R]):
         def function(*args: P.args, **kwargs: P.kwargs) -> R:
             return self(*args, **kwargs)
 
-        function.__remat_nests__ = self.__remat_nests__  # type: ignore[attr-defined]
+        if self.__remat_is_plain__:
+            runs_again.add(function)
         function.__code__ = function.__code__.replace()  # the compiler counts what it has compiled of each code
         return functools.update_wrapper(function, self)
 
@@ -302,4 +304,4 @@ def remat(
     return kind(wrapped) if kind else wrapped
 
 
-remat.__remat_nests__ = True  # type: ignore[attr-defined]
+runs_again.add(remat)

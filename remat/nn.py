@@ -21,6 +21,7 @@ from torch import nn
 
 from remat import _torch_internals as internals
 from remat._errors import shown
+from remat._pure import runs_again
 from remat.compat import checkpoint, create_selective_checkpoint_contexts
 from remat.policies import Policy, as_policy
 
@@ -61,7 +62,8 @@ def _remat_class(base: type[nn.Module], policy: Policy | None) -> type[nn.Module
         method = types.MethodType(base.forward, self)
         return run(functools.partial(method, **kwargs) if kwargs else method, *args)
 
-    forward.__remat_nests__ = policy is None  # type: ignore[attr-defined]
+    if policy is None:
+        runs_again.add(forward)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         # No other process could find this class by its name: an instance of `base` is made, and wrapped.

@@ -1,5 +1,6 @@
 """Functions under remat that call functions under remat, where none of them need be watched."""
 
+import functools
 import gc
 import math
 import weakref
@@ -193,6 +194,43 @@ def test_under_transforms(make: Any, name: str) -> None:
     x = numbers(2, SIZE) / 2
     actual = TRANSFORMS[name](remat(make(Parts(), remat)), x)
     assert_same(actual, TRANSFORMS[name](make(Parts(), plain), x), rounding=1e-9)
+
+
+SEEN: list[int] = []
+
+
+@functools.wraps(checkpoint)
+def counted(*args: Any, **kwargs: Any) -> Any:
+    SEEN.append(len(SEEN))
+    return checkpoint(*args, **kwargs)
+
+
+class Answers:
+    """An object that has any attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        return torch.sin
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * len(SEEN)
+
+
+ANSWERS = Answers()
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: counted(torch.sin, x, use_reentrant=False),
+        lambda x: ANSWERS(x),
+        lambda x: remat(torch.sin, policy=policies.dots_saveable)(x),
+        remat(torch.sin, static_argnums=0),
+        remat(torch.sin, policy=policies.dots_saveable),
+    ],
+    ids=["wraps one of ours", "has any attribute", "a policy", "static arguments", "under a policy"],
+)
+def test_unknown(fun: Any) -> None:
+    assert _pure.reads(lambda x: fun(x)) is None
 
 
 def backward(fun: Fun, x: Tensor) -> Any:

@@ -15,6 +15,7 @@ import torch
 from remat import _torch_internals as internals
 from remat._errors import shown, warn
 from remat._frozen import cell_contents, parts
+from remat._pure import runs_again
 from remat._remat import plainly, remat
 from remat._unwatched import unwatched
 from remat.compat import _debug, _settings
@@ -332,5 +333,4 @@ def _one_after_another(steps: tuple[Callable[[Any], Any], ...]) -> Callable[[Any
     return run
 
 
-checkpoint.__remat_nests__ = True  # type: ignore[attr-defined]
-checkpoint_sequential.__remat_nests__ = True  # type: ignore[attr-defined]
+runs_again.update((checkpoint, checkpoint_sequential))
