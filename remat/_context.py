@@ -37,14 +37,13 @@ class Ambient(NamedTuple):
     @staticmethod
     def current() -> Ambient:
         """The settings here and now."""
-        autocast: tuple[tuple[str, bool, torch.dtype, bool], ...] = ()
-        if internals.any_autocast_enabled():
-            cache = torch.is_autocast_cache_enabled()
-            autocast = tuple(
-                (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache)
-                for d in internals.autocast_devices()
-            )
-        return Ambient(torch.get_default_dtype(), internals.default_device(), autocast)
+        dtype, device = torch.get_default_dtype(), internals.default_device()
+        if not internals.any_autocast_enabled():
+            return _USUAL if dtype is torch.float32 and device is None else Ambient(dtype, device, ())
+        cache = torch.is_autocast_cache_enabled()
+        devices = internals.autocast_devices()
+        autocast = ((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache) for d in devices)
+        return Ambient(dtype, device, tuple(autocast))
 
     def restored(self, *, keeps_casts: bool = False) -> contextlib.AbstractContextManager[None]:
         """Within it, the settings are these again.
@@ -72,6 +71,9 @@ class Ambient(NamedTuple):
             if cuts_casts:
                 torch.set_autocast_cache_enabled(False)
             yield
+
+
+_USUAL = Ambient(torch.float32, None, ())
 
 
 def _off(autocast: tuple[tuple[str, bool, torch.dtype, bool], ...]) -> tuple[tuple[str, bool, torch.dtype, bool], ...]:

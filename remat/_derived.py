@@ -5,6 +5,7 @@ Each takes and returns flat lists of tensors, and runs on whatever stack it is c
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from remat._errors import RematError
 from remat._leaks import graph_alone, rerun_without_leaks
 from remat._typing import RepeatableCall
 
+_requires_grad = operator.attrgetter("requires_grad")
 Batch = tuple[int, Sequence[int | None]]  # the size, and the batch dimension of each cotangent
 
 HOOKED = (
@@ -49,30 +51,30 @@ def vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: S
     """
 
     def pullback(*args: Tensor) -> list[Any]:
-        operands, cotangents = args[:n], args[n:]
-        record = torch.is_grad_enabled()
-        at_base = _at_base(fn.call, operands, cotangents, wrt)
-        fn.call.level = level
+        call, operands, cotangents = fn.call, args[:n], args[n:]
+        call.level = level
+        is_read, record = any(map(_requires_grad, args)), torch.is_grad_enabled()
+        at_base = _may_run_at_base(call, operands, cotangents)
+        if at_base and record and is_read and call.random is None:
+            # A leaf of the rerun's own would make results require grad that do not.
+            at_base = all(operands[i].requires_grad for i in wrt)
         if at_base:
             # Faster than a level of functorch, and open to autograd Functions that don't know functorch.
-            is_read = any(t.requires_grad for t in args)
             # Some formulas of torch give tangents only where they are recorded: that of `slogdet` reads a saved `LU`.
             record = record and (is_read or internals.forward_ad_active())
             with internals.no_transforms(), internals.grad_enabled():
                 inputs = _leaves(operands, wrt, record)
-                values = rerun_without_leaks(fn.call, fn, inputs)
-                edges, given = graph_alone(fn.call, values, zip(outs, cotangents, strict=True))
+                edges, given = graph_alone(call, rerun_without_leaks(call, fn.run, inputs), outs, cotangents)
         else:
             with internals.grad_level() as lift:
                 inputs = [lift(t) if i in wrt else t for i, t in enumerate(operands)]
-                edges, given = graph_alone(fn.call, fn(*inputs), zip(outs, cotangents, strict=True))
+                edges, given = graph_alone(call, fn.run(*inputs), outs, cotangents)
         if not given:
             return [None] * len(wrt)
         sized = [(size, [d for d, e in zip(dims, edges, strict=True) if e is not None]) for size, dims in batches]
-        leaves = [inputs[i] for i in wrt]
         # At the base the graph of a recorded backward goes through the one that it ran over.
         keep = record and at_base
-        grads = _engine([e for e in edges if e is not None], leaves, given, sized, record, keep)
+        grads = _engine([e for e in edges if e is not None], [inputs[i] for i in wrt], given, sized, record, keep)
         return [None if g is None else _detached(g) for g in grads] if keep and not is_read else grads
 
     return Derived(fn.call, pullback, is_vjp=True)
@@ -83,25 +85,22 @@ def _needs_level(call: RepeatableCall, operands: Sequence[Tensor]) -> bool:
     return call.needs_level or any(map(internals.is_wrapper, operands))
 
 
-def _at_base(
-    call: RepeatableCall, operands: Sequence[Tensor], cotangents: Sequence[Tensor], wrt: Sequence[int]
-) -> bool:
-    """Whether to rerun without functorch. Under it some ops come apart in other ways, random ones too."""
+def _may_run_at_base(call: RepeatableCall, operands: Sequence[Tensor], cotangents: Sequence[Tensor]) -> bool:
+    """Whether a rerun may be without functorch. Under it some ops come apart in other ways, random ones too."""
     if internals.in_inference_mode() or any(map(Tensor.is_inference, operands)) or _needs_level(call, operands):
         return False  # the base records nothing in inference mode, and saves nothing that was made in it
-    if call.random is not None:
-        return True
-    if any(map(internals.is_wrapper, cotangents)):
-        return False
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*operands, *cotangents))
-    # A leaf of the rerun's own would make results require grad that do not.
-    return not recorded or all(operands[i].requires_grad for i in wrt)
+    return call.random is not None or not any(map(internals.is_wrapper, cotangents))
 
 
 def _leaves(operands: Sequence[Tensor], wrt: Sequence[int], record: bool) -> list[Tensor]:
     """The operands as inputs of a rerun: leaves of its graph, or connected to their own when that is recorded."""
-    if not record:
+    if not record and internals.forward_ad_active():
         return [_detached(t, i in wrt) for i, t in enumerate(operands)]
+    if not record:
+        inputs = [t.detach() if t.requires_grad else t for t in operands]
+        for i in wrt:
+            inputs[i] = operands[i].detach().requires_grad_()
+        return inputs
     inputs = list(operands)
     for i in wrt:
         inputs[i] = inputs[i].view_as(inputs[i]) if inputs[i].requires_grad else _detached(inputs[i], leaf=True)

@@ -42,16 +42,23 @@ def foreign_edges(outputs: Sequence[Tensor], inputs: Sequence[Tensor], since: in
 
 
 def graph_alone(
-    call: RepeatableCall, values: list[Tensor], cotangents: Iterable[tuple[int, Tensor]]
+    call: RepeatableCall, values: list[Tensor], outs: Iterable[int], cotangents: Iterable[Tensor]
 ) -> tuple[list[GradientEdge | None], list[Tensor]]:
-    """The graph of a rerun's results (None where there is none), and the cotangents of the others.
+    """The graph of a rerun's results at `outs` (None where there is none), and the cotangents of those that have one.
 
     `values` is emptied: they are not needed again.
     """
-    pairs = [(internals.gradient_edge(values[o]) if values[o].requires_grad else None, c) for o, c in cotangents]
+    edges: list[GradientEdge | None] = []
+    given = []
+    for out, cotangent in zip(outs, cotangents, strict=True):
+        if values[out].requires_grad:
+            edges.append(internals.gradient_edge(values[out]))
+            given.append(cotangent)
+        else:
+            edges.append(None)
     values.clear()
     call.settle()
-    return [e for e, _ in pairs], [c for e, c in pairs if e is not None]
+    return edges, given
 
 
 def rerun_without_leaks(

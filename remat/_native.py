@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import types
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -116,25 +117,28 @@ class Graph(ABC):
         """Whether a backward pass differentiates nothing in this graph."""
         return key == self._skipped
 
+    def _recompute(self, key: Any, group: Any) -> _Recomputed:
+        recomputed = _Recomputed(key, self.rerun())
+        if key == -1:  # outside of a backward pass: `grad_fn._saved_self`
+            return recomputed
+        self._recomputed = weakref.ref(recomputed)
+        if group is None:
+            internals.at_end_of_graph_task(recomputed.clear)
+        else:
+            groups.setdefault(group, []).append(recomputed)
+        return recomputed
+
     def unpack(self, index: int) -> Tensor:
         """The saved tensor with this number."""
         group = internals.graph_exec_group() if self.joins_groups else None
         key = internals.graph_task() if group is None else group
-        if self._is_skipped(key):
-            return _ZERO.expand(self.metas[index][0])
-        if key == -1:  # outside of a backward pass: `grad_fn._saved_self`
-            entry = self.rerun()[index]
-        else:
-            recomputed = None if self._recomputed is None else self._recomputed()
-            if recomputed is None or recomputed.key != key:
-                recomputed = _Recomputed(key, self.rerun())
-                self._recomputed = weakref.ref(recomputed)
-                if group is None:
-                    internals.at_end_of_graph_task(recomputed.clear)
-                else:
-                    groups.setdefault(group, []).append(recomputed)
-            entry = recomputed.saved[index]
-            recomputed.saved[index] = None
+        recomputed = None if self._recomputed is None else self._recomputed()
+        if recomputed is None or recomputed.key != key:
+            if self._is_skipped(key):
+                return _ZERO.expand(self.metas[index][0])
+            recomputed = self._recompute(key, group)
+        entry = recomputed.saved[index]
+        recomputed.saved[index] = None
         if entry is None:
             raise self.error(_UNPACKED_TWICE if group is None else _UNPACKED_TWICE_IN_GROUP)
         tensor, before = entry
@@ -180,12 +184,16 @@ class Call(Protocol):
     name: str
     operands: list[Tensor]
     versions: list[int]
-    stays: frozenset[int]
-    """The positions of operands that others hold for good: what modules have."""
-    nests: bool
-    """Whether the function calls functions under remat."""
     last_rerun: bool
     """Where there is a tape: whether the rerun that is about to come is known to be the last."""
+
+    @property
+    def stays(self) -> frozenset[int]:
+        """The positions of operands that others hold for good: what modules have."""
+
+    @property
+    def nests(self) -> bool:
+        """Whether the function calls functions under remat."""
 
     def forward(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any = None) -> Any:
         """The user's own call. `mode`: what looks on."""
@@ -200,29 +208,32 @@ class CallGraph(Graph):
     Inside of another such call, what it is given is saved through the hooks of that one, which computes it again.
     """
 
+    _operands: list[Any]
+    _saved_outside: Mapping[int, Any] = types.MappingProxyType({})
+    """By position, the operands that hooks around the call have packed."""
+    _unpacked: tuple[int, list[Tensor], list[int]] | None = None
+    may_skip = False
+    """Whether no other result has a part in the graph."""
+
     def __init__(self, call: Call, under_node: bool) -> None:
         """`under_node`: whether a node of ours is between the graph and its results."""
         self._call = call
-        self._operands: list[Any] = call.operands
-        self._saved_outside: dict[int, Any] = {}
-        """By position, the operands that hooks around the call have packed."""
-        self._unpacked: tuple[int, list[Tensor], list[int]] | None = None
+        self._operands = held = call.operands
         if internals.saved_tensors_hooks_active():
-            self._saved_outside = {i: internals.save(t) for i, t in enumerate(call.operands) if i not in call.stays}
+            stays = call.stays
+            self._saved_outside = {i: internals.save(t) for i, t in enumerate(call.operands) if i not in stays}
             self._operands = [None if i in self._saved_outside else t for i, t in enumerate(call.operands)]
-        self._held = {id(t): weakref.ref(t) for t in self._operands if t is not None}
-        self._under_node = under_node
+            held = [t for t in self._operands if t is not None]
+        self._held = {id(t): weakref.ref(t) for t in held}
         self.joins_groups = not under_node  # what one result does not need is unpacked all the same
         self._holders: dict[int, weakref.ref[Holder]] = {}
         """By number, what is not held."""
         self.metas = []
-        self.may_skip = False
-        """Whether no other result has a part in the graph."""
 
     @property
     def who(self) -> str:  # type: ignore[override]
         """As of a graph."""
-        return f"remat: {self._call.name}" if self._under_node else Graph.who
+        return Graph.who if self.joins_groups else f"remat: {self._call.name}"
 
     def operands(self) -> list[Tensor]:
         """The operands, unless they were changed in place."""
@@ -240,14 +251,14 @@ class CallGraph(Graph):
 
     def _given(self) -> tuple[list[Tensor], list[int]]:
         """The operands, and how often each had been written to."""
-        operands, versions = self._operands, self._call.versions
+        if not self._saved_outside:
+            return self._operands, self._call.versions
         if self._unpacked is not None and self._unpacked[0] == internals.graph_task():
             return self._unpacked[1:]
-        if self._saved_outside:
-            operands, versions = [*operands], [*versions]
-            for i, saved in self._saved_outside.items():
-                operands[i] = tensor = saved.unpack()
-                versions[i] = tensor._version
+        operands, versions = [*self._operands], [*self._call.versions]
+        for i, saved in self._saved_outside.items():
+            operands[i] = tensor = saved.unpack()
+            versions[i] = tensor._version
         return operands, versions
 
     def held(self) -> Sequence[Any]:
@@ -270,18 +281,12 @@ class CallGraph(Graph):
     def _pack(self, tensor: Tensor) -> Holder | Held:
         number = len(self.metas)
         self.metas.append(meta_of(tensor))
-        if id(tensor) in self._held:
-            return tensor, tensor._version, self._held[id(tensor)]
-        return self._hold(tensor, number)
+        held = self._held.get(id(tensor))
+        return self._hold(tensor, number) if held is None else (tensor, tensor._version, held)
 
     @abstractmethod
     def _hold(self, tensor: Tensor, number: int) -> Holder | Held:
         """What stands for a tensor that is no operand."""
-
-    def _holder(self, number: int) -> Holder:
-        holder = Holder(self, number)
-        self._holders[number] = weakref.ref(holder)
-        return holder
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

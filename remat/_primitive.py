@@ -17,6 +17,7 @@ every order and every nest comes out of one rule per kind of level:
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,11 +30,11 @@ from torch.autograd.graph import GradientEdge
 from remat import _torch_internals as internals
 from remat._derived import HOOKED, Batch, Derived, at_front, functionalize, jvp, make_dual, pick, vjp, vmap
 from remat._errors import CheckpointError, RematError
-from remat._native import version
 from remat._run import paused_runs
 from remat._typing import OwnGraph
 
 Values = list[Tensor]
+_requires_grad = operator.attrgetter("requires_grad")
 _COMPILED_BACKWARD = (
     "remat: {} ran uncompiled, and compiled autograd can't compile its backward pass alone. Compile the forward too, "
     "torch.compile(model), or call the function through remat.checkpoint(..., use_reentrant=False)."
@@ -58,18 +59,19 @@ class Link:
         self.thread = threading.get_ident()
         self.below: tuple[list[GradientEdge], Values] | None = None
         """Below all transforms: where a graph of the values ends, and its leaves, which stand for the operands."""
-        # The wrappers that a level saves have version counters of their own.
-        self.versions = [version(internals.innermost(t)) for t in operands or ()]
+        self.versions = internals.versions_of(operands) if operands else []
 
     def check_versions(self, saved: Sequence[Tensor]) -> None:
         """See that nobody has written to the operands since."""
-        for tensor, before in zip(saved, self.versions, strict=True):
-            if version(internals.innermost(tensor)) != before:
-                raise CheckpointError(
-                    f"remat: a tensor of shape {list(tensor.shape)}, {tensor.dtype} that {self.fn.call.name} was given "
-                    "or captured was changed in place between its forward run and the backward, where it runs again. "
-                    "Change a copy instead: x = x.clone()."
-                )
+        versions = internals.versions_of(saved)
+        if versions == self.versions:
+            return
+        tensor = next(t for t, now, before in zip(saved, versions, self.versions, strict=True) if now != before)
+        raise CheckpointError(
+            f"remat: a tensor of shape {list(tensor.shape)}, {tensor.dtype} that {self.fn.call.name} was given or "
+            "captured was changed in place between its forward run and the backward, where it runs again. Change a "
+            "copy instead: x = x.clone()."
+        )
 
 
 def _unshared(values: Values, shared: set[int]) -> tuple[Tensor, ...]:
@@ -123,6 +125,7 @@ class RematOverGraph(internals.SingleLevelFunction):
         ctx: Any, fn: Derived, graph: OwnGraph, values: Values, shared: set[int], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.fn, ctx.graph, ctx.tape = fn, graph, fn.call.tape
+        ctx.of_operands = (None,) * (len(inputs) - len(values))
         ctx.set_materialize_grads(False)
         return _unshared(values, shared)
 
@@ -133,23 +136,27 @@ class RematOverGraph(internals.SingleLevelFunction):
     @staticmethod
     @internals.left_alone_by_dynamo
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        fn, graph = ctx.fn, ctx.graph
-        count = len(cotangents)
-        needed = ctx.needs_input_grad[4 + count :]
+        fn, graph, count = ctx.fn, ctx.graph, len(cotangents)
+        is_given = is_batched = False
+        for cotangent in cotangents:
+            if cotangent is not None:
+                is_given = True
+                is_batched |= internals.is_legacy_batched(cotangent)
         if not internals.graph_is_retained():
             ctx.fn = ctx.graph = ctx.tape = None
-        if all(c is None for c in cotangents):
+        if not is_given:
             if graph is not None:
                 graph.skip()
             return (None,) * len(ctx.needs_input_grad)
         if not (
-            torch.is_grad_enabled()
+            is_batched
+            or torch.is_grad_enabled()
             or internals.transforms_active()
             or internals.forward_ad_active()
             or internals.saved_tensors_hooks_refused()
-            or any(c is not None and internals.is_legacy_batched(c) for c in cotangents)
         ):
-            return None, None, None, None, *cotangents, *[None] * len(needed)
+            return None, None, None, None, *cotangents, *ctx.of_operands
+        needed = ctx.needs_input_grad[4 + count :]
         if graph is None:
             _ = ctx.saved_tensors  # raises: the graph has been freed
         graph.skip()
@@ -176,15 +183,19 @@ def gradients(
     grads: list[Any] = [None] * len(operands)
     if given and wrt:
         call = link.fn.call
+        outs = [link.outs[i] for i in given]
+        if len(given) < len(cotangents):
+            cotangents = [cotangents[i] for i in given]
         if call.tape is not None:
-            read = [*filter(call.tape.was_read, operands), *(c for c in cotangents if c is not None)]
+            read = [*filter(call.tape.was_read, operands), *cotangents]
             retained = internals.graph_is_retained() or any(map(internals.requires_grad_below, read))
             call.last_rerun = is_last and not retained
         try:
-            with paused_runs():
-                results = _differentiate(
-                    link, operands, wrt, [link.outs[i] for i in given], [cotangents[i] for i in given], ()
-                )
+            if internals.function_modes_active():
+                with paused_runs():
+                    results = _differentiate(link, operands, wrt, outs, cotangents, ())
+            else:
+                results = _differentiate(link, operands, wrt, outs, cotangents, ())
         finally:
             call.clean()
         call.finish()
@@ -207,59 +218,66 @@ def _differentiate(
     forward drew. For the backward of `torch.func.grad` itself, see NOTE [who asked for this derivative], everything
     runs one level down, where nothing is recorded at the level that is about to end.
     """
-
-    def derivative(inputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Any]:
-        if link.below is not None and not batches and _is_last(*inputs, *given):
-            edges, leaves = link.below
-            with internals.base_level():
-                at, to = [edges[o] for o in outs], [leaves[i] for i in wrt]
-                return list(internals.run_backward(at, to, given, keep=True, record=False))
-        return run(vjp(link.fn, len(operands), wrt, outs, batches, link.level), [*inputs, *given])
-
-    legacy = [internals.is_legacy_batched(c) for c in cotangents]
-    if any(legacy):  # `is_grads_batched=True` has a vmap of its own, older than functorch
+    if any(map(internals.is_legacy_batched, cotangents)):  # `is_grads_batched=True` has an older vmap of its own
+        legacy = [internals.is_legacy_batched(c) for c in cotangents]
         with internals.without_legacy_vmap() as (unwrap, wrap):
             plain = [unwrap(c) if b else c for c, b in zip(cotangents, legacy, strict=True)]
             batch = plain[legacy.index(True)].shape[0], [0 if b else None for b in legacy]
             results = _differentiate(link, operands, wrt, outs, plain, (batch, *batches))
         return [None if r is None else wrap(r) for r in results]
     top = internals.top_transform()
-    level = -1 if top is None else top.level
-    if top is not None and top.kind is internals.TransformType.Vmap and level >= link.level:
+    if top is None:
+        return _derivative(link, wrt, outs, batches, operands, cotangents)
+    level = top.level
+    if top.kind is internals.TransformType.Vmap and level >= link.level:
         pairs = [internals.unwrap_batched(internals.unwrap_dead(c), level) for c in cotangents]
         batch = top.batch_size(), [d for _, d in pairs]
         with top.lower():
             results = _differentiate(link, operands, wrt, outs, [c for c, _ in pairs], (batch, *batches))
         return [None if r is None else internals.wrap_batched(r, 0, level) for r in results]
-    at_own_level = (
-        top is not None and top.kind is internals.TransformType.Grad and internals.level_of(operands[0]) == level
-    )
+    at_own_level = top.kind is internals.TransformType.Grad and internals.level_of(operands[0]) == level
     ends_with_this = at_own_level and internals.called_by_grad_transform(link.thread)
-    if at_own_level and not ends_with_this and level in link.fn.call.hooked and torch.is_grad_enabled():
-        raise RematError(HOOKED.format(link.fn.call.name, "torch.autograd.grad(create_graph=True) in a transform"))
-    if top is None or not ends_with_this:
-        return derivative([internals.unwrap_dead(t) for t in operands], [internals.unwrap_dead(c) for c in cotangents])
+    if not ends_with_this:
+        if at_own_level and level in link.fn.call.hooked and torch.is_grad_enabled():
+            raise RematError(HOOKED.format(link.fn.call.name, "torch.autograd.grad(create_graph=True) in a transform"))
+        return _derivative(link, wrt, outs, batches, operands, cotangents)
     with top.lower():
-        results = derivative(
-            [internals.unwrap_grad(t, level) for t in operands], [internals.unwrap_grad(c, level) for c in cotangents]
-        )
+        inputs = [internals.unwrap_grad(t, level) for t in operands]
+        given = [internals.unwrap_grad(c, level) for c in cotangents]
+        results = _derivative(link, wrt, outs, batches, inputs, given)
     return [None if r is None else internals.wrap_grad(r, level) for r in results]
 
 
-def _is_last(*inputs: Tensor) -> bool:
+def _derivative(
+    link: Link,
+    wrt: Sequence[int],
+    outs: Sequence[int],
+    batches: Sequence[Batch],
+    operands: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+) -> list[Any]:
+    """The derivative, here and now."""
+    inputs = [*operands, *cotangents]
+    if any(map(internals.is_dead, inputs)):
+        inputs = [*map(internals.unwrap_dead, inputs)]
+    if link.below is not None and not batches and _is_last(inputs):
+        edges, leaves = link.below
+        with internals.base_level():
+            at, to = [edges[o] for o in outs], [leaves[i] for i in wrt]
+            return list(internals.run_backward(at, to, inputs[len(operands) :], keep=True, record=False))
+    return run(vjp(link.fn, len(operands), wrt, outs, batches, link.level), inputs)
+
+
+def _is_last(inputs: Values) -> bool:
     """Whether nothing differentiates what is computed of these, here and now."""
-    return not (
-        internals.transforms_active()
-        or internals.forward_ad_active()
-        or any(map(internals.requires_grad_at_any_level, inputs))
-    )
+    return not (internals.transforms_active() or _is_differentiated(inputs))
 
 
 def run(fn: Derived, operands: Values) -> list[Any]:
     """`fn(*operands)`, remat'd."""
-    values = fn(*operands)
+    values = fn.run(*operands)
     present = [i for i, v in enumerate(values) if v is not None]
-    if not torch.is_grad_enabled() or not present:
+    if not torch.is_grad_enabled() or not _is_differentiated([values[i] for i in present]):
         return values
     attached = attach(pick(fn, present), [values[i] for i in present], operands)
     for i, value in zip(present, attached, strict=True):
@@ -270,17 +288,21 @@ def run(fn: Derived, operands: Values) -> list[Any]:
 # The rules.
 
 
+def _is_differentiated(values: Values) -> bool:
+    """Whether something may differentiate values, of which there are some."""
+    return any(map(internals.requires_grad_at_any_level, values)) or (internals.forward_ad_active() and bool(values))
+
+
 def attach(fn: Derived, values: Values, operands: Values) -> Values:
     """`values`, with the derivative of `fn` at `operands` in the place of the graph they come with.
 
     The very same list where nothing differentiates.
     """
-    forward_ad = internals.forward_ad_active()
-    if not forward_ad and not any(map(internals.requires_grad_at_any_level, values)):
+    if not _is_differentiated(values):
         return values
     top = internals.top_transform()
     kind = None if top is None else top.kind
-    if forward_ad and kind in _CARRIES_TANGENTS:
+    if internals.forward_ad_active() and kind in _CARRIES_TANGENTS:
         return _attach_duals(_RULES[kind], top, fn, values, operands)
     return _RULES[kind](top, fn, values, operands)
 
@@ -324,22 +346,20 @@ def attach_over_graph_below(
     shared = internals.sharing_memory(values, leaves)
     with internals.base_level():
         constants = [v.detach() for v in values]
-    lifted = [internals.wrap_grad(c, level) for c in constants]
-    lifted_operands = [internals.wrap_grad(t, level) for t in operands]
+    lifted, lifted_operands = internals.wrapped(constants, level), internals.wrapped(operands, level)
     return internals.apply_at_level(RematNode, link, lifted, shared, *lifted_operands)
 
 
 def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
     level = top.level
     inner = below = [internals.unwrap_grad(v, level) for v in values]
-    if internals.forward_ad_active() or any(map(internals.requires_grad_at_any_level, below)):
+    if _is_differentiated(below):
         with top.lower():
             inner = attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
-    outs = [i for i, (v, b) in enumerate(zip(values, below, strict=True)) if v is not b and v.requires_grad]
+    outs = [i for i, v in enumerate(values) if v.requires_grad and v is not below[i]]
     if inner is below and not outs:
         return values
-    lifted = [internals.wrap_grad(v, level) for v in inner]
-    lifted_operands = [internals.wrap_grad(t, level) for t in operands]
+    lifted, lifted_operands = internals.wrapped(inner, level), internals.wrapped(operands, level)
     if not outs or not _reaches(fn, lifted_operands):
         return lifted
     link = Link(fn, outs, operands, level)
@@ -354,7 +374,7 @@ def _attach_at_jvp(top: Any, fn: Derived, values: Values, operands: Values) -> V
     below = [internals.unwrap_grad(v, level) for v in values]
     with top.lower():
         inner = attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
-    return values if inner is below else [internals.wrap_grad(v, level) for v in inner]
+    return values if inner is below else internals.wrapped(inner, level)
 
 
 def _attach_at_vmap(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
@@ -420,7 +440,7 @@ def _replace(values: Values, outs: Sequence[int], new: Sequence[Tensor]) -> Valu
 
 def _reaches(fn: Derived, operands: Values) -> bool:
     """Whether some operand is differentiated at the top of the stack, as a value of `fn` is."""
-    if any(t.requires_grad for t in operands):
+    if any(map(_requires_grad, operands)):
         return True
     if fn.is_vjp:  # its rerun has leaves of its own
         return False

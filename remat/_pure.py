@@ -67,8 +67,11 @@ def _meaning(value: Any) -> _Meaning:
         raise _Unknown from None
 
 
+_REF = weakref.ref
+
+
 def _still(meaning: _Meaning, value: Any) -> bool:
-    if type(meaning) is weakref.ref:
+    if type(meaning) is _REF:
         return value is meaning()
     if type(meaning) is tuple:
         return type(value) is tuple and len(value) == len(meaning) and all(map(_still, meaning, value))
@@ -90,6 +93,7 @@ class Reads:
         buffer), and the name.
     - `global_tensors`: names of tensors that are globals, of the function itself (owner: a number, of a root) or of
         others (owner: a weak reference).
+    - `has_modules`: whether it uses modules.
     - `changes_containers`: whether it may change a list or a dict.
     - `draws`: whether it may draw from the global generators.
     - `nests`: whether it may call functions under remat.
@@ -118,7 +122,7 @@ class Reads:
         self._attributes: list[tuple[weakref.ref[Any], str, _Meaning]] = []
         self._operations: list[tuple[Mapping[str, Any], str]] = []
         self._meant: list[Any] = []  # by these
-        self._codes: list[tuple[weakref.ref[types.FunctionType], list[Any]]] = []  # of others
+        self._codes: list[tuple[weakref.ref[types.FunctionType], tuple[Any, ...]]] = []  # of others
         self._names: set[str] = set()
         self._functions: dict[int, types.FunctionType] = {}
         self._modules: dict[int, nn.Module] = {}
@@ -139,6 +143,7 @@ class Reads:
             for is_parameter, names in ((True, module._parameters), (False, module._buffers)):
                 read = names if id(module) in self._stock else [name for name in names if name in self._names]
                 self.tensors += [(weakref.ref(module), is_parameter, name) for name in read]
+        self.has_modules = bool(self._shapes)
         self.changes_containers = bool(self._names & CHANGES_CONTAINERS)
         self.draws = bool(self._names & DRAWS)
         self.gives_memory_away = not self._names.isdisjoint(ACCESS)
@@ -146,16 +151,14 @@ class Reads:
         del self._functions, self._modules, self._settings, self._kinds, self._stock, self._roots, self._names
         del self._looked_up, self._bound, self._found_tensors
 
-    @property
-    def has_modules(self) -> bool:
-        """Whether it uses modules."""
-        return bool(self._shapes)
-
     def holds(self, roots: list[Any], hooks_count: bool = True) -> bool:
         """Whether all that it depends on is as it was. `hooks_count`: whether modules may not have got hooks."""
         for at, name, meaning in self._globals:
             function = roots[at] if type(at) is int else at()
-            if function is None or not _still(meaning, function.__globals__.get(name, _MISSING)):
+            if function is None:
+                return False
+            value = function.__globals__.get(name, _MISSING)
+            if not (value is meaning() if type(meaning) is _REF else _still(meaning, value)):
                 return False
         if self._shapes and not internals.have_shapes(self._shapes, hooks_count):
             return False
@@ -170,7 +173,10 @@ class Reads:
             return False
         for ref, name, meaning in self._attributes:
             owner = ref()
-            if owner is None or not _still(meaning, owner.__dict__.get(name, _MISSING)):
+            if owner is None:
+                return False
+            value = owner.__dict__.get(name, _MISSING)
+            if not (value is meaning() if type(meaning) is _REF else _still(meaning, value)):
                 return False
         return True
 
@@ -401,9 +407,11 @@ def reads(fun: Any, roots: list[Any] | None = None) -> Reads | None:
     """
     roots = [] if roots is None else roots
     key = _key(fun, roots)
-    if key is None or are_called_otherwise():
+    if key is None:
         return None
     found = _found.get(key)
+    if (found is None or found.has_modules) and are_called_otherwise():
+        return None
     if found is None or not found.holds(roots):
         if len(_found) > 1000:
             _found.clear()
@@ -426,7 +434,7 @@ def roots_of(fun: Any) -> list[Any]:
     return [] if _key(fun, roots) is None else roots
 
 
-def still(fun: Any, roots: list[Any], before: Reads, parts: list[list[Any]], hooks_count: bool) -> bool:
+def still(fun: Any, roots: list[Any], before: Reads, parts: list[tuple[Any, ...]], hooks_count: bool) -> bool:
     """Whether a function does what it did.
 
     **Arguments:**
@@ -435,7 +443,7 @@ def still(fun: Any, roots: list[Any], before: Reads, parts: list[list[Any]], hoo
     - `parts`: what they were made of.
     - `hooks_count`: whether modules may not have got hooks.
     """
-    if not _are_made_of(roots, parts):
+    if len(roots) != len(parts) or not all(map(_is_made_of, roots, parts)):
         return False
     if before.has_modules and are_called_otherwise(hooks_count):
         return False
@@ -445,16 +453,16 @@ def still(fun: Any, roots: list[Any], before: Reads, parts: list[list[Any]], hoo
     return now is not None and now.same_as(before)
 
 
-def made_of(root: Any) -> list[Any]:
+def made_of(root: Any) -> tuple[Any, ...]:
     """Code, defaults and names of attributes of a function; nothing of a module, whose class has them."""
-    return [root.__code__, *_defaults(root), *root.__dict__] if type(root) is types.FunctionType else []
+    if type(root) is not types.FunctionType:
+        return ()
+    if root.__kwdefaults__ or root.__dict__:
+        return (root.__code__, *_defaults(root), *root.__dict__)
+    return root.__code__, root.__defaults__
 
 
-def _are_made_of(roots: list[Any], parts: list[list[Any]]) -> bool:
-    return len(roots) == len(parts) and all(map(_is_made_of, roots, parts))
-
-
-def _is_made_of(root: Any, parts: list[Any]) -> bool:
+def _is_made_of(root: Any, parts: tuple[Any, ...]) -> bool:
     now = made_of(root)
     return len(now) == len(parts) and all(map(operator.is_, now, parts))
 

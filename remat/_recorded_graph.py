@@ -66,12 +66,12 @@ class RecordedGraph(CallGraph):
                 tensor = tensor.detach() if tensor.requires_grad else tensor
                 return tensor, tensor._version, weakref.ref(tensor)
             self._saved[number] = ref
-            if not self._recorder.keeps(ref):
-                return self._holder(number)
-            pin = _Pin(self, number)
-            pin.tensor = tensor.detach()
-            self._holders[number] = weakref.ref(pin)
-            return pin
+            holder = Holder(self, number)
+            if self._recorder.keeps(ref):
+                holder = _Pin(self, number)
+                holder.tensor = tensor.detach()
+            self._holders[number] = weakref.ref(holder)
+            return holder
 
     def rerun(self) -> Saved:
         """Compute again what the graph would save."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,16 +38,22 @@ _requires_grad = operator.attrgetter("requires_grad")
 class SparseGraph(CallGraph):
     """The native graph of a call. Of what it would save it holds the operands alone, and runs the function again."""
 
+    compares = True
+    """Whether the metadata of what both runs save have to be the same."""
+    _outer: Any = None
+
     def __init__(self, call: Call, early_stop: bool, under_node: bool = False) -> None:
         super().__init__(call, under_node)
         self._required = [*map(_requires_grad, call.operands)]
         self._early_stop = early_stop
-        self._outer = graph_around() if self._saved_outside else None
-        self.compares = True
+        if self._saved_outside:
+            self._outer = graph_around()
 
     def record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own call."""
-        with nesting(self, self._pack) if self._call.nests else _NOTHING:
+        if not self._call.nests:
+            return self._record(fun, args, kwargs, None)
+        with nesting(self, self._pack):
             return self._record(fun, args, kwargs, None)
 
     def _is_skipped(self, key: Any) -> bool:
@@ -55,7 +62,9 @@ class SparseGraph(CallGraph):
 
     def _hold(self, tensor: Tensor, number: int) -> Holder:
         del tensor
-        return self._holder(number)
+        holder = Holder(self, number)
+        self._holders[number] = weakref.ref(holder)
+        return holder
 
     def rerun(self) -> Saved:
         """Run the function again: what its graph would save."""
@@ -67,7 +76,7 @@ class SparseGraph(CallGraph):
     def _rerun(self, decorate: Callable[[Any], Any]) -> Saved:
         """`decorate`: the hook that collects what is saved."""
         operands, versions = self._given()
-        expected, last = len(self.metas), max(self._holders)
+        expected, last = len(self.metas), next(reversed(self._holders))
         were_changed = [*map(_version, operands)] != versions
         stops = self._early_stop and (self._call.nests or self.metas[last][0].numel() > _WORTH_A_STOP)
         if [*map(_requires_grad, operands)] != self._required:
@@ -75,7 +84,9 @@ class SparseGraph(CallGraph):
                 t if t.requires_grad is before else t.detach().requires_grad_(before)
                 for t, before in zip(operands, self._required, strict=True)
             ]
-        held = {id(t) for i, t in enumerate(operands) if i not in self._saved_outside}
+        held = {*map(id, operands)}
+        if self._saved_outside:
+            held -= {id(operands[i]) for i in self._saved_outside}
         saved: Saved = []
         changed: Saved = []
         metas: list[Meta] = []
@@ -95,10 +106,11 @@ class SparseGraph(CallGraph):
             hook = _unseen(collect) if were_changed else decorate(collect)
             internals.push_saved_tensors_hooks(hook, same)
             try:
-                with (
-                    _Refusing(operands, versions, changed) if were_changed else _NOTHING,
-                    nesting(self, hook) if self._call.nests else _NOTHING,
-                ):
+                if were_changed or self._call.nests:
+                    refusing = _Refusing(operands, versions, changed) if were_changed else _NOTHING
+                    with refusing, nesting(self, hook) if self._call.nests else _NOTHING:
+                        self._call.again(operands)
+                else:
                     self._call.again(operands)
             except _Stop:
                 expected = min(expected, len(saved))

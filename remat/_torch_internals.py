@@ -262,9 +262,13 @@ def wrap_grad(tensor: Tensor, level: int) -> Tensor:
     return tensor if _C.maybe_get_level(tensor) == level else _C._wrap_for_grad(tensor, level)
 
 
-def unwrap_grad(tensor: Tensor, level: int) -> Tensor:
-    """The tensor below `level`; the tensor itself where it does not wrap at that level."""
-    return _C._unwrap_for_grad(tensor, level)
+def wrapped(tensors: Iterable[Tensor], level: int) -> list[Tensor]:
+    """Each of them so wrapped."""
+    return [t if _C.maybe_get_level(t) == level else _C._wrap_for_grad(t, level) for t in tensors]
+
+
+# The tensor below a level; the tensor itself where it does not wrap at that level.
+unwrap_grad: Callable[[Tensor, int], Tensor] = _C._unwrap_for_grad
 
 
 def unwrap_batched(tensor: Tensor, level: int) -> tuple[Tensor, int | None]:
@@ -600,6 +604,19 @@ def registered_with_torch(kind: type) -> tuple[Any, Any] | None:
     """(flatten, unflatten) of a pytree node type that torch knows and optree does not, such as dataclasses."""
     node = pytree.SUPPORTED_NODES.get(kind)
     return None if node is None else (node.flatten_fn, node.unflatten_fn)
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """How often the memory of plain tensors, and of those below wrappers, was written to, where torch counts that.
+
+    The wrappers have version counters of their own.
+    """
+    found = []
+    for t in tensors:
+        while _C.is_functorch_wrapped_tensor(t):
+            t = _C.get_unwrapped(t)
+        found.append(-1 if t.is_inference() else t._version)
+    return found
 
 
 def innermost(tensor: Tensor) -> Tensor:

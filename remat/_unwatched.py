@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import types
 import weakref
@@ -102,9 +103,19 @@ class UnwatchedCall:
     last_rerun = False
     level: int | None = None
     needs_node = False
+    hooked: frozenset[int] = frozenset()
+    versions: list[int]
+    returned: list[int]
+    random: RandomState | None = None
+    tape: Tape | None = None
+    _roots: list[Any] | None
     _under_transforms = False
     _random_before: RandomState | None = None
-    hooked: frozenset[int] = frozenset()
+    _as_checkpoint = False
+    _context = _NOTHING
+    _last: LastProduct | None = None
+    _table: Table | None = None
+    _written: Sequence[_pure.Value] = ()
 
     def __init__(
         self,
@@ -130,23 +141,16 @@ class UnwatchedCall:
         - `tensors`: all of them.
         """
         self.name = name
-        self.operands: list[Tensor] = []
-        self.versions: list[int] = []
-        self.random: RandomState | None = None
-        self.tape: Tape | None = None
-        self.returned: list[int] = []
-        position: dict[int, int] = {}
-        for t in tensors:
-            if id(t) not in position:
-                position[id(t)] = len(position)
-                self.operands.append(t)
+        distinct = {id(t): t for t in tensors}
+        self.operands = [*distinct.values()]
+        position = dict(zip(distinct, itertools.count()))  # noqa: B905
         self._arguments: list[tuple[int, int]] = []
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 self._arguments.append((i, position[id(leaf)]))
                 leaves[i] = None
         self._leaves, self._spec = leaves, spec
-        self._values = _pure.values(reads, roots)
+        self._values = _pure.values(reads, roots) if reads.names else []
         self._places = []
         for names, key, tensor in places:
             if tensor is None:
@@ -155,21 +159,25 @@ class UnwatchedCall:
                 self._places.append((names, key, position[id(tensor)], weakref.ref(tensor)))
         self._reads = reads
         self._repeats_draws = reads.draws
-        self.nests = reads.nests
-        self.stays = frozenset(at for _, _, at, _ in self._places)
-        self._written = _pure.written(reads) if reads.statistics else ()
         self._parts = [*map(_pure.made_of, roots)]
-        self._roots = None if contents else roots  # else those of what is put together again
-        self._as_checkpoint = False
-        self._context = _NOTHING
-        self._fun = fun
-        self._is_given_tensors = spec is None
-        self._last: LastProduct | None = None
+        if reads.statistics:
+            self._written = _pure.written(reads)
+        self._fun, self._roots = fun, roots
         self._reruns: list[Spared | Replay] = []
-        self._table: Table | None = None
         if contents:
+            self._roots = None  # those of what is put together again count
             freezer = Freezer(contents, position)
             self._fun, self._table = freezer(fun), freezer.table
+
+    @property
+    def nests(self) -> bool:
+        """Whether the function calls functions under remat."""
+        return self._reads.nests
+
+    @property
+    def stays(self) -> frozenset[int]:
+        """The positions of operands that others hold for good: what modules have."""
+        return frozenset(at for _, _, at, _ in self._places)
 
     def record(
         self,
@@ -227,44 +235,47 @@ class UnwatchedCall:
         - `preserve_rng_state`: whether the rerun draws what the forward draws.
         """
         self._repeats_draws = self._repeats_draws and preserve_rng_state
-        operands, graph = self.operands, None
-        mode: Recorder | Search | None = None
         if self.needs_node:
-            size = max(map(Tensor.numel, operands), default=0)
-            is_worth_it = policy is not None or self.nests or size > _WORTH_A_GRAPH
-            level = internals.lone_grad() if is_worth_it and self._reads.may_run_below else None
-            if level is not None and self._may_run_below(level):
-                below = self._run_below(level, policy)
-                if below is not None:
-                    return below[0]
-            self._under_transforms = internals.transforms_active()
-            if policy is not None:
-                mode = self._recorder(policy)
-            elif size > _WORTH_A_MODE and not self.nests:
-                mode = Search()
-            out = self.forward(fun, args, kwargs, mode)
-        else:
-            graph = self._graph(policy)
-            out = graph.record(fun, args, kwargs)
-        results = _tree.Picked(out, lambda r: _is_computed(r, operands))
-        values = results.tensors
+            return self._run_under_node(fun, args, kwargs, policy)
+        operands = self.operands
+        graph = self._graph(policy)
+        out = graph.record(fun, args, kwargs)
+        results = _tree.Picked(out, functools.partial(_is_computed, operands))
+        self._keep(graph, policy, results)
+        if not results.tensors:
+            return out
+        self.returned = results.positions
+        # Else it has more results, that are not under the node: operands, views, what was put into a list.
+        graph.may_skip = len(results.tensors) == len(results.leaves) and (
+            self._spec is None or _holds_none_but(operands, (args, kwargs))
+        )
+        return results.replaced(attach_over_graph(Derived(self, self), results.tensors, operands, graph))
+
+    def _run_under_node(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Any) -> Any:
+        operands = self.operands
+        mode: Recorder | Search | None = None
+        size = max(map(Tensor.numel, operands), default=0)
+        is_worth_it = policy is not None or self.nests or size > _WORTH_A_GRAPH
+        level = internals.lone_grad() if is_worth_it and self._reads.may_run_below else None
+        if level is not None and self._may_run_below(level):
+            below = self._run_below(level, policy)
+            if below is not None:
+                return below[0]
+        self._under_transforms = internals.transforms_active()
+        if policy is not None:
+            mode = self._recorder(policy)
+        elif size > _WORTH_A_MODE and not self.nests:
+            mode = Search()
+        out = self.forward(fun, args, kwargs, mode)
+        results = _tree.Picked(out, functools.partial(_is_computed, operands))
         if isinstance(mode, Search):
             self._last = mode.found()
-        else:
-            self._keep(graph or mode, results)
+        self._keep(mode, policy, results)
+        values = results.tensors
         if not values:
             return out
         self.returned = results.positions
-        derived = Derived(self, self)
-        attached: Sequence[Tensor]
-        if graph is None:
-            attached = attach(derived, values, operands)
-        else:
-            # Else it has more results, that are not under the node: operands, views, what was put into a list.
-            graph.may_skip = len(values) == len(results.leaves) and (
-                self._spec is None or _holds_none_but(operands, (args, kwargs))
-            )
-            attached = attach_over_graph(derived, values, operands, graph)
+        attached = attach(Derived(self, self), values, operands)
         return out if attached is values else results.replaced(attached)
 
     def _graph(self, policy: Any) -> SparseGraph | RecordedGraph:
@@ -281,16 +292,16 @@ class UnwatchedCall:
             gives_memory_away=self._reads.gives_memory_away,
         )
 
-    def _keep(self, recorder: Any, results: _tree.Picked) -> None:
+    def _keep(self, recorder: Any, policy: Any, results: _tree.Picked) -> None:
         """Take what a policy keeps of the run."""
-        if isinstance(recorder, (Recorder, RecordedGraph)):
+        if policy is not None:
             self.tape = recorder.tape([r for r in results.leaves if isinstance(r, Tensor)])
 
     def _may_run_below(self, level: int) -> bool:
         """Whether a `grad`, the only transform, is all that differentiates the call, and it changes no list."""
         below = [internals.unwrap_grad(t, level) for t in self.operands]
         return (
-            (self._is_given_tensors or not self._reads.changes_containers)
+            (self._spec is None or not self._reads.changes_containers)
             and torch.is_grad_enabled()
             and not internals.in_inference_mode()
             and any(map(_requires_grad, self.operands))
@@ -316,7 +327,7 @@ class UnwatchedCall:
                 out = graph.record(self.again, (leaves,), {"is_rerun": False})
                 results = _tree.Picked(out, lambda r: isinstance(r, Tensor)) if _is_plain(out) else None
                 if results is not None:
-                    self._keep(graph, results)
+                    self._keep(graph, policy, results)
             except RematError:  # it has written to an operand: once is enough
                 raise
             except Exception:
@@ -347,8 +358,9 @@ class UnwatchedCall:
         """The user's own call: `fun` is the function before it was taken apart. `mode`: what looks on."""
         operands, self.operands = self.operands, []
         self._ambient = Ambient.current()
-        self.versions = [*map(_version, operands)]
-        self._random_before = RandomState(operands) if self._repeats_draws else None
+        self.versions = versions = [*map(_version, operands)]
+        if self._repeats_draws:
+            self._random_before = RandomState(operands)
         if mode is None:
             out = fun(*args, **kwargs)
         else:
@@ -356,7 +368,7 @@ class UnwatchedCall:
                 out = fun(*args, **kwargs)
         if self._random_before is not None:
             self.random, self._random_before = self._random_before.drawn_since(), None
-        if [*map(_version, operands)] != self.versions:
+        if [*map(_version, operands)] != versions:
             t = next(t for t, before in zip(operands, self.versions, strict=True) if t._version != before)
             raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
         return out
@@ -375,7 +387,10 @@ class UnwatchedCall:
         thaw = None if self._table is None else Thawer(self._table, operands)
         fun = self._fun if thaw is None else thaw(self._fun)
         swaps: Swapped | None = None
-        slots = [value for value in self._values if value[0].get(value[1]) is not value[2]]
+        slots = []
+        for value in self._values:
+            if value[0].get(value[1]) is not value[2]:
+                slots.append(value)
         if self._written:
             slots += [(names, name, buffer.clone()) for names, name, buffer in self._written]
         for names, name, at, ref in self._places:
@@ -390,11 +405,11 @@ class UnwatchedCall:
                 swaps = swaps or Swapped()
                 swaps.swap(original, operand)
         try:
-            if not (slots or swaps or self.random or self._ambient.autocast) and Ambient.current() == self._ambient:
+            usual = not (slots or swaps or self.random or self._ambient.autocast) and self._context is _NOTHING
+            if usual and Ambient.current() == self._ambient:
                 if is_rerun:
                     self._check(fun)
-                with self._context:
-                    return fun(*args, **kwargs)
+                return fun(*args, **kwargs)
             ambient = self._ambient.restored(keeps_casts=self._as_checkpoint)
             with ambient, filled(slots) if slots else _NOTHING:
                 if is_rerun:
@@ -438,14 +453,17 @@ class UnwatchedCall:
                 result = self.again(operands)
         else:
             result = self.again(operands)
+        if type(result) is Tensor:
+            return [result]
         out, _ = _tree.flatten(result)
         return [out[i] for i in self.returned]
 
     def settle(self) -> None:
         """Called when the results of a rerun are gone: what is left of them has to be right."""
-        reruns, self._reruns = self._reruns, []
-        for rerun in reruns:
-            rerun.settle()
+        if self._reruns:
+            reruns, self._reruns = self._reruns, []
+            for rerun in reruns:
+                rerun.settle()
 
     def clean(self) -> None:
         """Called when the rerun's graph is gone."""
@@ -461,10 +479,11 @@ def _holds_none_but(operands: list[Tensor], arguments: Any) -> bool:
     return all(id(x) in known for x in _tree.flatten(arguments)[0] if isinstance(x, Tensor))
 
 
-def _is_computed(result: Tensor, operands: list[Tensor]) -> bool:
+def _is_computed(operands: list[Tensor], result: Tensor) -> bool:
     """Whether a result is differentiated, and neither an operand nor a view of one."""
     if not (
-        internals.requires_grad_at_any_level(result)
+        result.requires_grad
+        or internals.requires_grad_at_any_level(result)
         or (internals.forward_ad_active() and (result.is_floating_point() or result.is_complex()))
     ):
         return False
