@@ -194,6 +194,8 @@ def functionalize(fn: Derived, reapply_views: bool) -> Derived:
 
 def at_front(value: Tensor, dim: int | None, size: int) -> Tensor:
     """A batched value with its batch at dimension 0."""
+    if dim == 0:
+        return value
     return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
 
 

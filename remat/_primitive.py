@@ -51,14 +51,15 @@ _DETACHED = (
 class Link:
     """What a node knows besides its saved operands."""
 
+    below: tuple[list[GradientEdge], Values] | None = None
+    """Below all transforms: where a graph of the values ends, and its leaves, which stand for the operands."""
+
     def __init__(self, fn: Derived, outs: Sequence[int], operands: Values | None = None, level: int = 0) -> None:
         """`level`: of the node. `operands`: those that it saves at a level of a transform."""
         self.fn = fn
         self.outs = outs
         self.level = level
         self.thread = threading.get_ident()
-        self.below: tuple[list[GradientEdge], Values] | None = None
-        """Below all transforms: where a graph of the values ends, and its leaves, which stand for the operands."""
         self.versions = internals.versions_of(operands) if operands else []
 
     def check_versions(self, saved: Sequence[Tensor]) -> None:
@@ -80,8 +81,6 @@ def _unshared(values: Values, shared: set[int]) -> tuple[Tensor, ...]:
     A view that a custom node returns can't be changed in place: torch raises. A change of a shared one would have to
     reach the derivatives of the others.
     """
-    if not shared:
-        return tuple(values)
     with torch.enable_grad():  # for the levels below: their nodes are attached already
         return tuple(v.view_as(v) if i in shared else v for i, v in enumerate(values))
 
@@ -95,7 +94,7 @@ class RematNode(internals.SingleLevelFunction):
         ctx.tape = link.fn.call.tape
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)
-        return _unshared(values, shared)
+        return _unshared(values, shared) if shared else tuple(values)
 
     @staticmethod
     @internals.left_alone_by_dynamo
@@ -127,7 +126,7 @@ class RematOverGraph(internals.SingleLevelFunction):
         ctx.fn, ctx.graph, ctx.tape = fn, graph, fn.call.tape
         ctx.of_operands = (None,) * (len(inputs) - len(values))
         ctx.set_materialize_grads(False)
-        return _unshared(values, shared)
+        return _unshared(values, shared) if shared else tuple(values)
 
     @staticmethod
     def compiled_key(ctx: Any) -> tuple[Any, ...]:
@@ -277,9 +276,10 @@ def run(fn: Derived, operands: Values) -> list[Any]:
     """`fn(*operands)`, remat'd."""
     values = fn.run(*operands)
     present = [i for i, v in enumerate(values) if v is not None]
-    if not torch.is_grad_enabled() or not _is_differentiated([values[i] for i in present]):
+    there = [values[i] for i in present]
+    if not torch.is_grad_enabled() or not _is_differentiated(there):
         return values
-    attached = attach(pick(fn, present), [values[i] for i in present], operands)
+    attached = _attach(fn if len(there) == len(values) else pick(fn, present), there, operands)
     for i, value in zip(present, attached, strict=True):
         values[i] = value
     return values
@@ -298,8 +298,10 @@ def attach(fn: Derived, values: Values, operands: Values) -> Values:
 
     The very same list where nothing differentiates.
     """
-    if not _is_differentiated(values):
-        return values
+    return _attach(fn, values, operands) if _is_differentiated(values) else values
+
+
+def _attach(fn: Derived, values: Values, operands: Values) -> Values:
     top = internals.top_transform()
     kind = None if top is None else top.kind
     if internals.forward_ad_active() and kind in _CARRIES_TANGENTS:
@@ -355,7 +357,7 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
     inner = below = [internals.unwrap_grad(v, level) for v in values]
     if _is_differentiated(below):
         with top.lower():
-            inner = attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
+            inner = _attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
     outs = [i for i, v in enumerate(values) if v.requires_grad and v is not below[i]]
     if inner is below and not outs:
         return values

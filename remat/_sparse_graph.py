@@ -69,13 +69,12 @@ class SparseGraph(CallGraph):
     def rerun(self) -> Saved:
         """Run the function again: what its graph would save."""
         if not (internals.transforms_active() or internals.function_modes_active()):
-            return self._rerun(same)
+            return self._rerun(*self._given(), same)
         with at_the_base(), paused_runs():
-            return self._rerun(_unseen)
+            return self._rerun(*self._given(), _unseen)
 
-    def _rerun(self, decorate: Callable[[Any], Any]) -> Saved:
+    def _rerun(self, operands: list[Tensor], versions: list[int], decorate: Callable[[Any], Any]) -> Saved:
         """`decorate`: the hook that collects what is saved."""
-        operands, versions = self._given()
         expected, last = len(self.metas), next(reversed(self._holders))
         were_changed = [*map(_version, operands)] != versions
         stops = self._early_stop and (self._call.nests or self.metas[last][0].numel() > _WORTH_A_STOP)

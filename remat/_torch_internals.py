@@ -84,6 +84,7 @@ class SingleLevelFunction(_SingleLevelFunction):
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
+_RANDOMNESS = {kind: name.lower() for name, kind in _C.RandomnessType.__members__.items()}
 _KINDS = {kind.value: kind for kind in TransformType.__members__.values()}
 
 
@@ -118,7 +119,7 @@ class Transform:
 
     def randomness(self) -> str:
         """Of a `vmap`: error, different or same."""
-        return _C.CVmapInterpreterPtr(self._pointer).randomness().name.lower()
+        return _RANDOMNESS[_C.CVmapInterpreterPtr(self._pointer).randomness()]
 
     def reapplies_views(self) -> bool:
         """Of a `functionalize`."""
@@ -189,15 +190,19 @@ def _layers(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
-def _is_view_at_any_level(tensor: Tensor) -> bool:
-    while not tensor._is_view() and _C.is_functorch_wrapped_tensor(tensor):
-        tensor = _C.get_unwrapped(tensor)
-    return tensor._is_view()
+def _have_views(tensors: Iterable[Tensor]) -> bool:
+    """Whether one of them is a view at any level."""
+    for tensor in tensors:
+        while not tensor._is_view() and _C.is_functorch_wrapped_tensor(tensor):
+            tensor = _C.get_unwrapped(tensor)
+        if tensor._is_view():
+            return True
+    return False
 
 
 def sharing_memory(values: list[Tensor], others: list[Tensor]) -> set[int]:
     """The positions of the values that share their storage with another value, or with one of the others."""
-    if not any(map(_is_view_at_any_level, values)):
+    if not _have_views(values):
         return set()  # autograd tracks views, so nothing is shared
     storages = [memory_of(t) for t in (*values, *others)]
     return {i for i in range(len(values)) if storages.count(storages[i]) > 1}
@@ -654,9 +659,12 @@ def below_all_transforms() -> Iterator[None]:
         yield
 
 
+_is_included, _OF_INFERENCE = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.ADInplaceOrView
+
+
 def in_inference_mode() -> bool:
     """Whether plain autograd records nothing. `torch.is_inference_mode_enabled` says no inside of a transform."""
-    return not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.ADInplaceOrView)
+    return not _is_included(_OF_INFERENCE)
 
 
 def tracing() -> bool:
@@ -782,7 +790,7 @@ def vmap_levels() -> tuple[tuple[int, int, str], ...]:
         return ()
     vmaps = [i for i in _C.get_interpreter_stack() if i.key() == TransformType.Vmap]
     pointers = [(i.level(), _C.CVmapInterpreterPtr(i)) for i in vmaps]
-    return tuple((level, v.batchSize(), v.randomness().name.lower()) for level, v in pointers)
+    return tuple((level, v.batchSize(), _RANDOMNESS[v.randomness()]) for level, v in pointers)
 
 
 # For torch.compile.
@@ -815,6 +823,8 @@ def uncompiled(fun: Any) -> Any:
 
     There is no public way to ask. A copy by `functools.wraps` has the attributes too, and another id (2.13).
     """
+    if type(fun) is types.FunctionType and not fun.__dict__:
+        return fun
     if isinstance(fun, types.MethodType):
         inner = uncompiled(fun.__func__)
         return fun if inner is fun.__func__ else types.MethodType(inner, fun.__self__)

@@ -116,6 +116,7 @@ class UnwatchedCall:
     _last: LastProduct | None = None
     _table: Table | None = None
     _written: Sequence[_pure.Value] = ()
+    _reruns: tuple[Spared | Replay, ...] = ()
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class UnwatchedCall:
         self.name = name
         distinct = {id(t): t for t in tensors}
         self.operands = [*distinct.values()]
-        position = dict(zip(distinct, itertools.count()))  # noqa: B905
+        position = dict(zip(distinct, itertools.count()))
         self._arguments: list[tuple[int, int]] = []
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
@@ -151,19 +152,15 @@ class UnwatchedCall:
                 leaves[i] = None
         self._leaves, self._spec = leaves, spec
         self._values = _pure.values(reads, roots) if reads.names else []
-        self._places = []
-        for names, key, tensor in places:
-            if tensor is None:
-                self._values.append((names, key, None))
-            else:
-                self._places.append((names, key, position[id(tensor)], weakref.ref(tensor)))
+        self._places = [(names, key, position[id(t)], weakref.ref(t)) for names, key, t in places if t is not None]
+        if len(self._places) < len(places):
+            self._values += [value for value in places if value[2] is None]
         self._reads = reads
         self._repeats_draws = reads.draws
         self._parts = [*map(_pure.made_of, roots)]
         if reads.statistics:
             self._written = _pure.written(reads)
         self._fun, self._roots = fun, roots
-        self._reruns: list[Spared | Replay] = []
         if contents:
             self._roots = None  # those of what is put together again count
             freezer = Freezer(contents, position)
@@ -348,9 +345,12 @@ class UnwatchedCall:
 
     def _can_be_lifted(self, results: _tree.Picked, leaves: list[Tensor]) -> bool:
         """Whether a call below has returned something to differentiate, in memory of its own."""
-        known, held = {*map(id, leaves)}, {*map(internals.memory_of, leaves)}
+        known = {*map(id, leaves)}
         made = [r for r in results.tensors if id(r) not in known]
-        return any(map(_requires_grad, made)) and held.isdisjoint(map(internals.memory_of, made))
+        if not any(map(_requires_grad, made)):
+            return False
+        views = [r for r in made if r._is_view() or not r.requires_grad]  # others have memory of their own
+        return not views or {*map(internals.memory_of, leaves)}.isdisjoint(map(internals.memory_of, views))
 
     def forward(
         self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Recorder | Search | None = None
@@ -360,7 +360,7 @@ class UnwatchedCall:
         self._ambient = Ambient.current()
         self.versions = versions = [*map(_version, operands)]
         if self._repeats_draws:
-            self._random_before = RandomState(operands)
+            self._random_before = RandomState(operands, of_torch_alone=True)
         if mode is None:
             out = fun(*args, **kwargs)
         else:
@@ -445,11 +445,11 @@ class UnwatchedCall:
             consume = self.last_rerun and not again
             away = self._reads.gives_memory_away
             with Replay(self.tape, self.name, consume, gives_memory_away=away) as replay:
-                self._reruns.append(replay)
+                self._reruns += (replay,)
                 result = self.again(operands)
         elif self._last is not None:
             with Sparing(self.name, self._last) as mode:
-                self._reruns.append(mode.spared)
+                self._reruns += (mode.spared,)
                 result = self.again(operands)
         else:
             result = self.again(operands)
@@ -461,13 +461,13 @@ class UnwatchedCall:
     def settle(self) -> None:
         """Called when the results of a rerun are gone: what is left of them has to be right."""
         if self._reruns:
-            reruns, self._reruns = self._reruns, []
+            reruns, self._reruns = self._reruns, ()
             for rerun in reruns:
                 rerun.settle()
 
     def clean(self) -> None:
         """Called when the rerun's graph is gone."""
-        self._reruns = []
+        self._reruns = ()
 
     def finish(self) -> None:
         """Called when the derivative is there."""
@@ -490,11 +490,6 @@ def _is_computed(operands: list[Tensor], result: Tensor) -> bool:
     if result._is_view() and any(result._base is t or result._base is t._base for t in operands):
         return False
     return id(result) not in map(id, operands)
-
-
-def _needs_node() -> bool:
-    """Whether a node has to take the place of the native graph from the start."""
-    return internals.transforms_active() or internals.forward_ad_active() or internals.saved_tensors_hooks_refused()
 
 
 def unwatched(
@@ -547,7 +542,9 @@ def unwatched(
         for mode in active_watches() if inside else ():  # what it finds is not what it reads
             places = [(names, key, None if t is None else mode.swapped(t)) for names, key, t in places]
         tensors += [tensor for _, _, tensor in places if tensor is not None]  # a bias that there is none of
-    needs_node = _needs_node()
+    needs_node = (
+        internals.transforms_active() or internals.forward_ad_active() or internals.saved_tensors_hooks_refused()
+    )
     if (reads.statistics and (needs_node or sees_ops)) or (reads.nests and sees_ops):
         return None
     if not (needs_node or any(map(_requires_grad, tensors))):
