@@ -279,14 +279,15 @@ class CallGraph(Graph):
             internals.pop_saved_tensors_hooks()
 
     def _pack(self, tensor: Tensor) -> Holder | Held:
+        """The hook: what stands for a tensor."""
         number = len(self.metas)
         self.metas.append(meta_of(tensor))
         held = self._held.get(id(tensor))
-        return self._hold(tensor, number) if held is None else (tensor, tensor._version, held)
-
-    @abstractmethod
-    def _hold(self, tensor: Tensor, number: int) -> Holder | Held:
-        """What stands for a tensor that is no operand."""
+        if held is not None:
+            return tensor, tensor._version, held
+        holder = Holder(self, number)
+        self._holders[number] = weakref.ref(holder)
+        return holder
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._native import Call, CallGraph, Held, Holder, Saved, at_the_base, version
+from remat._native import Call, CallGraph, Held, Holder, Saved, at_the_base, meta_of, version
 from remat._recorder import Recorder
 from remat._recording import Recording, tensor_of
 from remat._run import paused_runs
@@ -58,8 +58,12 @@ class RecordedGraph(CallGraph):
         self._recorder = None
         return self._tape
 
-    def _hold(self, tensor: Tensor, number: int) -> Holder | Held:
+    def _pack(self, tensor: Tensor) -> Holder | Held:
+        if id(tensor) in self._held:
+            return super()._pack(tensor)
         assert self._recorder is not None
+        number = len(self.metas)
+        self.metas.append(meta_of(tensor))
         with internals.DisableTorchFunction(), internals.DisableTorchDispatch():
             ref = self._recorder.saves(tensor)
             if ref is None:

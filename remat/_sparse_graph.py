@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ from remat._native import (
     WRONG_COUNT,
     Call,
     CallGraph,
-    Holder,
     Meta,
     Saved,
     at_the_base,
@@ -59,12 +57,6 @@ class SparseGraph(CallGraph):
     def _is_skipped(self, key: Any) -> bool:
         # What it was given is not computed again then.
         return super()._is_skipped(key) or (self._outer is not None and self._outer._is_skipped(key))
-
-    def _hold(self, tensor: Tensor, number: int) -> Holder:
-        del tensor
-        holder = Holder(self, number)
-        self._holders[number] = weakref.ref(holder)
-        return holder
 
     def rerun(self) -> Saved:
         """Run the function again: what its graph would save."""
