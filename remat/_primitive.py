@@ -31,7 +31,7 @@ from remat import _torch_internals as internals
 from remat._derived import HOOKED, Batch, Derived, at_front, functionalize, jvp, make_dual, pick, vjp, vmap
 from remat._errors import CheckpointError, RematError
 from remat._run import paused_runs
-from remat._typing import OwnGraph
+from remat._typing import OwnGraph, RepeatableCall
 
 Values = list[Tensor]
 _requires_grad = operator.attrgetter("requires_grad")
@@ -121,28 +121,30 @@ class RematOverGraph(internals.SingleLevelFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, fn: Derived, graph: OwnGraph, values: Values, shared: set[int], *inputs: Tensor
+        ctx: Any, call: RepeatableCall, graph: OwnGraph, values: Values, shared: set[int], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.fn, ctx.graph, ctx.tape = fn, graph, fn.call.tape
+        ctx.call, ctx.graph = call, graph
+        if call.tape is not None:
+            ctx.tape = call.tape
         ctx.of_operands = (None,) * (len(inputs) - len(values))
         ctx.set_materialize_grads(False)
         return _unshared(values, shared) if shared else tuple(values)
 
     @staticmethod
     def compiled_key(ctx: Any) -> tuple[Any, ...]:
-        raise RematError(_COMPILED_BACKWARD.format(ctx.fn.call.name))
+        raise RematError(_COMPILED_BACKWARD.format(ctx.call.name))
 
     @staticmethod
     @internals.left_alone_by_dynamo
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        fn, graph, count = ctx.fn, ctx.graph, len(cotangents)
+        call, graph, count = ctx.call, ctx.graph, len(cotangents)
         is_given = is_batched = False
         for cotangent in cotangents:
             if cotangent is not None:
                 is_given = True
                 is_batched |= internals.is_legacy_batched(cotangent)
         if not internals.graph_is_retained():
-            ctx.fn = ctx.graph = ctx.tape = None
+            ctx.call = ctx.graph = ctx.tape = None
         if not is_given:
             if graph is not None:
                 graph.skip()
@@ -163,8 +165,8 @@ class RematOverGraph(internals.SingleLevelFunction):
         if torch.is_grad_enabled():
             for (node, number), operand in zip(ctx.next_functions[count:], operands, strict=True):
                 if node is not None and not internals.is_end_of(node, number, operand):
-                    raise CheckpointError(_DETACHED.format(fn.call.name, list(operand.shape), operand.dtype))
-        grads = gradients(Link(fn, range(count)), operands, needed, cotangents, is_last=graph.may_skip)
+                    raise CheckpointError(_DETACHED.format(call.name, list(operand.shape), operand.dtype))
+        grads = gradients(Link(Derived(call, call), range(count)), operands, needed, cotangents, is_last=graph.may_skip)
         return None, None, None, None, *[None] * count, *grads
 
 
@@ -323,14 +325,14 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
     return _replace(values, outs, nodes)
 
 
-def attach_over_graph(fn: Derived, values: Values, operands: Values, graph: OwnGraph) -> Sequence[Tensor]:
+def attach_over_graph(call: RepeatableCall, values: Values, operands: Values, graph: OwnGraph) -> Sequence[Tensor]:
     """`attach` outside of all transforms, for values with a graph that saves nothing and computes again what it needs.
 
     torch's engine runs over that graph faster than over one that a node has to build. But where the derivative is
     recorded, all that is computed again would be kept, so there the node takes the place of the graph.
     """
     shared = internals.sharing_memory(values, operands)
-    return RematOverGraph.apply(fn, graph, [v.detach() for v in values], shared, *values, *operands)
+    return RematOverGraph.apply(call, graph, [v.detach() for v in values], shared, *values, *operands)
 
 
 def attach_over_graph_below(

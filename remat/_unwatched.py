@@ -246,7 +246,7 @@ class UnwatchedCall:
         graph.may_skip = len(results.tensors) == len(results.leaves) and (
             self._spec is None or _holds_none_but(operands, (args, kwargs))
         )
-        return results.replaced(attach_over_graph(Derived(self, self), results.tensors, operands, graph))
+        return results.replaced(attach_over_graph(self, results.tensors, operands, graph))
 
     def _run_under_node(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Any) -> Any:
         operands = self.operands
