@@ -106,7 +106,6 @@ def added(rows: dict[str, Row], way: str) -> float:
 def main() -> None:
     bench = Benchmark(__file__, __doc__, threads=1)
     by_jax = with_jax()
-    ratios: dict[str, list[float]] = {}
     for title, fun in FUNCTIONS.items():
         works: dict[str, dict[str, Run | str]] = {}
         for setting, make in (SETTINGS | CALLS).items():
@@ -127,18 +126,15 @@ def main() -> None:
                 if row.seconds and way != "no remat":
                     row.notes["adds"] = f"{1e6 * added(ways, way):.1f} µs"
         by_torch = added(rows[".backward()"], "torch, non-reentrant")
-        of_function = {
+        ratios = {
             ".backward(): remat adds / torch adds": added(rows[".backward()"], "remat") / by_torch,
             "grad: remat adds / torch adds to .backward()": added(rows["grad"], "remat") / by_torch,
             "vmap(grad): remat / no remat": rows["vmap(grad)"]["remat"].over(rows["vmap(grad)"]["no remat"]),
         }
-        for name, value in of_function.items():
-            ratios.setdefault(name, []).append(value)
-            bench.reported[f"{title}, {name}"] = f"{value:.2f}"
+        bench.ratios |= {f"{title}, {name}": value for name, value in ratios.items()}
         for setting in CALLS:
             seconds = added(rows[setting], "remat")
             bench.reported[f"{title}, {setting}: remat adds"] = f"{1e6 * seconds:.1f} µs (target: 6)"
-    bench.ratios = {name: max(values) for name, values in ratios.items()}  # of the worst function
     bench.finish()
 
 
