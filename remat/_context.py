@@ -73,7 +73,7 @@ class Ambient(NamedTuple):
             yield
 
 
-_USUAL = Ambient(torch.float32, None, ())
+_USUAL = Ambient(torch.float32, None, ())  # not made anew for each call and rerun
 
 
 def _off(autocast: tuple[tuple[str, bool, torch.dtype, bool], ...]) -> tuple[tuple[str, bool, torch.dtype, bool], ...]:

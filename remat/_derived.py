@@ -35,9 +35,6 @@ class Derived:
         self.run = run
         self.is_vjp = is_vjp
 
-    def __call__(self, *operands: Tensor) -> list[Any]:
-        return self.run(*operands)
-
 
 def vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[Batch], level: int) -> Derived:
     """(operands, cotangents of `outs`) -> gradients of the operands at `wrt`, None where there is no path.
@@ -59,9 +56,9 @@ def vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: S
             # A leaf of the rerun's own would make results require grad that do not.
             at_base = all(operands[i].requires_grad for i in wrt)
         if at_base:
-            # Faster than a level of functorch, and open to autograd Functions that don't know functorch.
             # Some formulas of torch give tangents only where they are recorded: that of `slogdet` reads a saved `LU`.
             record = record and (is_read or internals.forward_ad_active())
+            # Faster than a level of functorch, and open to autograd Functions that don't know functorch.
             with internals.no_transforms(), internals.grad_enabled():
                 inputs = _leaves(operands, wrt, record)
                 edges, given = graph_alone(call, rerun_without_leaks(call, fn.run, inputs), outs, cotangents)
@@ -94,13 +91,8 @@ def _may_run_at_base(call: RepeatableCall, operands: Sequence[Tensor], cotangent
 
 def _leaves(operands: Sequence[Tensor], wrt: Sequence[int], record: bool) -> list[Tensor]:
     """The operands as inputs of a rerun: leaves of its graph, or connected to their own when that is recorded."""
-    if not record and internals.forward_ad_active():
-        return [_detached(t, i in wrt) for i, t in enumerate(operands)]
     if not record:
-        inputs = [t.detach() if t.requires_grad else t for t in operands]
-        for i in wrt:
-            inputs[i] = operands[i].detach().requires_grad_()
-        return inputs
+        return [_detached(t, i in wrt) for i, t in enumerate(operands)]
     inputs = list(operands)
     for i in wrt:
         inputs[i] = inputs[i].view_as(inputs[i]) if inputs[i].requires_grad else _detached(inputs[i], leaf=True)
@@ -152,7 +144,7 @@ def jvp(fn: Derived, moving: Sequence[int], outs: Sequence[int]) -> Derived:
         with internals.dual_level() if plain else internals.jvp_level() as level:
             for i, tangent in zip(moving, args[n:], strict=True):
                 inputs[i] = make_dual(inputs[i], tangent)
-            pairs = [forward_ad.unpack_dual(v) for v in fn(*inputs)]
+            pairs = [forward_ad.unpack_dual(v) for v in fn.run(*inputs)]
             primals = [_below(p, level) for p, _ in pairs]
             tangents = [pairs[o].tangent for o in outs]
             return primals + [
@@ -175,7 +167,7 @@ def vmap(fn: Derived, in_dims: Sequence[int | None], batched: Sequence[bool], si
             inputs = [
                 t if d is None else internals.wrap_batched(t, d, level) for t, d in zip(operands, in_dims, strict=True)
             ]
-            pairs = [internals.unwrap_batched(v, level) for v in fn(*inputs)]
+            pairs = [internals.unwrap_batched(v, level) for v in fn.run(*inputs)]
         return [at_front(v, d, size) if b else v for (v, d), b in zip(pairs, batched, strict=True)]
 
     return Derived(fn.call, mapped, fn.is_vjp)
@@ -186,7 +178,7 @@ def functionalize(fn: Derived, reapply_views: bool) -> Derived:
 
     def functional(*operands: Tensor) -> list[Any]:
         with internals.functionalize_level(reapply_views) as level:
-            values = fn(*(internals.wrap_functional(t, level) for t in operands))
+            values = fn.run(*(internals.wrap_functional(t, level) for t in operands))
             return [internals.unwrap_functional(v, reapply_views) for v in values]
 
     return Derived(fn.call, functional, fn.is_vjp)
@@ -194,7 +186,7 @@ def functionalize(fn: Derived, reapply_views: bool) -> Derived:
 
 def at_front(value: Tensor, dim: int | None, size: int) -> Tensor:
     """A batched value with its batch at dimension 0."""
-    if dim == 0:
+    if dim == 0:  # not another view: what shares memory is looked into
         return value
     return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
 
@@ -210,7 +202,7 @@ def pick(fn: Derived, present: Sequence[int]) -> Derived:
     """`fn` with these of its results alone."""
 
     def picked(*operands: Tensor) -> list[Any]:
-        values = fn(*operands)
+        values = fn.run(*operands)
         return [values[i] for i in present]
 
     return Derived(fn.call, picked, fn.is_vjp)

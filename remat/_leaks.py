@@ -48,17 +48,10 @@ def graph_alone(
 
     `values` is emptied: they are not needed again.
     """
-    edges: list[GradientEdge | None] = []
-    given = []
-    for out, cotangent in zip(outs, cotangents, strict=True):
-        if values[out].requires_grad:
-            edges.append(internals.gradient_edge(values[out]))
-            given.append(cotangent)
-        else:
-            edges.append(None)
+    edges = [internals.gradient_edge(values[out]) if values[out].requires_grad else None for out in outs]
     values.clear()
     call.settle()
-    return edges, given
+    return edges, [c for c, e in zip(cotangents, edges, strict=True) if e is not None]
 
 
 def rerun_without_leaks(

@@ -225,6 +225,7 @@ class CallGraph(Graph):
             self._operands = [None if i in self._saved_outside else t for i, t in enumerate(call.operands)]
             held = [t for t in self._operands if t is not None]
         self._held = {id(t): weakref.ref(t) for t in held}
+        self._under_node = under_node
         self.joins_groups = not under_node  # what one result does not need is unpacked all the same
         self._holders: dict[int, weakref.ref[Holder]] = {}
         """By number, what is not held."""
@@ -233,7 +234,7 @@ class CallGraph(Graph):
     @property
     def who(self) -> str:  # type: ignore[override]
         """As of a graph."""
-        return Graph.who if self.joins_groups else f"remat: {self._call.name}"
+        return f"remat: {self._call.name}" if self._under_node else Graph.who
 
     def operands(self) -> list[Tensor]:
         """The operands, unless they were changed in place."""

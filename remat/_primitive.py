@@ -60,19 +60,17 @@ class Link:
         self.outs = outs
         self.level = level
         self.thread = threading.get_ident()
-        self.versions = internals.versions_of(operands) if operands else []
+        self.versions = internals.memory_versions(operands or ())
 
     def check_versions(self, saved: Sequence[Tensor]) -> None:
         """See that nobody has written to the operands since."""
-        versions = internals.versions_of(saved)
-        if versions == self.versions:
-            return
-        tensor = next(t for t, now, before in zip(saved, versions, self.versions, strict=True) if now != before)
-        raise CheckpointError(
-            f"remat: a tensor of shape {list(tensor.shape)}, {tensor.dtype} that {self.fn.call.name} was given or "
-            "captured was changed in place between its forward run and the backward, where it runs again. Change a "
-            "copy instead: x = x.clone()."
-        )
+        for tensor, now, before in zip(saved, internals.memory_versions(saved), self.versions, strict=True):
+            if now != before:
+                raise CheckpointError(
+                    f"remat: a tensor of shape {list(tensor.shape)}, {tensor.dtype} that {self.fn.call.name} was given "
+                    "or captured was changed in place between its forward run and the backward, where it runs again. "
+                    "Change a copy instead: x = x.clone()."
+                )
 
 
 def _unshared(values: Values, shared: set[int]) -> tuple[Tensor, ...]:
@@ -81,10 +79,13 @@ def _unshared(values: Values, shared: set[int]) -> tuple[Tensor, ...]:
     A view that a custom node returns can't be changed in place: torch raises. A change of a shared one would have to
     reach the derivatives of the others.
     """
+    if not shared:
+        return tuple(values)
     with torch.enable_grad():  # for the levels below: their nodes are attached already
         return tuple(v.view_as(v) if i in shared else v for i, v in enumerate(values))
 
 
+@internals.called_directly
 class RematNode(internals.SingleLevelFunction):
     """Values with the derivative of `link.fn`."""
 
@@ -94,7 +95,7 @@ class RematNode(internals.SingleLevelFunction):
         ctx.tape = link.fn.call.tape
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)
-        return _unshared(values, shared) if shared else tuple(values)
+        return _unshared(values, shared)
 
     @staticmethod
     @internals.left_alone_by_dynamo
@@ -113,6 +114,7 @@ class RematNode(internals.SingleLevelFunction):
         return None, None, None, *grads
 
 
+@internals.called_directly
 class RematOverGraph(internals.SingleLevelFunction):
     """Values that come with a graph which saves nothing.
 
@@ -123,12 +125,9 @@ class RematOverGraph(internals.SingleLevelFunction):
     def forward(
         ctx: Any, call: RepeatableCall, graph: OwnGraph, values: Values, shared: set[int], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.call, ctx.graph = call, graph
-        if call.tape is not None:
-            ctx.tape = call.tape
-        ctx.of_operands = (None,) * (len(inputs) - len(values))
+        ctx.call, ctx.graph, ctx.tape = call, graph, call.tape
         ctx.set_materialize_grads(False)
-        return _unshared(values, shared) if shared else tuple(values)
+        return _unshared(values, shared)
 
     @staticmethod
     def compiled_key(ctx: Any) -> tuple[Any, ...]:
@@ -138,26 +137,22 @@ class RematOverGraph(internals.SingleLevelFunction):
     @internals.left_alone_by_dynamo
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         call, graph, count = ctx.call, ctx.graph, len(cotangents)
-        is_given = is_batched = False
-        for cotangent in cotangents:
-            if cotangent is not None:
-                is_given = True
-                is_batched |= internals.is_legacy_batched(cotangent)
+        needed = ctx.needs_input_grad[4 + count :]
+        given = [c for c in cotangents if c is not None]
         if not internals.graph_is_retained():
             ctx.call = ctx.graph = ctx.tape = None
-        if not is_given:
+        if not given:
             if graph is not None:
                 graph.skip()
             return (None,) * len(ctx.needs_input_grad)
         if not (
-            is_batched
-            or torch.is_grad_enabled()
+            torch.is_grad_enabled()
             or internals.transforms_active()
             or internals.forward_ad_active()
             or internals.saved_tensors_hooks_refused()
+            or any(map(internals.is_legacy_batched, given))
         ):
-            return None, None, None, None, *cotangents, *ctx.of_operands
-        needed = ctx.needs_input_grad[4 + count :]
+            return None, None, None, None, *cotangents, *[None] * len(needed)
         if graph is None:
             _ = ctx.saved_tensors  # raises: the graph has been freed
         graph.skip()
@@ -185,17 +180,13 @@ def gradients(
     if given and wrt:
         call = link.fn.call
         outs = [link.outs[i] for i in given]
-        if len(given) < len(cotangents):
-            cotangents = [cotangents[i] for i in given]
+        cotangents = [cotangents[i] for i in given]
         if call.tape is not None:
             read = [*filter(call.tape.was_read, operands), *cotangents]
             retained = internals.graph_is_retained() or any(map(internals.requires_grad_below, read))
             call.last_rerun = is_last and not retained
         try:
-            if internals.function_modes_active():
-                with paused_runs():
-                    results = _differentiate(link, operands, wrt, outs, cotangents, ())
-            else:
+            with paused_runs():
                 results = _differentiate(link, operands, wrt, outs, cotangents, ())
         finally:
             call.clean()
@@ -291,7 +282,7 @@ def run(fn: Derived, operands: Values) -> list[Any]:
 
 
 def _is_differentiated(values: Values) -> bool:
-    """Whether something may differentiate values, of which there are some."""
+    """Whether something may differentiate one of these values."""
     return any(map(internals.requires_grad_at_any_level, values)) or (internals.forward_ad_active() and bool(values))
 
 
@@ -350,7 +341,8 @@ def attach_over_graph_below(
     shared = internals.sharing_memory(values, leaves)
     with internals.base_level():
         constants = [v.detach() for v in values]
-    lifted, lifted_operands = internals.wrapped(constants, level), internals.wrapped(operands, level)
+    lifted = internals.wrapped_for_grad(constants, level)
+    lifted_operands = internals.wrapped_for_grad(operands, level)
     return internals.apply_at_level(RematNode, link, lifted, shared, *lifted_operands)
 
 
@@ -363,7 +355,8 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
     outs = [i for i, v in enumerate(values) if v.requires_grad and v is not below[i]]
     if inner is below and not outs:
         return values
-    lifted, lifted_operands = internals.wrapped(inner, level), internals.wrapped(operands, level)
+    lifted = internals.wrapped_for_grad(inner, level)
+    lifted_operands = internals.wrapped_for_grad(operands, level)
     if not outs or not _reaches(fn, lifted_operands):
         return lifted
     link = Link(fn, outs, operands, level)
@@ -378,7 +371,7 @@ def _attach_at_jvp(top: Any, fn: Derived, values: Values, operands: Values) -> V
     below = [internals.unwrap_grad(v, level) for v in values]
     with top.lower():
         inner = attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
-    return values if inner is below else internals.wrapped(inner, level)
+    return values if inner is below else internals.wrapped_for_grad(inner, level)
 
 
 def _attach_at_vmap(top: Any, fn: Derived, values: Values, operands: Values) -> Values:

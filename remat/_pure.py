@@ -67,11 +67,8 @@ def _meaning(value: Any) -> _Meaning:
         raise _Unknown from None
 
 
-_REF = weakref.ref
-
-
 def _still(meaning: _Meaning, value: Any) -> bool:
-    if type(meaning) is _REF:
+    if type(meaning) is weakref.ref:
         return value is meaning()
     if type(meaning) is tuple:
         return type(value) is tuple and len(value) == len(meaning) and all(map(_still, meaning, value))
@@ -155,10 +152,7 @@ class Reads:
         """Whether all that it depends on is as it was. `hooks_count`: whether modules may not have got hooks."""
         for at, name, meaning in self._globals:
             function = roots[at] if type(at) is int else at()
-            if function is None:
-                return False
-            value = function.__globals__.get(name, _MISSING)
-            if not (value is meaning() if type(meaning) is _REF else _still(meaning, value)):
+            if function is None or not _still(meaning, function.__globals__.get(name, _MISSING)):
                 return False
         if self._shapes and not internals.have_shapes(self._shapes, hooks_count):
             return False
@@ -173,10 +167,7 @@ class Reads:
             return False
         for ref, name, meaning in self._attributes:
             owner = ref()
-            if owner is None:
-                return False
-            value = owner.__dict__.get(name, _MISSING)
-            if not (value is meaning() if type(meaning) is _REF else _still(meaning, value)):
+            if owner is None or not _still(meaning, owner.__dict__.get(name, _MISSING)):
                 return False
         return True
 
@@ -410,9 +401,11 @@ def reads(fun: Any, roots: list[Any] | None = None) -> Reads | None:
     if key is None:
         return None
     found = _found.get(key)
+    if found is not None and not found.holds(roots):
+        found = None
     if (found is None or found.has_modules) and are_called_otherwise():
         return None
-    if found is None or not found.holds(roots):
+    if found is None:
         if len(_found) > 1000:
             _found.clear()
         found = _found[key] = Reads(roots, _asked_alone(fun))
@@ -455,11 +448,7 @@ def still(fun: Any, roots: list[Any], before: Reads, parts: list[tuple[Any, ...]
 
 def made_of(root: Any) -> tuple[Any, ...]:
     """Code, defaults and names of attributes of a function; nothing of a module, whose class has them."""
-    if type(root) is not types.FunctionType:
-        return ()
-    if root.__kwdefaults__ or root.__dict__:
-        return (root.__code__, *_defaults(root), *root.__dict__)
-    return root.__code__, root.__defaults__
+    return (root.__code__, *_defaults(root), *root.__dict__) if type(root) is types.FunctionType else ()
 
 
 def _is_made_of(root: Any, parts: tuple[Any, ...]) -> bool:

@@ -70,9 +70,8 @@ class RecordedGraph(CallGraph):
                 tensor = tensor.detach() if tensor.requires_grad else tensor
                 return tensor, tensor._version, weakref.ref(tensor)
             self._saved[number] = ref
-            holder = Holder(self, number)
-            if self._recorder.keeps(ref):
-                holder = _Pin(self, number)
+            holder = _Pin(self, number) if self._recorder.keeps(ref) else Holder(self, number)
+            if isinstance(holder, _Pin):
                 holder.tensor = tensor.detach()
             self._holders[number] = weakref.ref(holder)
             return holder

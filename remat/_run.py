@@ -584,7 +584,7 @@ def active_runs() -> list[Run]:
 
 def paused_runs() -> contextlib.AbstractContextManager[None]:
     """Within it, the active runs look away: what happens in a node's backward was not called by the user."""
-    runs = active_runs()
+    runs = active_runs() if internals.function_modes_active() else []
     return _paused(runs) if runs else _NOTHING
 
 

@@ -49,9 +49,7 @@ class SparseGraph(CallGraph):
 
     def record(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own call."""
-        if not self._call.nests:
-            return self._record(fun, args, kwargs, None)
-        with nesting(self, self._pack):
+        with nesting(self, self._pack) if self._call.nests else _NOTHING:
             return self._record(fun, args, kwargs, None)
 
     def _is_skipped(self, key: Any) -> bool:
@@ -61,13 +59,14 @@ class SparseGraph(CallGraph):
     def rerun(self) -> Saved:
         """Run the function again: what its graph would save."""
         if not (internals.transforms_active() or internals.function_modes_active()):
-            return self._rerun(*self._given(), same)
+            return self._rerun(same)
         with at_the_base(), paused_runs():
-            return self._rerun(*self._given(), _unseen)
+            return self._rerun(_unseen)
 
-    def _rerun(self, operands: list[Tensor], versions: list[int], decorate: Callable[[Any], Any]) -> Saved:
+    def _rerun(self, decorate: Callable[[Any], Any]) -> Saved:
         """`decorate`: the hook that collects what is saved."""
-        expected, last = len(self.metas), next(reversed(self._holders))
+        operands, versions = self._given()
+        expected, last = len(self.metas), max(self._holders)
         were_changed = [*map(_version, operands)] != versions
         stops = self._early_stop and (self._call.nests or self.metas[last][0].numel() > _WORTH_A_STOP)
         if [*map(_requires_grad, operands)] != self._required:
@@ -75,9 +74,7 @@ class SparseGraph(CallGraph):
                 t if t.requires_grad is before else t.detach().requires_grad_(before)
                 for t, before in zip(operands, self._required, strict=True)
             ]
-        held = {*map(id, operands)}
-        if self._saved_outside:
-            held -= {id(operands[i]) for i in self._saved_outside}
+        held = {id(t) for i, t in enumerate(operands) if i not in self._saved_outside}
         saved: Saved = []
         changed: Saved = []
         metas: list[Meta] = []
@@ -97,11 +94,10 @@ class SparseGraph(CallGraph):
             hook = _unseen(collect) if were_changed else decorate(collect)
             internals.push_saved_tensors_hooks(hook, same)
             try:
-                if were_changed or self._call.nests:
-                    refusing = _Refusing(operands, versions, changed) if were_changed else _NOTHING
-                    with refusing, nesting(self, hook) if self._call.nests else _NOTHING:
-                        self._call.again(operands)
-                else:
+                with (
+                    _Refusing(operands, versions, changed) if were_changed else _NOTHING,
+                    nesting(self, hook) if self._call.nests else _NOTHING,
+                ):
                     self._call.again(operands)
             except _Stop:
                 expected = min(expected, len(saved))

@@ -64,14 +64,13 @@ class Picked:
     """
 
     def __init__(self, tree: Any, test: Callable[[torch.Tensor], bool]) -> None:
+        self.leaves, self._spec = flatten(tree)
         self.positions: list[int] = []
         self.tensors: list[torch.Tensor] = []
-        if type(tree) is torch.Tensor:
-            self.leaves, self._spec = [tree], _LEAF
+        if self._spec is _LEAF:
             if test(tree):
-                self.positions, self.tensors = [0], self.leaves
+                self.positions, self.tensors = [0], [tree]
             return
-        self.leaves, self._spec = flatten(tree)
         self._places: dict[int, list[int]] = {}
         for i, leaf in enumerate(self.leaves):
             if isinstance(leaf, torch.Tensor):

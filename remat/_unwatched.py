@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import operator
 import types
 import weakref
@@ -116,7 +115,6 @@ class UnwatchedCall:
     _last: LastProduct | None = None
     _table: Table | None = None
     _written: Sequence[_pure.Value] = ()
-    _reruns: tuple[Spared | Replay, ...] = ()
 
     def __init__(
         self,
@@ -144,23 +142,23 @@ class UnwatchedCall:
         self.name = name
         distinct = {id(t): t for t in tensors}
         self.operands = [*distinct.values()]
-        position = dict(zip(distinct, itertools.count()))
+        position = {key: i for i, key in enumerate(distinct)}
         self._arguments: list[tuple[int, int]] = []
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 self._arguments.append((i, position[id(leaf)]))
                 leaves[i] = None
         self._leaves, self._spec = leaves, spec
-        self._values = _pure.values(reads, roots) if reads.names else []
+        self._values = _pure.values(reads, roots)
         self._places = [(names, key, position[id(t)], weakref.ref(t)) for names, key, t in places if t is not None]
-        if len(self._places) < len(places):
-            self._values += [value for value in places if value[2] is None]
+        self._values += [value for value in places if value[2] is None]
         self._reads = reads
         self._repeats_draws = reads.draws
         self._parts = [*map(_pure.made_of, roots)]
         if reads.statistics:
             self._written = _pure.written(reads)
         self._fun, self._roots = fun, roots
+        self._reruns: list[Spared | Replay] = []
         if contents:
             self._roots = None  # those of what is put together again count
             freezer = Freezer(contents, position)
@@ -238,7 +236,8 @@ class UnwatchedCall:
         graph = self._graph(policy)
         out = graph.record(fun, args, kwargs)
         results = _tree.Picked(out, functools.partial(_is_computed, operands))
-        self._keep(graph, policy, results)
+        if policy is not None:
+            self._keep(graph, results)
         if not results.tensors:
             return out
         self.returned = results.positions
@@ -267,7 +266,8 @@ class UnwatchedCall:
         results = _tree.Picked(out, functools.partial(_is_computed, operands))
         if isinstance(mode, Search):
             self._last = mode.found()
-        self._keep(mode, policy, results)
+        elif mode is not None:
+            self._keep(mode, results)
         values = results.tensors
         if not values:
             return out
@@ -289,10 +289,9 @@ class UnwatchedCall:
             gives_memory_away=self._reads.gives_memory_away,
         )
 
-    def _keep(self, recorder: Any, policy: Any, results: _tree.Picked) -> None:
+    def _keep(self, recorder: Any, results: _tree.Picked) -> None:
         """Take what a policy keeps of the run."""
-        if policy is not None:
-            self.tape = recorder.tape([r for r in results.leaves if isinstance(r, Tensor)])
+        self.tape = recorder.tape([r for r in results.leaves if isinstance(r, Tensor)])
 
     def _may_run_below(self, level: int) -> bool:
         """Whether a `grad`, the only transform, is all that differentiates the call, and it changes no list."""
@@ -323,8 +322,8 @@ class UnwatchedCall:
             try:
                 out = graph.record(self.again, (leaves,), {"is_rerun": False})
                 results = _tree.Picked(out, lambda r: isinstance(r, Tensor)) if _is_plain(out) else None
-                if results is not None:
-                    self._keep(graph, policy, results)
+                if results is not None and policy is not None:
+                    self._keep(graph, results)
             except RematError:  # it has written to an operand: once is enough
                 raise
             except Exception:
@@ -349,8 +348,8 @@ class UnwatchedCall:
         made = [r for r in results.tensors if id(r) not in known]
         if not any(map(_requires_grad, made)):
             return False
-        views = [r for r in made if r._is_view() or not r.requires_grad]  # others have memory of their own
-        return not views or {*map(internals.memory_of, leaves)}.isdisjoint(map(internals.memory_of, views))
+        may_share = [r for r in made if r._is_view() or not r.requires_grad]
+        return not may_share or {*map(internals.memory_of, leaves)}.isdisjoint(map(internals.memory_of, may_share))
 
     def forward(
         self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Recorder | Search | None = None
@@ -387,10 +386,7 @@ class UnwatchedCall:
         thaw = None if self._table is None else Thawer(self._table, operands)
         fun = self._fun if thaw is None else thaw(self._fun)
         swaps: Swapped | None = None
-        slots = []
-        for value in self._values:
-            if value[0].get(value[1]) is not value[2]:
-                slots.append(value)
+        slots = [value for value in self._values if value[0].get(value[1]) is not value[2]]
         if self._written:
             slots += [(names, name, buffer.clone()) for names, name, buffer in self._written]
         for names, name, at, ref in self._places:
@@ -445,29 +441,26 @@ class UnwatchedCall:
             consume = self.last_rerun and not again
             away = self._reads.gives_memory_away
             with Replay(self.tape, self.name, consume, gives_memory_away=away) as replay:
-                self._reruns += (replay,)
+                self._reruns.append(replay)
                 result = self.again(operands)
         elif self._last is not None:
             with Sparing(self.name, self._last) as mode:
-                self._reruns += (mode.spared,)
+                self._reruns.append(mode.spared)
                 result = self.again(operands)
         else:
             result = self.again(operands)
-        if type(result) is Tensor:
-            return [result]
         out, _ = _tree.flatten(result)
         return [out[i] for i in self.returned]
 
     def settle(self) -> None:
         """Called when the results of a rerun are gone: what is left of them has to be right."""
-        if self._reruns:
-            reruns, self._reruns = self._reruns, ()
-            for rerun in reruns:
-                rerun.settle()
+        reruns, self._reruns = self._reruns, []
+        for rerun in reruns:
+            rerun.settle()
 
     def clean(self) -> None:
         """Called when the rerun's graph is gone."""
-        self._reruns = ()
+        self._reruns = []
 
     def finish(self) -> None:
         """Called when the derivative is there."""
@@ -482,8 +475,7 @@ def _holds_none_but(operands: list[Tensor], arguments: Any) -> bool:
 def _is_computed(operands: list[Tensor], result: Tensor) -> bool:
     """Whether a result is differentiated, and neither an operand nor a view of one."""
     if not (
-        result.requires_grad
-        or internals.requires_grad_at_any_level(result)
+        internals.requires_grad_at_any_level(result)
         or (internals.forward_ad_active() and (result.is_floating_point() or result.is_complex()))
     ):
         return False

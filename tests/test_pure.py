@@ -861,6 +861,27 @@ def test_a_hook_that_is_registered_after_the_forward(register: str) -> None:
         handle.remove()
 
 
+ACTIVATION: Any = torch.tanh
+
+
+def activated(x: Tensor) -> Tensor:
+    return ACTIVATION(x).cos()
+
+
+@WAYS
+def test_a_hook_for_all_modules_where_a_name_comes_to_mean_a_module(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = leaf(numbers(3))
+    assert_same(*(torch.autograd.grad(f(x).sum(), x) for f in (functools.partial(way, activated), activated)))
+    monkeypatch.setattr(f"{__name__}.ACTIVATION", nn.Tanh())
+    handle = module_hooks.register_module_forward_hook(lambda module, args, out: 2 * out)
+    try:
+        expected = torch.autograd.grad(activated(x).sum(), x)
+        assert _pure.reads(activated) is None
+        assert_same(torch.autograd.grad(way(activated, x).sum(), x), expected)
+    finally:
+        handle.remove()
+
+
 def test_a_counter_of_flops_around_the_backward() -> None:
     module, x = Block(), leaf(numbers(3, 3))
     y = checkpoint(module, x, use_reentrant=False).sum()
