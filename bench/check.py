@@ -67,7 +67,15 @@ TARGETS: dict[str, dict[str, float]] = {
         }.items()
     },
     "frontier": {"time / torch's selective, at its peaks": 1.0},
-    "compat_call": {"checkpoint adds / torch adds": 0.5, "watched: checkpoint adds / torch adds": 0.5},
+    "compat_call": {
+        f"{function}: checkpoint adds / torch adds": 0.5
+        for function in (
+            *("tanh(x @ w)", "sin(x)", "two linear layers"),
+            *("a TransformerEncoderLayer", "a linear layer with BatchNorm", "attention with rotary embeddings"),
+            *("tanh(x @ w), watched", "a TransformerEncoderLayer, watched"),
+            *("a linear layer with BatchNorm, watched", "attention with rotary embeddings, watched"),
+        )
+    },
     "random_draws": {
         "uniform / torch.rand": 2.5,
         "uniform / jitted jax.random.uniform": 1.0,

@@ -104,7 +104,7 @@ def main() -> None:
                 if name.endswith("_saveable")
             },
         },
-        rounds=5,
+        rounds=9,
     )
     theirs = [row for row in (rows["torch selective, .backward()"] | rows["peers"]).values() if not row.error]
     ours = [row for row in (rows["remat, .backward()"] | {"": rows["peers"]["no remat"]}).values() if not row.error]
