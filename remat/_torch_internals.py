@@ -705,8 +705,12 @@ def nodes_of(tensor: Tensor) -> list[Any]:
 
 
 def is_end_of(node: Any, number: int, tensor: Tensor) -> bool:
-    """Whether an edge (a node, and which of its inputs) leads to a tensor, at any level."""
-    return any(t.requires_grad and gradient_edge(t)[:2] == (node, number) for t in _layers(tensor))
+    """Whether an edge (a node, and which of its inputs) of a graph at the base leads to a tensor, at any level.
+
+    To a leaf of a level it does not: at the base that is read as what it wraps.
+    """
+    ends = (t for t in _layers(tensor) if t.requires_grad and (t.grad_fn is not None or not is_wrapper(t)))
+    return any(gradient_edge(t)[:2] == (node, number) for t in ends)
 
 
 def nodes_behind(roots: Iterable[Any], since: int = -1) -> list[Any]:

@@ -120,6 +120,7 @@ PROGRAMS: dict[str, Callable[[Decorator, Tensor], Tensor]] = {
     "in place on intermediates": in_place_on_intermediates,
     "in place on results": in_place_on_results,
     "a result without a path": lambda ck, x: ck(lambda x: torch.ones_like(x))(x) * x,
+    "a leaf made inside": lambda ck, x: ck(lambda x: torch.ones(3, requires_grad=True) * x.sin())(x),
     "detached inside": lambda ck, x: ck(lambda x: x.sin() * x.detach().cos())(x),
     "no_grad inside": lambda ck, x: ck(lambda x: x.sin() * torch.no_grad()(torch.cos)(x))(x),
     "linear in x": lambda ck, x: ck(lambda x: x * 2 + 1)(x),
