@@ -41,8 +41,8 @@ class Holder:
         self.index = index
 
 
-Held = tuple[Tensor, int, weakref.ref[Tensor]]
-"""What the graph keeps of a tensor in memory that is held anyway: itself, and how often it had been written to.
+Held = tuple[Tensor, int, str, weakref.ref[Tensor]]
+"""What the graph keeps of a tensor in memory that is held anyway: itself, how often it was written to, and whose it is.
 
 The weak reference makes `swap_tensors` refuse to put another one in its place, as it does where a plain graph has
 saved it.
@@ -53,9 +53,9 @@ def unpack(packed: Holder | Held) -> Tensor:
     """The hook."""
     if isinstance(packed, Holder):
         return packed.owner.unpack(packed.index)
-    tensor, before, _ = packed
+    tensor, before, name, _ = packed
     if tensor._version != before:
-        raise modified(tensor, before)
+        raise modified(tensor, before, name)
     return tensor
 
 
@@ -90,6 +90,8 @@ class Graph(ABC):
 
     who = "remat.checkpoint"
     """Whose errors are raised."""
+    name = "a checkpointed function"
+    """What ran."""
     joins_groups = True
     """Whether the backward passes of a `GraphExecGroup` share what is computed again."""
     metas: list[Meta]
@@ -143,7 +145,7 @@ class Graph(ABC):
             raise self.error(_UNPACKED_TWICE if group is None else _UNPACKED_TWICE_IN_GROUP)
         tensor, before = entry
         if before != -1 and before != tensor._version:
-            raise modified(tensor, before)
+            raise modified(tensor, before, self.name)
         return tensor
 
 
@@ -163,18 +165,19 @@ def version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def check_version(tensor: Tensor, before: int) -> None:
+def check_version(tensor: Tensor, before: int, name: str = Graph.name) -> None:
     """Raise if a tensor that a function was given, or has read, was written to."""
     if version(tensor) != before:
-        raise modified(tensor, before)
+        raise modified(tensor, before, name)
 
 
-def modified(tensor: Tensor, before: int) -> RuntimeError:
-    """The error for a tensor that was written to since it was at a version."""
+def modified(tensor: Tensor, before: int, name: str) -> RuntimeError:
+    """The error for a tensor that was written to since it was at a version. `name`: of the function."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(tensor.shape)}], which a checkpointed function was given, reads from outside or "
-        f"saves, is at version {tensor._version}; expected version {before} instead. Change a copy: x = x.clone()."
+        f"[{tensor.type()} {list(tensor.shape)}], which {name} was given, reads from outside or saves for its rerun, "
+        f"is at version {tensor._version}; expected version {before} instead. Change it after the backward, or "
+        "change a copy: x = x.clone()."
     )
 
 
@@ -218,6 +221,7 @@ class CallGraph(Graph):
     def __init__(self, call: Call, under_node: bool) -> None:
         """`under_node`: whether a node of ours is between the graph and its results."""
         self._call = call
+        self.name = call.name
         self._operands = held = call.operands
         if internals.saved_tensors_hooks_active():
             stays = call.stays
@@ -234,14 +238,14 @@ class CallGraph(Graph):
     @property
     def who(self) -> str:  # type: ignore[override]
         """As of a graph."""
-        return f"remat: {self._call.name}" if self._under_node else Graph.who
+        return f"remat: {self.name}" if self._under_node else Graph.who
 
     def operands(self) -> list[Tensor]:
         """The operands, unless they were changed in place."""
         operands, versions = self._given()
         if [*map(_version, operands)] != versions:
             for tensor, before in zip(operands, versions, strict=True):
-                check_version(tensor, before)
+                check_version(tensor, before, self.name)
         if self._saved_outside and not self.may_skip:  # the rerun asks for them too, and they are unpacked once
             self._unpacked = internals.graph_task(), operands, versions
             internals.at_end_of_graph_task(self._forget_unpacked)
@@ -285,7 +289,7 @@ class CallGraph(Graph):
         self.metas.append(meta_of(tensor))
         held = self._held.get(id(tensor))
         if held is not None:
-            return tensor, tensor._version, held
+            return tensor, tensor._version, self.name, held
         holder = Holder(self, number)
         self._holders[number] = weakref.ref(holder)
         return holder

@@ -54,7 +54,7 @@ class RecordedGraph(CallGraph):
                     storages[ref.token] = holder.tensor.untyped_storage()
                 del holder.tensor
         self._tape = self._recorder.tape(results, storages)
-        self._recording = self._recorder.recording(self._call.name)
+        self._recording = self._recorder.recording(self.name)
         self._recorder = None
         return self._tape
 
@@ -68,7 +68,7 @@ class RecordedGraph(CallGraph):
             ref = self._recorder.saves(tensor)
             if ref is None:
                 tensor = tensor.detach() if tensor.requires_grad else tensor
-                return tensor, tensor._version, weakref.ref(tensor)
+                return tensor, tensor._version, self.name, weakref.ref(tensor)
             self._saved[number] = ref
             holder = _Pin(self, number) if self._recorder.keeps(ref) else Holder(self, number)
             if isinstance(holder, _Pin):

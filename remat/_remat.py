@@ -18,12 +18,14 @@ from remat import _compile, _tree
 from remat import _torch_internals as internals
 from remat._code import runs_later
 from remat._derived import Derived
-from remat._errors import shown
+from remat._errors import shown, warn
+from remat._frozen import ATOMS
 from remat._nesting import is_inside
 from remat._primitive import attach
 from remat._pure import runs_again
 from remat._replay import Call
 from remat._run import Run
+from remat._spaces import attributes_of
 from remat._static import StaticArguments, as_tuple
 from remat._unwatched import unwatched
 from remat._watch import active_watches
@@ -153,6 +155,9 @@ def _with_derivative(out: Any, call: Call, leaves: list[Any], run: Run) -> Any:
     """The result of a run, with the remat'd derivative in the place of the graph it came with."""
     results = _tree.Picked(out, run.computed)
     values = results.tensors
+    for leaf in results.leaves:
+        if type(leaf) not in ATOMS and not isinstance(leaf, Tensor):
+            _check_result(leaf, call, run)
     if not values:
         return out
     with internals.DisableTorchFunction():
@@ -175,6 +180,21 @@ def _with_derivative(out: Any, call: Call, leaves: list[Any], run: Run) -> Any:
         for other in outer:
             other.adopt(value, same_as=raw)
     return results.replaced(attached)
+
+
+_NO_TREE = (
+    "remat: {} returns results in an object of class {}, which is no tree: their graph is kept as it is, and no memory "
+    "is saved. Return a tuple, a dict or a NamedTuple, or make the class known: torch.export.register_dataclass, "
+    "torch.utils._pytree.register_pytree_node."
+)
+
+
+def _check_result(result: Any, call: Call, run: Run) -> None:
+    """Warn where an object that is no tree holds what the function has computed."""
+    with internals.DisableTorchFunction():
+        held = [t for t in _tree.flatten(attributes_of(result))[0] if isinstance(t, Tensor) and run.is_made(t)]
+        if any(map(internals.requires_grad_at_any_level, held)) and not run.in_rerun:
+            warn(_NO_TREE.format(call.name, type(result).__name__))
 
 
 def _of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:

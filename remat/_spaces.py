@@ -239,6 +239,11 @@ def names_of_class(kind: type) -> ClassNames:
     return known
 
 
+def attributes_of(obj: Any) -> list[Any]:
+    """What the attributes of an object hold, in a dict or in slots."""
+    return [*getattr(obj, "__dict__", {}).values(), *Members(obj, names_of_class(type(obj)).slots).now().values()]
+
+
 class Items(Space):
     """The same for a dict or a list."""
 

@@ -428,3 +428,35 @@ def test_cond() -> None:
         x = leaf(sign * torch.ones(3))
         assert_same(*(torch.autograd.grad(f(x).sum(), x) for f in (remat(fun), fun)))
     assert_same(*(vmap(f)(torch.ones(2, 3)) for f in (remat(fun), fun)))
+
+
+@dataclasses.dataclass(slots=True)
+class OpaqueWithSlots:
+    """The same without a dict."""
+
+    tensor: Any
+
+
+@pytest.mark.parametrize("kind", [Opaque, OpaqueWithSlots])
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "grad(grad)"])
+def test_results_in_an_object_that_is_no_tree(kind: Any, transform: str) -> None:
+    def fun(x: Tensor) -> Any:
+        return kind(x.sin())
+
+    x = numbers(3, 3)
+    plainly = TRANSFORMS[transform](lambda x: fun(x).tensor, x)
+    with pytest.warns(
+        UserWarning, match=rf"fun returns results in an object of class {kind.__name__}, which is no tree"
+    ):
+        assert_same(TRANSFORMS[transform](lambda x: remat(fun)(x).tensor, x), plainly)
+
+
+def test_objects_in_results_that_hold_nothing_that_is_computed() -> None:
+    shared = Opaque(leaf(numbers(3)))  # pytest turns warnings into errors
+
+    def fun(x: Tensor) -> Any:
+        return x.sin(), shared, Opaque(None), Opaque(torch.ones(3)), Opaque(x.detach().cos()), fun
+
+    out = remat(fun)(leaf(numbers(3)))
+    assert out[1] is shared
+    assert out[-1] is fun
