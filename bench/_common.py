@@ -148,6 +148,11 @@ def weigh(run: Run) -> Row:
         gc.enable()
 
 
+def _first_of_all() -> None:
+    """What torch makes in the first backward pass that a meter sees is garbage that is not a benchmark's."""
+    torch.ones(1, requires_grad=True).sin().sum().backward()
+
+
 class Jitted:
     """A function compiled by jax, as a run. Memory and FLOPs (of all ops) are XLA's own figures for the program."""
 
@@ -205,7 +210,9 @@ class Benchmark:
         self.sections: dict[str, dict[str, Row]] = {}
         self.ratios: dict[str, float | None] = {}
         self.reported: dict[str, str] = {}
-        self._console = Console(width=150, record=True)
+        self._rounds: set[int] = set()
+        self._load = os.getloadavg()[0]
+        self._console = Console(width=200, record=True)
         gc.collect()
         gc.freeze()  # what torch and jax have made at import is not looked through again and again
 
@@ -229,11 +236,17 @@ class Benchmark:
         **Returns:** for each work a row for each way: new sections of the table.
         """
         clock = CLOCKS[self.options.clock]
-        rounds = self.options.rounds or (min(rounds, 2) if self.fast else rounds)
+        if rounds:  # else only weighed
+            rounds = self.options.rounds or (min(rounds, 2) if self.fast else rounds)
+            self._rounds.add(rounds)
         repeats = 1 if self.fast else repeats
         found: dict[str, dict[str, Row]] = {}
         timed: list[tuple[Row, Run]] = []
         console = Console(stderr=True)
+        if not console.is_terminal:
+            console.print(f"{self.name}: {', '.join(works)}", highlight=False)
+        if weighed:
+            weigh(_first_of_all)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             for work, ways in progress.track(works.items(), description=f"{self.name}: memory"):
                 found[work] = {name: self._first(way, weighed) for name, way in ways.items()}
@@ -282,7 +295,9 @@ class Benchmark:
                     cells = [row.error, *[""] * (len(shown) - 1)]
                 table.add_row(f"  {way}", *cells, *(row.notes.get(column, "") for column in columns))
             table.add_section()
-        machine = f"{platform.machine()}, {os.cpu_count()} cores"
+        machine = f"{platform.machine()} ({torch.backends.cpu.get_cpu_capability()}), {os.cpu_count()} cores"
+        rounds = " or ".join(map(str, sorted(self._rounds))) or "no"
+        how = f"{rounds} rounds, load at the start {self._load:.1f}"
         versions = {"python": platform.python_version(), "threads": str(torch.get_num_threads())}
         for distribution in ("torch", "optree", "remat", "torch-remat", "jax"):
             if is_installed(distribution):
@@ -300,6 +315,7 @@ class Benchmark:
             "date": date,
             "machine": machine,
             "versions": versions,
+            "how": how,
             "fast": self.fast,
             "clock": self.options.clock,
             "sections": {s: {way: row.json() for way, row in rows.items()} for s, rows in self.sections.items()},
@@ -309,7 +325,7 @@ class Benchmark:
         if found := list(verdicts(self.name, results["ratios"])):
             self._console.print(table_of(found, "targets"))
         self._console.print(
-            f"{date}, {machine}; " + ", ".join(f"{k} {v}" for k, v in versions.items()), highlight=False
+            f"{date}, {machine}; {how}; " + ", ".join(f"{k} {v}" for k, v in versions.items()), highlight=False
         )
         folder: Path = self.options.results or (RESULTS.with_name("results-fast") if self.fast else RESULTS)
         folder.mkdir(parents=True, exist_ok=True)

@@ -77,12 +77,14 @@ def resident() -> int:
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
-def growth(setting: str, way: str, steps: int) -> str:
-    """How much a process of its own grows by one run."""
+def growth(setting: str, way: str, steps: int, processes: int) -> str:
+    """How much a process of its own grows by one run: the least, the median and the greatest of several."""
     if sys.platform != "linux":
         return "Linux only"
     command = [sys.executable, __file__, "--rss", setting, way, str(steps)]
-    return bytes_text(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    outputs = (subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(processes))
+    grown = sorted(map(int, outputs))
+    return " - ".join(map(bytes_text, (grown[0], grown[processes // 2], grown[-1])))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +113,7 @@ def main() -> None:
         ours = rows["remat"]
         for way, row in rows.items():
             if row.seconds and way in WAYS and (not bench.fast or (setting, way) == ("grad", "remat")):
-                row.notes["RSS grows by"] = growth(setting, way, steps)
+                row.notes["RSS grows by"] = growth(setting, way, steps, 1 if bench.fast else 5)
         quarter = rows[shorter[steps // 4]]
         bench.ratios |= {
             f"{setting}: peak / (boundaries + one segment)": ratio(ours.peak, (steps / SEGMENT + SEGMENT) * UNIT),

@@ -102,6 +102,11 @@ class Verdict:
         return isinstance(self.value, str) or (self.value is not None and self.value > self.target)
 
     @property
+    def is_missing(self) -> bool:
+        """Whether the results are those of another version of the script, or of something that failed."""
+        return isinstance(self.value, str)
+
+    @property
     def cells(self) -> tuple[str, str, str]:
         """Value, target and whether it is met."""
         value = "" if self.value is None else self.value if isinstance(self.value, str) else f"{self.value:.3f}"
@@ -134,7 +139,9 @@ def main() -> None:
         file = folder / f"{script}.json"
         if file.exists() or script not in OPTIONAL:
             found += verdicts(script, json.loads(file.read_text())["ratios"] if file.exists() else {})
-    Console(width=120).print(table_of(found, f"{sum(v.missed for v in found)} of {len(found)} missed"))
+    missing = sum(verdict.is_missing for verdict in found)
+    title = f"{sum(v.missed for v in found) - missing} of {len(found)} missed" + f", {missing} missing" * bool(missing)
+    Console(width=120).print(table_of(found, title))
     sys.exit(any(verdict.missed for verdict in found))
 
 

@@ -1,13 +1,12 @@
 """A large transformer on a GPU, in bf16 with flash attention: peak memory and time, saving and offloading.
 
 24 blocks of width 2048 with 16 heads, on 4 x 2048 tokens. Offloading is compared with saving under the same policy: if
-the copies overlap with the computation, both take the same time. With `--small` it runs on a CPU, for a test that it
-works; its figures mean nothing then.
+the copies overlap with the computation, both take the same time. With `--fast` it runs on a CPU, as a test of the
+script.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable
 
@@ -23,10 +22,6 @@ PAIRS = {
     "addmm": (save_ops("addmm"), offload_ops("addmm")),
     "dots": (dots_with_no_batch_dims_saveable, offload_dot_with_no_batch_dims()),
 }
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--small", action="store_true", help="small sizes, also on a CPU")
 
 
 def synchronized(run: Run) -> Run:
@@ -48,12 +43,9 @@ def allocated(run: Run) -> int:
 
 
 def main() -> None:
-    bench = Benchmark(__file__, __doc__, add_options=add_options)
-    small: bool = bench.options.small or bench.fast
-    if not (small or torch.cuda.is_available()):
-        raise SystemExit(
-            "gpu.py: there is no CUDA device here. With --small it runs on a CPU, as a test of the script."
-        )
+    bench = Benchmark(__file__, __doc__)
+    if not (bench.fast or torch.cuda.is_available()):
+        raise SystemExit("gpu.py: there is no CUDA device here. With --fast it runs on a CPU, as a test of the script.")
     depth, width, heads, batch, tokens = (2, 64, 2, 2, 32) if bench.fast else (24, 2048, 16, 4, 2048)
     at = {"dtype": torch.bfloat16, "device": torch.device("cuda" if torch.cuda.is_available() else "cpu")}
     model, x = Transformer(depth, width, heads, fused=True).to(**at), torch.randn(batch, tokens, width, **at)
@@ -70,7 +62,7 @@ def main() -> None:
         step = functools.partial(make, model, x)
         ways = WAYS | policies
         works[setting] = {n: UNAVAILABLE.get(n) or synchronized(step(way)) for n, way in ways.items()}
-    found = bench.measure(works, rounds=3 if bench.fast else 7)
+    found = bench.measure(works, rounds=7)
     if torch.cuda.is_available():
         for setting, rows in found.items():
             for way, row in rows.items():

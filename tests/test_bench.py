@@ -106,7 +106,9 @@ def test_check_of_results_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "chain.json").unlink()
     done = python(BENCH / "check.py", tmp_path)
     assert done.returncode == 1
-    assert done.stdout.count("MISSED") == len(check.TARGETS["tiny"]) + len(check.TARGETS["chain"])
+    missing = len(check.TARGETS["tiny"]) + len(check.TARGETS["chain"])
+    assert done.stdout.count("MISSED") == missing
+    assert f"0 of {len(EVERY_TARGET) - len(check.TARGETS['gpu'])} missed, {missing} missing" in done.stdout
 
 
 def test_a_ratio_to_what_is_not_installed_is_no_miss() -> None:
