@@ -98,6 +98,7 @@ class Reads:
     - `may_run_below`: False once a call of it has shown that it can't run below a transform.
     - `may_write`: whether an argument that is True may tell it to work in place.
     - `unpacks`: whether the keys of an argument may (`**options`).
+    - `asked`: the names of attributes that it may ask for.
     - `statistics`: modules that write to their buffers in training, and read nothing of them then: weak references.
     - `names`: names that may come to mean something else: globals of the function itself (owner: a number, of a root),
         numbers in globals of others, and numbers in modules (owner: a weak reference).
@@ -127,7 +128,6 @@ class Reads:
         self._kinds: set[type] = set()
         self._stock: set[int] = set()
         self._looked_up: set[tuple[int, str]] = set()
-        self._found_tensors: list[Tensor] = []
         self._uses_super = False
         self._bound = bound
         self._roots = {id(root): i for i, root in enumerate(roots)}
@@ -142,11 +142,12 @@ class Reads:
                 self.tensors += [(weakref.ref(module), is_parameter, name) for name in read]
         self.has_modules = bool(self._shapes)
         self.changes_containers = bool(self._names & CHANGES_CONTAINERS)
+        self.asked = frozenset(self._names)
         self.draws = bool(self._names & DRAWS)
         self.gives_memory_away = not self._names.isdisjoint(ACCESS)
         self.may_write = bool(self._names & MAY_BE_INPLACE)
         del self._functions, self._modules, self._settings, self._kinds, self._stock, self._roots, self._names
-        del self._looked_up, self._bound, self._found_tensors
+        del self._looked_up, self._bound
 
     def holds(self, roots: list[Any], hooks_count: bool = True) -> bool:
         """Whether all that it depends on is as it was. `hooks_count`: whether modules may not have got hooks."""
@@ -204,10 +205,8 @@ class Reads:
             self._meant += [op for _, op in checked]
             if any(map(operator.is_not, now, ORIGINALS[name])):  # somebody has put something else there
                 raise _Unknown
-        tensors = (t for m in self._modules.values() for names in (m._parameters, m._buffers) for t in names.values())
-        others = *self._functions.values(), *self._found_tensors, *(t for t in tensors if t is not None)
-        if any(not self._names.isdisjoint(vars(other)) for other in others):
-            raise _Unknown  # what is asked for may be an attribute of a function, or of a parameter
+        if any(not self._names.isdisjoint(vars(function)) for function in self._functions.values()):
+            raise _Unknown  # what is asked for may be an attribute of a function
         unknown = self._names - KNOWN_NAMES
         owned = {n for o in (*self._modules.values(), *self._settings.values()) for n in _names_of(o)}
         if unknown <= owned and not any(map(is_of_torch, unknown)):
@@ -263,7 +262,6 @@ class Reads:
             if type(value) in _TENSORS:
                 self._globals.append((at, name, type(value)))
                 self.global_tensors.append((at, name))
-                self._found_tensors.append(value)
                 continue
             if not of_torch:
                 self._globals.append((at, name, _meaning(value)))
@@ -494,6 +492,12 @@ def written(reads: Reads) -> list[Value]:
     """The buffers that modules will write to."""
     modules = [module for ref in reads.statistics if (module := ref()) is not None and module.training]
     return [(m._buffers, name, buffer) for m in modules for name, buffer in m._buffers.items() if buffer is not None]
+
+
+def counters(reads: Reads) -> list[Tensor]:
+    """Of modules that read their statistics, what counts how often these were written to: their versions do not."""
+    modules: list[Any] = [m for ref in reads.statistics if (m := ref()) is not None and not m.training]
+    return [m.num_batches_tracked for m in modules if m.num_batches_tracked is not None]
 
 
 def _key(fun: Any, roots: list[Any]) -> Any:

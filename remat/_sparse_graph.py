@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -58,9 +59,9 @@ class SparseGraph(CallGraph):
 
     def rerun(self) -> Saved:
         """Run the function again: what its graph would save."""
-        if not (internals.transforms_active() or internals.function_modes_active()):
+        if not (internals.transforms_active() or internals.function_modes_active() or internals.in_inference_mode()):
             return self._rerun(same)
-        with at_the_base(), paused_runs():
+        with at_the_base(), paused_runs(), torch.inference_mode(False):  # a graph is made in the rerun
             return self._rerun(_unseen)
 
     def _rerun(self, decorate: Callable[[Any], Any]) -> Saved:

@@ -47,11 +47,16 @@ _LEAVES = _TENSORS | {bool, int, float, complex, str, type(None), torch.dtype, t
 _NAMES = {str, int, float, bool, type(None)}
 _version = operator.attrgetter("_version")
 _requires_grad = operator.attrgetter("requires_grad")
+_attributes = operator.attrgetter("__dict__")
 _Context = contextlib.AbstractContextManager[Any]
 _NOTHING: _Context = contextlib.nullcontext()
 _REPLACED = (
     "remat: a module or a function that {} uses was replaced, or given a hook, between its forward run and the "
     "backward, where it runs again. Pass what varies as an argument, and register hooks before the forward."
+)
+_COUNTED = (
+    "remat: a BatchNorm that {} calls in eval mode ran in training mode between its forward run and the backward, "
+    "where it runs again and would read other statistics. Do the backward first, or call a copy of the module."
 )
 
 
@@ -115,6 +120,7 @@ class UnwatchedCall:
     _last: LastProduct | None = None
     _table: Table | None = None
     _written: Sequence[_pure.Value] = ()
+    _counters: Sequence[tuple[Tensor, int]] = ()
 
     def __init__(
         self,
@@ -157,6 +163,7 @@ class UnwatchedCall:
         self._parts = [*map(_pure.made_of, roots)]
         if reads.statistics:
             self._written = _pure.written(reads)
+            self._counters = [(t, t._version) for t in _pure.counters(reads)]
         self._fun, self._roots = fun, roots
         self._reruns: list[Spared | Replay] = []
         if contents:
@@ -430,10 +437,14 @@ class UnwatchedCall:
             yield
 
     def _check(self, fun: Any) -> None:
-        """Raise where a function does not do any more what it did."""
+        """Raise where a function does not do any more what it did, or what it reads was changed out of sight."""
         roots = _pure.roots_of(fun) if self._roots is None else self._roots
         if not _pure.still(fun, roots, self._reads, self._parts, hooks_count=not self._as_checkpoint):
             raise CheckpointError(_REPLACED.format(self.name))
+        if self._counters:
+            with internals.DisableTorchFunction():
+                if any(t._version != before for t, before in self._counters):
+                    raise CheckpointError(_COUNTED.format(self.name))
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
         if self.tape is not None:
@@ -467,9 +478,9 @@ class UnwatchedCall:
 
 
 def _holds_none_but(operands: list[Tensor], arguments: Any) -> bool:
-    """Whether all tensors in the arguments are operands."""
+    """Whether all tensors in the arguments are operands, and there is nothing that may hold others."""
     known = {*map(id, operands)}
-    return all(id(x) in known for x in _tree.flatten(arguments)[0] if isinstance(x, Tensor))
+    return _is_plain(arguments) and all(id(x) in known for x in _tree.flatten(arguments)[0] if isinstance(x, Tensor))
 
 
 def _is_computed(operands: list[Tensor], result: Tensor) -> bool:
@@ -534,6 +545,8 @@ def unwatched(
         for mode in active_watches() if inside else ():  # what it finds is not what it reads
             places = [(names, key, None if t is None else mode.swapped(t)) for names, key, t in places]
         tensors += [tensor for _, _, tensor in places if tensor is not None]  # a bias that there is none of
+    if any(not reads.asked.isdisjoint(given) for given in filter(None, map(_attributes, tensors))):
+        return None  # what is asked for may be an attribute that somebody has given to a tensor
     needs_node = (
         internals.transforms_active() or internals.forward_ad_active() or internals.saved_tensors_hooks_refused()
     )

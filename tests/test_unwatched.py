@@ -990,3 +990,75 @@ def test_functions_that_call_each_other_a_thousand_deep_are_watched() -> None:
     x = leaf(numbers(3))
     remat(names["f0"])(x).sum().backward()
     assert_same(x.grad, x.detach().cos())
+
+
+HIDDEN: dict[str, Callable[[Any], Tensor]] = {
+    "in a set": lambda held: next(iter(held)),
+    "under a number": lambda held: held[1],
+    "in a function": lambda held: held(),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=["", "dots_saveable"])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_what_a_list_among_the_arguments_is_given_in_disguise(kind: str, policy: Any, create_graph: bool) -> None:
+    def run(way: Way) -> Any:
+        def fun(x: Tensor, out: list[Any]) -> Tensor:
+            y = x.sin()
+            z = y.exp()
+            held = {z} if kind == "in a set" else {1: z} if kind == "under a number" else lambda: z
+            out.append(held)
+            return y.cos()
+
+        x, out = leaf(numbers(4)), list[Any]()
+        y = way(fun)(x, out)
+        return torch.autograd.grad(y.sum() + HIDDEN[kind](out[0]).sum(), x, create_graph=create_graph)
+
+    assert_same(run(remat(policy=policy)), run(plain))
+
+
+class TestAttributesOfTensors:
+    """Somebody has given a tensor an attribute whose name means something elsewhere."""
+
+    def test_of_an_argument(self) -> None:
+        x = leaf(numbers(4))
+        x.eps = 3.0  # type: ignore[attr-defined]
+        y = remat(lambda x: (x * x.eps).sin())(x).sum()
+        with pytest.raises(AttributeError, match="eps"):
+            y.backward()
+
+    def test_that_requires_grad(self) -> None:
+        x, e, c = leaf(numbers(4)), leaf(numbers(4, seed=1)), torch.ones(4)
+        c.eps = e  # type: ignore[attr-defined]
+
+        def fun(x: Tensor, c: Tensor) -> Tensor:
+            return (x * c.eps).sin()  # type: ignore[attr-defined,no-any-return]
+
+        actual = torch.autograd.grad(remat(fun)(x, c).sum(), (x, e), create_graph=True)
+        assert_same(actual, torch.autograd.grad(fun(x, c).sum(), (x, e), create_graph=True))
+
+    def test_of_a_parameter_that_gets_it_after_the_first_call(self) -> None:
+        layer, x = nn.Linear(3, 3).double(), leaf(numbers(3))
+
+        @remat
+        def fun(x: Tensor, later: bool) -> Tensor:
+            return (x * layer.weight.eps if later else x @ layer.weight).sin()  # type: ignore[no-any-return]
+
+        fun(x, False)
+        layer.weight.eps = leaf(numbers(3, seed=1))  # type: ignore[assignment]
+        wrt = (x, layer.weight.eps)
+        actual = torch.autograd.grad(fun(x, True).sum(), wrt, create_graph=True)
+        assert_same(actual, torch.autograd.grad(fun.__wrapped__(x, True).sum(), wrt, create_graph=True))
+
+
+@WAYS_AND_REENTRANT
+def test_backward_in_inference_mode(way: Way) -> None:
+    def run(way: Way) -> Tensor | None:
+        x = leaf(numbers(4))
+        y = way(lambda x: x.sin().cos())(x).sum()
+        with torch.inference_mode():
+            y.backward()
+        return x.grad
+
+    assert_same(run(way), run(plain))
