@@ -1,5 +1,6 @@
 """Keys and remat together, in either order: the rerun draws what the forward drew."""
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 from torch.nn import functional as F
 
 from remat import policies, remat
+from remat.compat import checkpoint, create_selective_checkpoint_contexts
 from remat.debug import LiveBytes
 from remat.random import bernoulli, dropout, fold_in, key, keyed, next_key, normal, split, uniform
 
@@ -38,6 +40,19 @@ def with_a_key(k: Tensor, w: Tensor, x: Tensor) -> Tensor:
     return dropout(a, torch.tanh(x @ w)).sin() * uniform(b, (4,))
 
 
+CALLS: list[None] = []
+
+
+def counted(w: Tensor, x: Tensor) -> Tensor:
+    CALLS.append(None)
+    return stateful(w, x)
+
+
+def checkpointed(fun: Callable[..., Tensor], **options: Any) -> Callable[..., Any]:
+    return functools.partial(checkpoint, fun, **{"use_reentrant": False, **options})
+
+
+selecting = functools.partial(create_selective_checkpoint_contexts, policies.dots_saveable)
 Draws = Callable[[Tensor, Tensor, Tensor], Tensor]
 ORDERS: dict[str, tuple[Draws, Draws]] = {
     "remat(keyed)": (remat(keyed(stateful)), keyed(stateful)),
@@ -55,6 +70,12 @@ ORDERS: dict[str, tuple[Draws, Draws]] = {
         keyed(lambda w, x: vmap(remat(stateful), (None, 0), randomness="different")(w, x)),
         keyed(lambda w, x: vmap(stateful, (None, 0), randomness="different")(w, x)),
     ),
+    "keyed(checkpoint)": (keyed(checkpointed(stateful)), keyed(stateful)),
+    "keyed(checkpoint), reentrant": (keyed(checkpointed(stateful, use_reentrant=True)), keyed(stateful)),
+    "keyed(checkpoint), watched": (keyed(checkpointed(counted)), keyed(counted)),
+    "keyed(checkpoint), selective": (keyed(checkpointed(stateful, context_fn=selecting)), keyed(stateful)),
+    "keyed(remat(checkpoint))": (keyed(remat(checkpointed(stateful))), keyed(stateful)),
+    "checkpoint(keyed)": (checkpointed(keyed(stateful)), keyed(stateful)),
     "a key as an argument": (remat(with_a_key), with_a_key),
     "a captured key": (lambda k, w, x: remat(lambda w, x: with_a_key(k, w, x))(w, x), with_a_key),
 }

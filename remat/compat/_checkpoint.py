@@ -25,6 +25,7 @@ from remat.compat._devices import noop_context_fn, warn_without_grad
 from remat.compat._engine import Options, Region
 from remat.compat._reentrant import CheckpointFunction
 from remat.compat._selective import Selective, call_compiled, for_one_region
+from remat.random._keyed import running
 
 _DETERMINISM_CHECKS = ("default", "none")
 
@@ -240,6 +241,8 @@ def _remember(function: Any, arguments: Any) -> None:
 def _needs_transforms(function: Any, arguments: Any) -> bool:
     if internals.transforms_active() or internals.forward_ad_active() or internals.saved_tensors_hooks_refused():
         return True
+    if internals.function_modes_active() and running() is not None:
+        return True  # its draws are those of a key
     refs = _transforming.get(tuple(_called(function, arguments))) if _transforming else None
     return refs is not None and all(ref() is not None for ref in refs)
 
