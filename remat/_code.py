@@ -75,10 +75,10 @@ _ATTRIBUTES = words("""
     Size Tensor bool float double half long int bfloat16 bfloat float16 float32 float64 int8 int16 int32 int64 uint8
     complex64 complex128 cpu cuda inf pi e nan newaxis eps tiny is_floating_point is_complex is_cuda stride mode
     eigenvalues eigenvectors logabsdet solution
-    copy count endswith format get items join keys lower startswith upper
+    copy count endswith get items join keys lower startswith upper
     """)
 ACCESS = words("tensor_split tolist")  # to the memory of a tensor, without an op
-CHANGES_CONTAINERS = words("append extend insert pop reverse sort update")
+CHANGES_CONTAINERS = words("append clear extend insert pop popitem remove reverse setdefault sort update")
 _MATH = frozenset(n for n in dir(math) if not n.startswith("_"))
 KNOWN_NAMES = OPS | _ATTRIBUTES | CHANGES_CONTAINERS | _MATH
 MAY_BE_INPLACE = words("""
@@ -87,19 +87,27 @@ MAY_BE_INPLACE = words("""
     """)
 _REFUSED = tuple(
     words("""
-    BEFORE_WITH DELETE_ATTR DELETE_DEREF DELETE_GLOBAL DELETE_NAME DELETE_SUBSCR GET_AWAITABLE IMPORT_ INPLACE_
-    LOAD_BUILD_CLASS LOAD_NAME LOAD_SPECIAL LOAD_SUPER_ATTR MATCH_CLASS PUSH_EXC_INFO SEND SETUP_FINALLY SETUP_WITH
-    STORE_ATTR STORE_GLOBAL STORE_NAME STORE_SLICE STORE_SUBSCR YIELD_
+    BEFORE_WITH BUILD_SET DELETE_ATTR DELETE_DEREF DELETE_GLOBAL DELETE_NAME DELETE_SUBSCR GET_AWAITABLE IMPORT_
+    INPLACE_ LOAD_BUILD_CLASS LOAD_NAME LOAD_SPECIAL LOAD_SUPER_ATTR MATCH_CLASS PUSH_EXC_INFO SEND SETUP_FINALLY
+    SETUP_WITH SET_ADD SET_UPDATE STORE_ATTR STORE_GLOBAL STORE_NAME STORE_SLICE STORE_SUBSCR YIELD_
     """)
 )
 
+_ASKING = ("LOAD_ATTR", "LOAD_METHOD")
+_COMPARING = ("COMPARE_OP", "CONTAINS_OP", "CONVERT_VALUE", "FORMAT_")
+
 
 class Code(NamedTuple):
-    """What code names."""
+    """What code names, and what else it does."""
 
     globals: frozenset[str]
     attributes: frozenset[str]
+    paths: frozenset[tuple[str, ...]]
+    """Globals, each with the attributes that it is asked for in a row: `torch.nn.init`."""
     unpacks: bool
+    compares: bool
+    """Whether it may ask an object for all that it holds: whether it is equal to another, or for its text."""
+    slices: bool
 
 
 @functools.lru_cache(1000)  # of the codes of a notebook, say
@@ -107,20 +115,27 @@ def names_of(code: types.CodeType) -> Code | None:
     """What code, and the functions defined in it, name. None: it does what is not known."""
     if code.co_flags & (0x20 | 0x80 | 0x200) and code.co_name != "<genexpr>":  # generators and coroutines
         return None
-    globals_, attributes, unpacks = set(), set(), False
+    globals_, attributes, paths = set[str](), set[str](), set[tuple[str, ...]]()
+    unpacks = compares = slices = False
     instructions = list(dis.get_instructions(code))
-    for i in instructions:
+    for at, i in enumerate(instructions):
         if i.opname == "STORE_DEREF" and i.argval in code.co_freevars:
             return None
         if i.opname.startswith("YIELD_") and code.co_name == "<genexpr>":
             continue
         if i.opname.startswith(_REFUSED) or (i.opname == "BINARY_OP" and i.argrepr.endswith("=")):
             return None
+        if i.opname.startswith("LOAD_DEREF") and i.argval == "__class__":
+            return None
         if i.opname == "LOAD_GLOBAL":
             globals_.add(i.argval)
-        elif i.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            asked = itertools.takewhile(lambda j: j.opname in _ASKING, instructions[at + 1 :])
+            paths.add((i.argval, *(j.argval for j in asked)))
+        elif i.opname in _ASKING:
             attributes.add(i.argval)
         unpacks |= i.opname == "CALL_FUNCTION_EX" and bool(i.arg)
+        compares |= i.opname.startswith(_COMPARING)
+        slices |= "SLICE" in i.opname or type(i.argval) is slice
     keywords = {n for c in code.co_consts for n in (c if isinstance(c, tuple) else (c,)) if isinstance(n, str)}
     if keywords & {"out", "generator", "requires_grad"} or ("inplace" in keywords and "inplace" not in attributes):
         return None
@@ -133,8 +148,10 @@ def names_of(code: types.CodeType) -> Code | None:
                 return None
             globals_ |= inner.globals
             attributes |= inner.attributes
-            unpacks |= inner.unpacks
-    return Code(frozenset(globals_), frozenset(attributes), unpacks)
+            paths |= inner.paths
+            unpacks, compares, slices = unpacks or inner.unpacks, compares or inner.compares, slices or inner.slices
+    compares |= "str" in globals_
+    return Code(frozenset(globals_), frozenset(attributes), frozenset(paths), unpacks, compares, slices)
 
 
 @functools.lru_cache(1000)
@@ -146,16 +163,17 @@ def asks_alone(code: types.CodeType) -> bool:
 
 
 def _asks_alone(code: types.CodeType, name: str) -> bool:
-    instructions = list(dis.get_instructions(code))
-    for i, following in itertools.pairwise(instructions):
-        is_named = i.argval == name or (type(i.argval) is tuple and name in i.argval)
-        if is_named and i.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and following.opname not in _ASKING:
+    for i, following in itertools.pairwise(dis.get_instructions(code)):
+        names = i.argval if type(i.argval) is tuple else (i.argval,)  # two in one instruction: the last is on top
+        if (
+            name in names
+            and "LOAD" in i.opname
+            and i.opname != "LOAD_CLOSURE"
+            and (name in names[:-1] or following.opname not in _ASKING)
+        ):
             return False
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType) and name in c.co_freevars]
     return all(_asks_alone(c, name) for c in inner)
-
-
-_ASKING = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 def _gives_true(instructions: list[dis.Instruction], constants: tuple[Any, ...]) -> bool:

@@ -21,6 +21,7 @@ import operator
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -80,6 +81,25 @@ def _size(owner: Any) -> tuple[int, int]:
     return id(type(owner)), len(getattr(owner, "__dict__", ()))
 
 
+def _is_in_package(names: dict[str, Any], name: str, *attributes: str) -> bool:
+    """Whether a global with attributes is in a package that is not known, or is such: `torch.nn.init`."""
+    value = names.get(name)
+    for attribute in attributes:
+        if not isinstance(value, types.ModuleType):
+            return False
+        if id(value) not in operations():
+            return True
+        value = getattr(value, attribute, None)
+    return isinstance(value, types.ModuleType)  # it is handed on
+
+
+def _is_made_again_by_slices(module: nn.Module) -> bool:
+    """Whether a slice of a module calls an `__init__` of the user's."""
+    return isinstance(module, (nn.Sequential, *CONTAINERS)) and any(
+        "__init__" in vars(kind) for kind in type(module).__mro__ if not is_stock(kind)
+    )
+
+
 class Reads:
     """What is known of a function, and what that depends on.
 
@@ -128,7 +148,7 @@ class Reads:
         self._kinds: set[type] = set()
         self._stock: set[int] = set()
         self._looked_up: set[tuple[int, str]] = set()
-        self._uses_super = False
+        self._uses_super = self._compares = self._slices = False
         self._bound = bound
         self._roots = {id(root): i for i, root in enumerate(roots)}
         self._keeps_identities = [root.__code__ for root in roots if type(root) is types.FunctionType]
@@ -194,17 +214,23 @@ class Reads:
             self._take(root)
         while new := set(itertools.product((*self._modules, *self._settings), self._names)) - self._looked_up:
             self._looked_up |= new
+            if self._compares:  # by the fields
+                self._names.update(*(vars(s) for s in self._settings.values() if is_dataclass(s)))
             owners = self._modules | self._settings
             for key, name in new:
                 self._attribute(owners[key], name, is_known=name == "forward" and key in self._stock)
-        for name in self._names & OPS:
+        for name in self._names & KNOWN_NAMES:
             now = [space.get(name) for space in SPACES]
-            found = zip(SPACES, now, strict=True)
-            checked = [(s, op) for s, op in found if op is not None or s is OF_TENSORS]
-            self._operations += [(s, name) for s, _ in checked]
-            self._meant += [op for _, op in checked]
-            if any(map(operator.is_not, now, ORIGINALS[name])):  # somebody has put something else there
+            was_replaced = any(map(operator.is_not, now, ORIGINALS[name]))
+            if name in OPS or was_replaced:
+                found = zip(SPACES, now, strict=True)
+                checked = [(s, op) for s, op in found if op is not None or s is OF_TENSORS]
+                self._operations += [(s, name) for s, _ in checked]
+                self._meant += [op for _, op in checked]
+            if was_replaced:
                 raise _Unknown
+        if self._slices and any(map(_is_made_again_by_slices, self._modules.values())):
+            raise _Unknown
         if any(not self._names.isdisjoint(vars(function)) for function in self._functions.values()):
             raise _Unknown  # what is asked for may be an attribute of a function
         unknown = self._names - KNOWN_NAMES
@@ -218,6 +244,9 @@ class Reads:
             if id(value) not in self._modules:
                 self._modules[id(value)] = value
                 self._module(value)
+            elif value is self._bound:  # by another name than `self`
+                self._bound = None
+                self._attribute(value, "forward")
         elif _runs_again(value):
             self.nests = True
             if hasattr(value, "__wrapped__"):
@@ -255,7 +284,11 @@ class Reads:
         if id(function) not in self._roots and not of_torch:
             self._codes.append((weakref.ref(function), made_of(function)))
         self._names |= names.attributes
+        self._compares |= names.compares
+        self._slices |= names.slices
         self.unpacks |= names.unpacks
+        if any(_is_in_package(function.__globals__, *path) for path in names.paths):
+            raise _Unknown
         for name in names.globals:
             value = function.__globals__.get(name, _MISSING)
             at = self._roots[id(function)] if id(function) in self._roots else weakref.ref(function)
@@ -489,7 +522,7 @@ def places(reads: Reads, roots: list[Any]) -> list[Value]:
 
 
 def written(reads: Reads) -> list[Value]:
-    """The buffers that modules will write to."""
+    """The buffers that modules will write to: places, as of `places`."""
     modules = [module for ref in reads.statistics if (module := ref()) is not None and module.training]
     return [(m._buffers, name, buffer) for m in modules for name, buffer in m._buffers.items() if buffer is not None]
 

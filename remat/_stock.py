@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from remat import _torch_internals as internals
-from remat._code import OPS, words
+from remat._code import KNOWN_NAMES, OPS, words
 from remat._names import checkpoint_name
 
 _MODULES = (torch, F, math, torch.linalg, torch.special, torch.fft, torch.nn)
@@ -22,7 +22,7 @@ BUILTINS = tuple(
     getattr(builtins, name)
     for name in words("""
     AssertionError RuntimeError TypeError ValueError abs all any bool dict divmod enumerate float int isinstance len
-    list map max min pow range reversed round set slice sorted str sum super tuple zip
+    list map max min pow range reversed round slice sorted str sum super tuple zip
 """)
 )
 """What the globals of a function may be, besides modules, numbers and functions of the same kind."""
@@ -95,8 +95,14 @@ def is_settings(value: Any) -> bool:
         type(kind) is type
         and hasattr(value, "__dict__")
         and kind.__mro__[-2].__module__ != "builtins"
-        and all(_operators(k) <= _OF_DATACLASSES for k in kind.__mro__[:-1])
+        and all(_operators(k) <= _OF_DATACLASSES and _compares_fields(k) for k in kind.__mro__[:-1])
     )
+
+
+def _compares_fields(kind: type) -> bool:
+    """Whether objects of a class are compared as `dataclass` does it, if at all."""
+    compare = vars(kind).get("__eq__")
+    return compare is None or compare.__code__.co_filename == "<string>"
 
 
 @functools.cache
@@ -119,8 +125,8 @@ def operations() -> frozenset[int]:
 OF_TENSORS = vars(Tensor)  # without what it inherits
 SPACES = [*(vars(m) for m in _MODULES if m is not math), OF_TENSORS]
 """Where an operation may be found by its name."""
-ORIGINALS = {name: [space.get(name) for space in SPACES] for name in OPS}
-"""By the name of an operation, what was found there when this was imported."""
+ORIGINALS = {name: [space.get(name) for space in SPACES] for name in KNOWN_NAMES}
+"""By name, what was found there when this was imported."""
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _OF_F = {f for f in vars(F).values() if isinstance(f, types.FunctionType)} - {F.multi_head_attention_forward}

@@ -1149,8 +1149,8 @@ def shape_of_module(module: torch.nn.Module) -> Any:
     if type(attributes["_parameters"]) is not dict or type(attributes["_buffers"]) is not dict:
         return None
     children = [*modules, *map(id, modules.values())]
-    sizes = len(attributes), len(attributes["_parameters"]), len(attributes["_buffers"])
-    return id(type(module)), next(reversed(attributes)), *sizes, children
+    tensors = [*attributes["_parameters"]], [*attributes["_buffers"]]
+    return id(type(module)), next(reversed(attributes)), len(attributes), *tensors, children
 
 
 def have_shapes(shapes: Iterable[tuple[Any, Any]], hooks_count: bool = True) -> bool:
@@ -1181,8 +1181,8 @@ def have_shapes(shapes: Iterable[tuple[Any, Any]], hooks_count: bool = True) -> 
             )
             or type(attributes["_parameters"]) is not dict
             or type(attributes["_buffers"]) is not dict
-            or len(attributes["_parameters"]) != parameters
-            or len(attributes["_buffers"]) != buffers
+            or [*attributes["_parameters"]] != parameters
+            or [*attributes["_buffers"]] != buffers
             or (
                 (children or attributes["_modules"])
                 and [*attributes["_modules"], *map(id, attributes["_modules"].values())] != children

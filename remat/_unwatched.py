@@ -77,6 +77,21 @@ def _tells(tree: Any) -> bool:
     return (type(tree) is tuple or type(tree) is list) and any(map(_tells, tree))
 
 
+def _is_twice_in(tree: Any) -> bool:
+    """Whether a list or a dict is in it more than once."""
+    found: list[int] = []
+
+    def look(tree: Any) -> None:
+        if type(tree) in (dict, list):
+            found.append(id(tree))
+        if type(tree) in (dict, list, tuple):
+            for x in tree.values() if type(tree) is dict else tree:
+                look(x)
+
+    look(tree)
+    return len({*found}) < len(found)
+
+
 class PlainCall:
     """A call of which nothing is differentiated."""
 
@@ -495,6 +510,15 @@ def _is_computed(operands: list[Tensor], result: Tensor) -> bool:
     return id(result) not in map(id, operands)
 
 
+def _reads_what_it_writes(reads: _pure.Reads, tensors: list[Tensor]) -> bool:
+    """Whether a function may read statistics that its modules write to."""
+    written = _pure.written(reads)
+    if not reads.asked.isdisjoint(name for _, name, _ in written):
+        return True
+    memory = {internals.memory_of(buffer) for _, _, buffer in written}
+    return not memory.isdisjoint(map(internals.memory_of, tensors if memory else ()))
+
+
 def unwatched(
     fun: Any,
     name: str,
@@ -534,6 +558,8 @@ def unwatched(
         return None
     if reads.unpacks and not flat and _tells((args, kwargs)):
         return None
+    if reads.changes_containers and not flat and _is_twice_in((args, kwargs)):
+        return None  # the rerun is given copies
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     contents: dict[int, tuple[types.CellType, Any]] = {}
     places: list[_pure.Value] = []
@@ -547,6 +573,8 @@ def unwatched(
         tensors += [tensor for _, _, tensor in places if tensor is not None]  # a bias that there is none of
     if any(not reads.asked.isdisjoint(given) for given in filter(None, map(_attributes, tensors))):
         return None  # what is asked for may be an attribute that somebody has given to a tensor
+    if reads.statistics and _reads_what_it_writes(reads, tensors):
+        return None
     needs_node = (
         internals.transforms_active() or internals.forward_ad_active() or internals.saved_tensors_hooks_refused()
     )
