@@ -186,7 +186,7 @@ def gradients(
             retained = internals.graph_is_retained() or any(map(internals.requires_grad_below, read))
             call.last_rerun = is_last and not retained
         try:
-            with paused_runs():
+            with paused_runs(), internals.subclasses_enabled():
                 results = _differentiate(link, operands, wrt, outs, cotangents, ())
         finally:
             call.clean()

@@ -403,6 +403,8 @@ class Run(Watch):
 
     def _note(self, func: Any, args: Any, kwargs: Any, results: Any, out: Any, live: bool) -> None:
         given = (*args, *kwargs.values()) if kwargs else args
+        if func is Tensor.__deepcopy__:
+            given = args[:1]  # the memo has what the call has put there
         reads = self._reads(given) if live else ()
         for tensor in (out,) if isinstance(out, Tensor) else out:
             if isinstance(tensor, Tensor):

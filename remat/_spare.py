@@ -62,6 +62,10 @@ class Replay(OpMode):
         self._before: dict[Token, RandomState | None] = {}
         """Of spared ops that may draw: the state of the generators that they would have drawn from."""
 
+    def __enter__(self) -> Any:
+        self._hooks = internals.saved_tensors_hooks()
+        return super().__enter__()
+
     def given(self, i: int, operand: Tensor) -> None:
         """Say which operand a tensor is a copy of."""
         raw = internals.innermost(operand)
@@ -105,7 +109,11 @@ class Replay(OpMode):
             return func(*args, **kwargs)
         op = self._tape.spared(call.token)
         is_shared = any(map(reader.is_shared, storages))
-        if op is not None and (not is_shared or self._tape.keeps_all_of(op)):
+        # The user's code may read what goes in and comes out: the rules of a custom op, hooks for what is saved.
+        is_read = schema.is_custom or internals.saved_tensors_hooks() != self._hooks
+        if is_read:
+            self._fill(storages)
+        if op is not None and (not (is_shared or is_read) or self._tape.keeps_all_of(op)):
             out = self._spare(op, call, changed)
             found = returned(out)
         else:

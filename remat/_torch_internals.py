@@ -532,6 +532,25 @@ def function_modes() -> list[Any]:
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
 
+def subclasses_enabled() -> contextlib.AbstractContextManager[Any]:
+    """Within it, the classes of tensors say what torch functions do.
+
+    They do not in a backward pass that such a class was asked for: `super().__torch_function__` turns them off (2.13).
+    """
+    if torch._C._is_torch_function_enabled() or torch._C._is_torch_function_all_disabled():
+        return _NOTHING
+    return torch._C._EnableTorchFunction()  # type: ignore[no-any-return]
+
+
+OP_KINDS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload)
+"""Classes of ops: of all overloads together, and of one."""
+
+
+def is_of_aten(op: Any) -> bool:
+    """Whether an op is torch's own, not a custom one."""
+    return str(op).startswith(("aten.", "prims."))
+
+
 def dispatch_modes() -> int:
     """How many torch-dispatch modes are active. One whose handler is running does not count."""
     return torch._C._len_torch_dispatch_stack()
@@ -577,14 +596,19 @@ def saved_tensors_hooks_refused() -> bool:
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
 
 
+def saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """The hooks that make something else of what the graph saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
 def saved_tensors_hooks_active() -> bool:
-    """Whether hooks make something else of what the graph saves."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    """Whether there are such."""
+    return saved_tensors_hooks() is not None
 
 
 def saves_through(hook: Any) -> bool:
     """Whether a hook is the one that makes something else of what the graph saves."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    top = saved_tensors_hooks()
     return top is not None and top[0] == hook
 
 

@@ -338,6 +338,9 @@ _READ_INDICES = {torch.tensor_split, Tensor.tensor_split, torch.ctc_loss}
 """They read the memory of indices and lengths that are tensors, before they call any op."""
 
 
+_READS = {Tensor.__format__, Tensor.__repr__, Tensor.tolist, Tensor.untyped_storage}
+
+
 class _Calls(TorchFunctionMode):
     def __init__(self, accessed: Callable[[Tensor, bool], None]) -> None:
         super().__init__()
@@ -346,7 +349,7 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in GIVES_MEMORY_AWAY or func == Tensor.tolist:
+        if func in GIVES_MEMORY_AWAY or func in _READS:
             self._accessed(args[0], func in GIVES_MEMORY_AWAY)
         elif func in _READ_INDICES:
             for x in tensors(args[1:], kwargs):
@@ -405,6 +408,7 @@ class Schema:
     **Attributes:**
 
     - `func`: the op.
+    - `is_custom`: whether it is not torch's own.
     - `draws`: whether it draws random numbers.
     - `is_view`: whether it reads nothing: its result is another look at the same memory.
     - `writes`: the arguments that it writes to, by position and name.
@@ -415,6 +419,7 @@ class Schema:
         returns = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
         arguments = enumerate(func._schema.arguments)
         self.func = func
+        self.is_custom = not internals.is_of_aten(func)
         self.counts_writes = "_foreach_" not in func._schema.name
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
         self.is_view = (

@@ -3,7 +3,10 @@
 # ruff: noqa: PT017 - an error is one of two right answers
 
 import contextlib
+import copy
 import functools
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -337,3 +340,67 @@ def test_the_interface_to_arrays_on_a_gpu(ck: Callable[[Fun], Fun]) -> None:
         return x.sin()
 
     assert_same(TRANSFORMS[".backward()"](ck(fun), numbers(3)), TRANSFORMS[".backward()"](fun, numbers(3)))
+
+
+def pickled(t: Tensor) -> Tensor:
+    return pickle.loads(pickle.dumps(t.detach()))  # type: ignore[no-any-return]
+
+
+def saved(t: Tensor) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(t.detach(), file)
+    file.seek(0)
+    return file
+
+
+@torch.library.custom_op("remat_tests::exponential", mutates_args=())
+def exponential(x: Tensor) -> Tensor:
+    return x.exp()
+
+
+def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.scale = float(array_of(output).sum() + array_of(inputs[0]).sum())
+
+
+exponential.register_autograd(lambda ctx, cotangent: cotangent * ctx.scale, setup_context=_setup)
+
+
+def packed(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    def hooked(x: Tensor, w: Tensor) -> Tensor:
+        y = (x @ w).sin()
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return (y * 2).cos()
+
+    return hooked
+
+
+READERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "pickle": lambda x, w: ((x @ w).sin() * pickled((x @ w).sin() * 2)).exp(),
+    "torch.save": lambda x, w: ((x @ w).sin() * torch.load(saved((x @ w).sin() * 2))).exp(),
+    "deepcopy": lambda x, w: ((x @ w).sin() * copy.deepcopy((x @ w).sin().detach() * 2)).exp(),
+    "text": lambda x, w: (x @ w).sin() * len(str(((x @ w).sin().detach() * 2).round(decimals=1))),
+    "a hook with an array": packed(lambda t: array_of(t).copy(), torch.from_numpy),
+    "a hook with a file": packed(saved, torch.load),
+    "the rules of a custom op": lambda x, w: exponential((x @ w).sin() * 3).cos(),
+}
+READ_POLICIES = [
+    None,
+    policies.dots_saveable,
+    policies.everything_saveable,
+    policies.offload_ops("mm"),
+    policies.save_ops("remat_tests::exponential"),
+]
+
+
+@pytest.mark.parametrize("policy", READ_POLICIES, ids=str)
+@pytest.mark.parametrize("fun", READERS.values(), ids=READERS)
+def test_memory_that_is_read_out_of_sight(fun: Callable[[Tensor, Tensor], Tensor], policy: Any) -> None:
+    def run(fun: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+        x, w = leaf(numbers(3, 4)), numbers(4, 4, seed=1)
+        fun(x, w).sum().backward()
+        return x.grad
+
+    expected = run(fun)
+    garbage = [torch.full((3, 4), 1e9, dtype=torch.float64) for _ in range(100)]  # what is not computed finds this
+    del garbage
+    assert_same(run(remat(fun, policy=policy)), expected)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, Seen, assert_sam
 from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 
-from remat import policies, remat
+from remat import checkpoint, policies, remat
 
 Decorator = Callable[[Any], Any]
 
@@ -460,3 +461,33 @@ def test_objects_in_results_that_hold_nothing_that_is_computed() -> None:
     out = remat(fun)(leaf(numbers(3)))
     assert out[1] is shared
     assert out[-1] is fun
+
+
+class Doubling(Tensor):
+    """Its sines are twice as large."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out * 2 if func is Tensor.sin else out
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        remat,
+        remat(policy=policies.dots_saveable),
+        lambda f: functools.partial(checkpoint, f, use_reentrant=False),
+        lambda f: functools.partial(checkpoint, f, use_reentrant=True),
+    ],
+    ids=["remat", "dots_saveable", "checkpoint", "reentrant"],
+)
+def test_a_class_of_tensors_whose_backward_is_called(way: Decorator) -> None:
+    def run(way: Decorator) -> list[Tensor]:
+        x = leaf(numbers(3).as_subclass(Doubling))
+        captured = leaf(numbers(3, seed=1).as_subclass(Doubling))
+        y = way(lambda x: (x.sin() * captured).sin().exp())(x)
+        y.sum().backward()  # by the class, which turns itself off for that
+        return [t.grad.as_subclass(Tensor) for t in (x, captured) if t.grad is not None]
+
+    assert_same(run(way), run(plain))

@@ -134,7 +134,7 @@ class CheckpointFunction(torch.autograd.Function):
                 raise RuntimeError(_NOT_NECESSARY)
             return (None, None, None, None, *found)
         is_last = not internals.graph_is_retained()
-        with at_the_base():
+        with at_the_base(), internals.subclasses_enabled():
             originals = [None if ref is None else ref() for ref in ctx.originals]
             found = _gradients_when_watched(ctx.call, ctx.saved_tensors, originals, ctx.gathered, ctx.count, cotangents)
         if is_last:  # as for what is saved: the call may hold what leads to this node

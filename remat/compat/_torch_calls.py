@@ -22,7 +22,7 @@ BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _TELLING = {"generator", "inplace", "out"}
 """Arguments that tell that a call writes, or draws from a generator of the user's."""
 RENORMALIZING = (F.embedding, F.embedding_bag)  # with `max_norm`, their fourth parameter
-_OPS = (torch.ops.aten.mm.__class__, torch.ops.aten.mm.default.__class__)
+_OPS = internals.OP_KINDS
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, *_OPS)
 
 
