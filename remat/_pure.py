@@ -364,6 +364,8 @@ class Reads:
                 break  # it is a tensor's: `x.float()`; there is no other `forward`
             if owner is nn.ModuleDict and name in ("items", "keys", "values"):
                 break
+            if owner in (nn.Sequential, *CONTAINERS) and name in CHANGES_CONTAINERS:
+                break  # it is a list's: a module with other children is told by its shape
             value = vars(owner)[name]
             if owner is module and any(hasattr(type(vars(k).get(name)), "__set__") for k in type(module).__mro__):
                 raise _Unknown  # Python asks the descriptor

@@ -307,3 +307,32 @@ def test_methods_that_do_more_with_self_than_ask_it(method: Any) -> None:
 
 def test_methods_that_ask_self_alone() -> None:
     assert _code.asks_alone((lambda self, x: self.a(x) + x @ self.b * self.c).__code__)
+
+
+class Collects(nn.Module):
+    """It appends to a list, or to its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Tanh(), nn.Sigmoid())
+        self.others = nn.ModuleList([nn.Tanh()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x]
+        found.append(self.parts(x))
+        return torch.stack(found).sin()
+
+    def grow(self, x: Tensor) -> Tensor:
+        self.parts.append(self.others[0])
+        return self.parts(x).sin()
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_list_beside_modules_that_are_lists(way: Callable[..., Any]) -> None:
+    module, x = Collects(), leaf(numbers(2, 3))
+    assert _pure.reads(module) is not None
+    found, expected = (torch.autograd.grad(f(x).sum(), x) for f in (way(module), module))
+    assert_same(found, expected)
+    loss = way(module.grow)(x).sum()
+    with pytest.raises(RuntimeError, match="was replaced"):
+        loss.backward()
