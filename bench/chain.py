@@ -113,7 +113,7 @@ def main() -> None:
         ours = rows["remat"]
         for way, row in rows.items():
             if row.seconds and way in WAYS and (not bench.fast or (setting, way) == ("grad", "remat")):
-                row.notes["RSS grows by"] = growth(setting, way, steps, 1 if bench.fast else 5)
+                row.notes["RSS grows by"] = growth(setting, way, steps, 1 if bench.fast else 3)
         quarter = rows[shorter[steps // 4]]
         bench.ratios |= {
             f"{setting}: peak / (boundaries + one segment)": ratio(ours.peak, (steps / SEGMENT + SEGMENT) * UNIT),

@@ -104,7 +104,7 @@ def main() -> None:
                 if name.endswith("_saveable")
             },
         },
-        rounds=9,
+        rounds=7,
     )
     by_torch = rows["torch selective, .backward()"] | rows["peers"]
     theirs = [row for name, row in by_torch.items() if name != "no remat" and not row.error]

@@ -53,7 +53,7 @@ def main() -> None:
         "grad": runs_and_policies(functools.partial(gradient, model, x)) | by_jax,
     }
     by_backward, by_grad = bench.measure(
-        {f"{depth} blocks: {setting}": ways for setting, ways in works.items()}, rounds=15
+        {f"{depth} blocks: {setting}": ways for setting, ways in works.items()}, rounds=11
     ).values()
     torchs, without = by_backward["torch, non-reentrant"], by_grad["no remat"]
     for name, ours in {"grad(remat)": by_grad["remat"], ".backward() of remat": by_backward["remat"]}.items():
@@ -70,7 +70,7 @@ def main() -> None:
         "per-sample gradients": runs_and_policies(functools.partial(per_sample_gradients, two, x)),
         "Hessian-vector product": runs_and_policies(functools.partial(hessian_vector_product, two, x)),
     }
-    found = bench.measure({f"2 blocks: {name}": ways for name, ways in works.items()}, rounds=15)
+    found = bench.measure({f"2 blocks: {name}": ways for name, ways in works.items()}, rounds=11)
     for name, rows in zip(works, found.values(), strict=True):
         bench.ratios |= over_no_remat(name, rows)
     bench.finish()
