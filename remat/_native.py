@@ -120,8 +120,7 @@ class Graph(ABC):
         return key == self._skipped
 
     def _recompute(self, key: Any, group: Any) -> _Recomputed:
-        with internals.subclasses_enabled():
-            recomputed = _Recomputed(key, self.rerun())
+        recomputed = _Recomputed(key, internals.with_subclasses(self.rerun))
         if key == -1:  # outside of a backward pass: `grad_fn._saved_self`
             return recomputed
         self._recomputed = weakref.ref(recomputed)

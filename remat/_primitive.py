@@ -186,8 +186,8 @@ def gradients(
             retained = internals.graph_is_retained() or any(map(internals.requires_grad_below, read))
             call.last_rerun = is_last and not retained
         try:
-            with paused_runs(), internals.subclasses_enabled():
-                results = _differentiate(link, operands, wrt, outs, cotangents, ())
+            with paused_runs():
+                results = internals.with_subclasses(lambda: _differentiate(link, operands, wrt, outs, cotangents, ()))
         finally:
             call.clean()
         call.finish()

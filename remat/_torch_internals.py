@@ -81,6 +81,7 @@ class SingleLevelFunction(_SingleLevelFunction):
         return ctx._forward_cls.compiled_key(ctx)  # type: ignore[no-any-return]
 
 
+T = TypeVar("T")
 N = TypeVar("N", bound=type[SingleLevelFunction])
 
 
@@ -532,14 +533,15 @@ def function_modes() -> list[Any]:
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
 
-def subclasses_enabled() -> contextlib.AbstractContextManager[Any]:
-    """Within it, the classes of tensors say what torch functions do.
+def with_subclasses(run: Callable[[], T]) -> T:
+    """Call a function, within which the classes of tensors say what torch functions do.
 
     They do not in a backward pass that such a class was asked for: `super().__torch_function__` turns them off (2.13).
     """
     if torch._C._is_torch_function_enabled() or torch._C._is_torch_function_all_disabled():
-        return _NOTHING
-    return torch._C._EnableTorchFunction()  # type: ignore[no-any-return]
+        return run()
+    with torch._C._EnableTorchFunction():
+        return run()
 
 
 OP_KINDS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload)

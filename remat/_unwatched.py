@@ -47,7 +47,6 @@ _LEAVES = _TENSORS | {bool, int, float, complex, str, type(None), torch.dtype, t
 _NAMES = {str, int, float, bool, type(None)}
 _version = operator.attrgetter("_version")
 _requires_grad = operator.attrgetter("requires_grad")
-_attributes = operator.attrgetter("__dict__")
 _Context = contextlib.AbstractContextManager[Any]
 _NOTHING: _Context = contextlib.nullcontext()
 _REPLACED = (
@@ -571,8 +570,9 @@ def unwatched(
         for mode in active_watches() if inside else ():  # what it finds is not what it reads
             places = [(names, key, None if t is None else mode.swapped(t)) for names, key, t in places]
         tensors += [tensor for _, _, tensor in places if tensor is not None]  # a bias that there is none of
-    if any(not reads.asked.isdisjoint(given) for given in filter(None, map(_attributes, tensors))):
-        return None  # what is asked for may be an attribute that somebody has given to a tensor
+    for tensor in tensors:
+        if (given := tensor.__dict__) and not reads.asked.isdisjoint(given):
+            return None  # what is asked for may be an attribute that somebody has given to a tensor
     if reads.statistics and _reads_what_it_writes(reads, tensors):
         return None
     needs_node = (

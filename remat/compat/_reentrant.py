@@ -134,9 +134,10 @@ class CheckpointFunction(torch.autograd.Function):
                 raise RuntimeError(_NOT_NECESSARY)
             return (None, None, None, None, *found)
         is_last = not internals.graph_is_retained()
-        with at_the_base(), internals.subclasses_enabled():
+        with at_the_base():
             originals = [None if ref is None else ref() for ref in ctx.originals]
-            found = _gradients_when_watched(ctx.call, ctx.saved_tensors, originals, ctx.gathered, ctx.count, cotangents)
+            given = ctx.call, ctx.saved_tensors, originals, ctx.gathered, ctx.count, cotangents
+            found = internals.with_subclasses(lambda: _gradients_when_watched(*given))
         if is_last:  # as for what is saved: the call may hold what leads to this node
             ctx.call, ctx.gathered = None, []
         return (None, None, None, None, *found)
