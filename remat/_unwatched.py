@@ -76,21 +76,6 @@ def _tells(tree: Any) -> bool:
     return (type(tree) is tuple or type(tree) is list) and any(map(_tells, tree))
 
 
-def _is_twice_in(tree: Any) -> bool:
-    """Whether a list or a dict is in it more than once."""
-    found: list[int] = []
-
-    def look(tree: Any) -> None:
-        if type(tree) in (dict, list):
-            found.append(id(tree))
-        if type(tree) in (dict, list, tuple):
-            for x in tree.values() if type(tree) is dict else tree:
-                look(x)
-
-    look(tree)
-    return len({*found}) < len(found)
-
-
 class PlainCall:
     """A call of which nothing is differentiated."""
 
@@ -557,7 +542,7 @@ def unwatched(
         return None
     if reads.unpacks and not flat and _tells((args, kwargs)):
         return None
-    if reads.changes_containers and not flat and _is_twice_in((args, kwargs)):
+    if reads.changes_containers and not flat and _tree.twice_in((args, kwargs)):
         return None  # the rerun is given copies
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     contents: dict[int, tuple[types.CellType, Any]] = {}

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_same, leaf, numbers
 from torch import Tensor, nn
 from torch.func import grad
 
-from remat import _code, _pure, remat
+from remat import CheckpointError, _code, _pure, remat
 from remat.compat import checkpoint
 
 
@@ -252,8 +253,20 @@ def test_a_list_that_is_given_twice(twice: Callable[..., Any]) -> None:
 
     x = leaf(numbers(3))
     loss = remat(fun)(*twice(x, [x])).sum()
-    with pytest.raises(RuntimeError, match="differs from its forward run"):
+    with pytest.raises(CheckpointError, match="differs from its forward run"):
         loss.backward()
+    loss = checkpoint(fun, *twice(x, [x]), use_reentrant=False).sum()
+    with pytest.raises(CheckpointError, match="changes a list or a dict that it is given twice"):
+        loss.backward()
+
+    def reads(x: Tensor, a: list[Tensor], b: Any) -> Tensor:
+        return np.sin(1) * x * (a[-1] + (b["a"] if type(b) is dict else b)[-1]).exp()  # type: ignore[no-any-return]
+
+    found, expected = (
+        torch.autograd.grad(f(*twice(x, [x])).sum(), x)
+        for f in (lambda *args: checkpoint(reads, *args, use_reentrant=False), reads)
+    )
+    assert_same(found, expected)
 
 
 class Removes(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,16 @@ NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _PLAIN = {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Tensor, torch.nn.Parameter}
 
 
+_CHANGES_TWICE = (
+    "remat.checkpoint: the function changes a list or a dict that it is given twice. The rerun would be given two of "
+    "them. Pass it once."
+)
+
+
+def _items_of(held: list[Any] | dict[Any, Any]) -> list[Any]:
+    return [*held, *held.values()] if isinstance(held, dict) else [*held]
+
+
 class UsesTransforms(Exception):  # noqa: N818
     """The function uses `torch.func`: the functional engine has to run it. What it did so far is taken back."""
 
@@ -42,6 +53,11 @@ class Call:
     - `tensors`: until the forward is over, the tensors among the arguments and in the function's cells.
     - `record`: what the forward noted.
     """
+
+    _twice: Sequence[tuple[Any, list[Any]]] = ()
+    """Until the forward is over, the lists and dicts that the function is given more than once, and what they held."""
+    _changes_twice = False
+    """Whether it has changed one of these."""
 
     def __init__(
         self,
@@ -56,6 +72,7 @@ class Call:
             self._leaves = list(args)
         else:
             self._leaves, self._spec = _tree.flatten((args, kwargs))
+            self._twice = [(held, _items_of(held)) for held in _tree.twice_in((args, kwargs))]
         leaves = self._leaves
         self._found = Found((fun, *leaves))
         self._captured = Captured(fun, leaves)
@@ -77,6 +94,10 @@ class Call:
     def finish(self, forward: Forward) -> None:
         """The user's own call is over, and its hooks are gone."""
         forward.finish()
+        now = [item for held, _ in self._twice for item in _items_of(held)]
+        before = [item for _, items in self._twice for item in items]
+        self._changes_twice = len(now) != len(before) or not all(map(operator.is_, now, before))
+        self._twice = ()
         self._found.finish(self._identities)
         self.record.is_simple = self.record.is_simple and not self._found.has_other_buffers
         self._writes = [now - before for now, before in zip(versions_of(self.tensors), self._versions, strict=True)]
@@ -133,6 +154,8 @@ class Call:
         """
         if self.record.shapes_of_shared is not None:
             raise CheckpointError(CHANGES_SHARED.format("checkpoint: the function", *self.record.shapes_of_shared))
+        if self._changes_twice:
+            raise CheckpointError(_CHANGES_TWICE)
         found, draws = self._found, self._draws
         trusting = rerun is None or rerun.trusting
         if rerun is not None:
