@@ -133,7 +133,7 @@ def names_of(code: types.CodeType) -> Code | None:
             paths.add((i.argval, *(j.argval for j in asked)))
         elif i.opname in _ASKING:
             attributes.add(i.argval)
-        unpacks |= i.opname == "CALL_FUNCTION_EX" and bool(i.arg)
+        unpacks |= i.opname == "CALL_FUNCTION_EX" and i.arg != 0  # newer Pythons do not say
         compares |= i.opname.startswith(_COMPARING)
         slices |= "SLICE" in i.opname or type(i.argval) is slice
     keywords = {n for c in code.co_consts for n in (c if isinstance(c, tuple) else (c,)) if isinstance(n, str)}

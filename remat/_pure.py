@@ -212,10 +212,8 @@ class Reads:
     def _search(self, roots: list[Any]) -> None:
         for root in roots:
             self._take(root)
-        while new := set(itertools.product((*self._modules, *self._settings), self._names)) - self._looked_up:
+        while new := self._not_looked_up():
             self._looked_up |= new
-            if self._compares:  # by the fields
-                self._names.update(*(vars(s) for s in self._settings.values() if is_dataclass(s)))
             owners = self._modules | self._settings
             for key, name in new:
                 self._attribute(owners[key], name, is_known=name == "forward" and key in self._stock)
@@ -237,6 +235,12 @@ class Reads:
         owned = {n for o in (*self._modules.values(), *self._settings.values()) for n in _names_of(o)}
         if unknown <= owned and not any(map(is_of_torch, unknown)):
             self.is_known = True
+
+    def _not_looked_up(self) -> set[tuple[int, str]]:
+        """Of modules and settings, the names that have not been looked for in them."""
+        if self._compares:  # objects, by their fields
+            self._names.update(*(vars(s) for s in self._settings.values() if is_dataclass(s)))
+        return set(itertools.product((*self._modules, *self._settings), self._names)) - self._looked_up
 
     def _take(self, value: Any) -> None:
         """Something that the function can reach."""

@@ -108,6 +108,18 @@ def settings_among_others(x: Tensor) -> Tensor:
     return (x * x).sin() if SETTINGS in (USUAL,) else (x * x).cos()
 
 
+class Compares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings, self.usual = SETTINGS, USUAL
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * x).sin() if self.are_equal(self.settings, self.usual) else (x * x).cos()
+
+    def are_equal(self, a: Any, b: Any) -> bool:
+        return a == b  # type: ignore[no-any-return]
+
+
 def settings_as_text(x: Tensor) -> Tensor:
     return (x * x * len(f"{SETTINGS}")).sin()
 
@@ -212,6 +224,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "statistics, after": lambda: statistics(ReadsAfter),
     "statistics, as an argument": statistics_as_an_argument,
     "settings that are equal": lambda: settings(equal_settings),
+    "settings that another method compares": lambda: settings(Compares()),
     "settings among others": lambda: settings(settings_among_others),
     "settings as text": lambda: settings(settings_as_text),
     "settings by format": lambda: settings(settings_by_format),
