@@ -99,7 +99,7 @@ class Verdict:
 
     @property
     def missed(self) -> bool:
-        return isinstance(self.value, str) or (self.value is not None and self.value > self.target)
+        return self.is_missing or (self.value is not None and self.value > self.target)
 
     @property
     def is_missing(self) -> bool:

@@ -185,7 +185,7 @@ def _with_derivative(out: Any, call: Call, leaves: list[Any], run: Run) -> Any:
 _NO_TREE = (
     "remat: {} returns results in an object of class {}, which is no tree: their graph is kept as it is, and no memory "
     "is saved. Return a tuple, a dict or a NamedTuple, or make the class known: torch.export.register_dataclass, "
-    "torch.utils._pytree.register_pytree_node."
+    "or optree.register_pytree_node with namespace='torch'."
 )
 
 

@@ -336,9 +336,8 @@ def _addresses(storage: Any) -> range:
 
 _READ_INDICES = {torch.tensor_split, Tensor.tensor_split, torch.ctc_loss}
 """They read the memory of indices and lengths that are tensors, before they call any op."""
-
-
 _READS = {Tensor.__format__, Tensor.__repr__, Tensor.tolist, Tensor.untyped_storage}
+"""They read the memory of a tensor, or are asked for it by what does: pickle, `torch.save`."""
 
 
 class _Calls(TorchFunctionMode):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from remat._context import Ambient
 from remat._errors import CheckpointError, note_rerun
 from remat._native import version
 from remat._run import CHANGES_SHARED
+from remat._spaces import content_of, same_items
 from remat.compat._captured import Captured
 from remat.compat._draws import Draws
 from remat.compat._forward import Forward
@@ -37,10 +37,6 @@ _CHANGES_TWICE = (
 )
 
 
-def _items_of(held: list[Any] | dict[Any, Any]) -> list[Any]:
-    return [*held, *held.values()] if isinstance(held, dict) else [*held]
-
-
 class UsesTransforms(Exception):  # noqa: N818
     """The function uses `torch.func`: the functional engine has to run it. What it did so far is taken back."""
 
@@ -54,7 +50,7 @@ class Call:
     - `record`: what the forward noted.
     """
 
-    _twice: Sequence[tuple[Any, list[Any]]] = ()
+    _twice: Sequence[tuple[Any, dict[Any, Any]]] = ()
     """Until the forward is over, the lists and dicts that the function is given more than once, and what they held."""
     _changes_twice = False
     """Whether it has changed one of these."""
@@ -72,7 +68,7 @@ class Call:
             self._leaves = list(args)
         else:
             self._leaves, self._spec = _tree.flatten((args, kwargs))
-            self._twice = [(held, _items_of(held)) for held in _tree.twice_in((args, kwargs))]
+            self._twice = [(held, content_of(held)) for held in _tree.twice_in((args, kwargs))]
         leaves = self._leaves
         self._found = Found((fun, *leaves))
         self._captured = Captured(fun, leaves)
@@ -94,9 +90,7 @@ class Call:
     def finish(self, forward: Forward) -> None:
         """The user's own call is over, and its hooks are gone."""
         forward.finish()
-        now = [item for held, _ in self._twice for item in _items_of(held)]
-        before = [item for _, items in self._twice for item in items]
-        self._changes_twice = len(now) != len(before) or not all(map(operator.is_, now, before))
+        self._changes_twice = not all(same_items(content_of(held), before) for held, before in self._twice)
         self._twice = ()
         self._found.finish(self._identities)
         self.record.is_simple = self.record.is_simple and not self._found.has_other_buffers
