@@ -102,7 +102,8 @@ def is_settings(value: Any) -> bool:
 def _compares_fields(kind: type) -> bool:
     """Whether objects of a class are compared as `dataclass` does it, if at all."""
     compare = vars(kind).get("__eq__")
-    return compare is None or compare.__code__.co_filename == "<string>"
+    code = getattr(compare, "__code__", None)  # what is not a function has none
+    return compare is None or (code is not None and code.co_filename == "<string>")
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 import functools
 import gc
 import math
+import operator
 import random
 import types
 import weakref
@@ -398,6 +399,10 @@ class WithProperty(Options):
         pass
 
 
+class ComparesByOthers(Options):
+    __eq__ = operator.eq  # no function of Python's: it has no code
+
+
 class Entries(dict[str, Any]):
     scale, power = Scale(), 2
 
@@ -584,6 +589,7 @@ NO_SETTINGS: dict[str, Any] = {
     "that make attributes": Asked(),
     "with a property": WithProperty(),
     "of a container": Entries(),
+    "with a comparison that is no function": ComparesByOthers(),
     "with a list": Options(power=[2]),
     "with a tensor": Options(power=WEIGHT),
     "with a method that assigns": Options(scale=Counted()),
