@@ -1,182 +1,240 @@
-"""What a function closes over, kept as it was when it was called.
+"""What a function closes over, kept as it is at the call.
 
-A rerun comes later: by then a loop variable has moved on, and `torch.func.functional_call` has given a module its
-own parameters back. For the rerun the function is put together again as it was, and modules get the tensors that they
-held.
+A rerun comes later. By then a loop variable has moved on. So the function is taken apart: its cells, defaults, partial
+arguments and bound `self`, and all functions in those. A rerun puts it together again, with operands in the places of
+tensors. The parts do not hold the function itself: its cells go on to hold other things, such as the result of the
+call, and that would be a reference cycle.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._errors import RematError
-from remat._frozen import ATOMS, Freezer, Frozen, Held, Table, Thawer, cell_contents, parts
-from remat._methods import names_in
-from remat._spaces import GONE, Space, as_it_was, content_of, item_of, set_item
-from remat._state import State
 
-_LAZY = (
-    "remat: {} is lazy and has yet to make its parameters, and a rerun would begin after that. Call it once before, in "
-    "torch.no_grad()."
-)
-_OPAQUE = (Tensor, type, types.ModuleType, str, bytes, int, float, complex, types.CodeType)
-_Slot = tuple[Any, Any, Held | Frozen]  # a dict or list, a key of it, and what holds operands there
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type})
+_OF_TORCH = (torch, torch.nn.functional, Tensor)
+_EMPTY: Any = object()
 
 
-def _holds(value: Any, position: dict[int, int]) -> bool:
-    """Whether `value` is an operand, or a tuple with some."""
-    return id(value) in position or (isinstance(value, tuple) and any(_holds(x, position) for x in value))
+class Operand:
+    """Stands for the operand at `index`."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
 
 
-def _slots(roots: Iterable[Any], position: dict[int, int], freeze: Freezer) -> Iterator[_Slot]:
-    """Wherever operands are held that can be reached from `roots`: attributes, dicts, lists, globals. This is bounded.
+class _Made:
+    """Stands for `maker(*args, **kwargs)`: a tuple, a partial, a method, a remat'd function."""
 
-    **Arguments:**
+    __slots__ = ("args", "kwargs", "maker")
 
-    - `roots`: the function and its arguments.
-    - `position`: the operands looked for, by identity.
-    - `freeze`: what to hold them by.
-    """
-    seen: set[int] = set()
-    todo = [(root, 6) for root in roots]
-    while todo and len(seen) < 20_000:
-        obj, depth = todo.pop()
-        if id(obj) in seen or isinstance(obj, _OPAQUE):
-            continue
-        seen.add(id(obj))
-        nearby: list[Any] = list(parts(obj))
-        if isinstance(obj, types.FunctionType):
-            for cell in obj.__closure__ or ():
-                with contextlib.suppress(ValueError):  # an empty cell
-                    nearby.append(cell.cell_contents)
-            for name in names_in(obj.__code__) & obj.__globals__.keys():
-                value = obj.__globals__[name]
-                nearby.append(value)
-                if _holds(value, position):
-                    yield obj.__globals__, name, freeze(value)
-        elif isinstance(obj, (dict, list)):
-            for key, value in content_of(obj).items():
-                nearby.append(value)
-                if _holds(value, position):
-                    yield obj, key, freeze(value)
-        elif isinstance(obj, (tuple, set, frozenset)):
-            nearby += obj
-        else:
-            nearby.append(getattr(obj, "__dict__", None))
-        if depth:
-            todo += [(o, depth - 1) for o in nearby]
+    def __init__(self, maker: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> None:
+        self.maker = maker
+        self.args = args
+        self.kwargs = kwargs
+
+
+class _Reference:
+    """Stands for the function with this key. Functions may refer to each other, and what is kept has no cycles."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+
+
+class _Function:
+    """A function, taken apart. `cells` are keys of cell contents."""
+
+    __slots__ = ("attributes", "cells", "code", "defaults", "globals", "kwdefaults", "name")
+
+    def __init__(self, old: types.FunctionType, defaults: Any, kwdefaults: dict[str, Any], cells: list[int]) -> None:
+        self.code = old.__code__
+        self.globals = old.__globals__
+        self.name = old.__name__
+        self.attributes = vars(old).copy()
+        self.defaults = defaults
+        self.kwdefaults = kwdefaults
+        self.cells = cells
+
+
+_PARTS = (Operand, _Made, _Reference)
+
+
+def is_part(obj: Any) -> bool:
+    """Whether `obj` stands for something that has to be put together."""
+    return type(obj) in _PARTS
+
+
+def parts_of(obj: Any) -> tuple[Any, ...]:
+    """The objects that a callable is made of, the contents of its cells among them."""
+    kind = type(obj)
+    if kind is types.FunctionType:
+        cells = [c.cell_contents for c in obj.__closure__ or () if _is_full(c)]
+        return (*(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values(), *cells)
+    if kind is types.MethodType:
+        return (obj.__func__, obj.__self__)
+    if issubclass(kind, functools.partial):
+        return (obj.func, *obj.args, *obj.keywords.values())
+    return (obj.__wrapped__,) if hasattr(kind, "__remat_maker__") else ()
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def _is_opaque(function: types.FunctionType) -> bool:
+    """Whether a function belongs to torch or its compiler: nothing of the user's is in it."""
+    name = function.__name__
+    return internals.is_compiled(function) or any(vars(space).get(name) is function for space in _OF_TORCH)
 
 
 class Closure:
-    """A function and its static arguments, together with what they close over at the time of a call."""
+    """Functions and other objects, taken apart.
 
-    def __init__(self, fun: Callable[..., Any], statics: Iterable[Any]) -> None:
-        self._live: Any = [fun, *statics]  # until it is frozen
-        roots = [x for x in self._live if type(x) not in ATOMS]
-        self._contents = cell_contents(roots)
-        state = State(roots)
-        if state.lazy is not None:
-            raise RematError(_LAZY.format(type(state.lazy).__name__))
-        self._spaces = [*state.names, *state.of_modules, *state.others]
-        self._slots: list[_Slot] = []
-        self._replaced: set[int] = set()
-        self._originals: list[weakref.ref[Tensor]] = []
-        self._frozen: list[Any] = []
-        self._table = Table()
+    **Attributes:**
 
-    def call(self, /, *args: Any, **kwargs: Any) -> Any:
-        """The user's own call."""
-        return self._live[0](*args, **kwargs)
+    - `objects`: what was met that is no atom, tensor or function: where to look for more tensors. Empty it after use.
+    """
 
-    def tensors(self) -> list[Tensor]:
-        """The tensors directly in cells."""
-        return [content for _, content in self._contents.values() if isinstance(content, Tensor)]
+    def __init__(self, operand_of: Callable[[Tensor], Any]) -> None:
+        """`operand_of`: gives the `Operand` that stands for a tensor, or the tensor where it is no operand."""
+        self._operand_of = operand_of
+        self._functions: dict[int, _Function] = {}
+        self._contents: dict[int, Any] = {}
+        self._is_recursive = False
+        self._begun: list[Any] = []  # held, for keys are identities
+        self.objects: list[Any] = []
 
-    def assigned(self) -> list[Tensor]:
-        """The tensors that the function has replaced, in names of its own, by others."""
-        found = []
-        for space in self._spaces:
-            now = space.now()
-            found += [t for n, t in space.before.items() if isinstance(t, Tensor) and now.get(n, GONE) is not t]
-        return found
+    def take_apart(self, obj: Any) -> Any:
+        """What stands for `obj`: itself, where no part of it is an operand or may change."""
+        kind = type(obj)
+        if kind in ATOMS:
+            return obj
+        if isinstance(obj, Tensor):
+            return self._operand_of(obj)
+        if kind is types.FunctionType:
+            if not (obj.__closure__ or obj.__defaults__ or obj.__kwdefaults__):
+                self.objects.append(obj)
+                return obj
+            return obj if _is_opaque(obj) else self._function(obj)
+        if kind is tuple or (isinstance(obj, tuple) and hasattr(obj, "_fields")):
+            return self._made(kind if hasattr(obj, "_fields") else _tuple, obj, obj, {})
+        if kind is types.MethodType:
+            return self._made(types.MethodType, obj, (obj.__func__, obj.__self__), {})
+        if isinstance(obj, functools.partial):
+            return self._made(functools.partial, obj, (obj.func, *obj.args), obj.keywords)
+        if hasattr(kind, "__remat_maker__"):
+            return self._made(obj.__remat_maker__(), obj, (obj.__wrapped__,), {})
+        self.objects.append(obj)
+        return obj
 
-    def freeze(self, originals: Sequence[Tensor], captured: int, in_rerun: bool) -> None:
-        """Hold tensors by their position in `originals` alone, and functions as they were.
+    def _made(self, maker: Callable[..., Any], obj: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        new_args = [self.take_apart(x) for x in args]
+        new_kwargs = {k: self.take_apart(v) for k, v in kwargs.items()} if kwargs else kwargs
+        if any(map(is_part, new_args)) or any(map(is_part, new_kwargs.values())):
+            return _Made(maker, new_args, new_kwargs)
+        return obj
 
-        **Arguments:**
+    def _function(self, old: types.FunctionType) -> Any:
+        key = id(old)
+        if key in self._functions:
+            return _Reference(key)
+        if any(old is f for f in self._begun):
+            self._is_recursive = True
+            return _Reference(key)
+        self._begun.append(old)
+        self.objects.append(old)
+        defaults = self.take_apart(old.__defaults__)
+        kwdefaults = {k: self.take_apart(v) for k, v in (old.__kwdefaults__ or {}).items()}
+        cells = []
+        for cell in old.__closure__ or ():
+            cells.append(id(cell))
+            if id(cell) not in self._contents:
+                self._begun.append(cell)
+                self._contents[id(cell)] = _EMPTY
+                if _is_full(cell):
+                    self._contents[id(cell)] = self.take_apart(cell.cell_contents)
+        if not cells and not is_part(defaults) and not any(map(is_part, kwdefaults.values())):
+            return old
+        self._functions[key] = _Function(old, defaults, kwdefaults, cells)
+        return _Reference(key)
 
-        - `originals`: the operands of the call.
-        - `captured`: the position from which on they are captured tensors, not arguments.
-        - `in_rerun`: whether the call is part of the rerun of another.
-        """
-        position = {id(t): i for i, t in enumerate(originals)}
-        self._originals = [weakref.ref(t) for t in originals]
-        # A transform inside of the function wraps what it is given, out of sight: it must find the operand itself, for
-        # a wrapper of the forward's stack means nothing on the rerun's.
-        # In an outer rerun, what the function found is an operand of that rerun: gone from there afterwards.
-        self._replaced = {i for i, t in enumerate(originals) if in_rerun or internals.is_wrapper(t)}
-        freezer = Freezer(self._contents, position)
-        wanted = {id(originals[i]): i for i in self._replaced if in_rerun or i >= captured}
-        slots = list(_slots(self._live, wanted, freezer)) if wanted else []
-        self._frozen = [freezer(x) for x in self._live]
-        self._table = freezer.table
-        self._live, self._contents = [], {}
-        for space in self._spaces:
-            space.freeze(position)
-        if slots:
-            self._slots = self._not_put_back(slots)
+    def close(self) -> list[Any]:
+        """Nothing more is taken apart. Gives back the `objects`."""
+        objects, self.objects = self.objects, []
+        self._begun.clear()
+        del self._operand_of
+        return objects
 
-    def replace(self, positions: Iterable[int]) -> None:
-        """From now on put the operands at `positions` wherever their originals are held."""
-        self._replaced |= set(positions)
-        originals = [ref() for ref in self._originals]
-        wanted = {id(originals[i]): i for i in positions}
-        thaw = self.thawer(originals)
-        self._slots = self._not_put_back(_slots([thaw(x) for x in self._frozen], wanted, Freezer({}, wanted)))
-        thaw.empty()
+    def rebuilder(self, operands: Sequence[Any]) -> Rebuilder:
+        """What puts things together for one rerun."""
+        return Rebuilder(self._functions, self._contents, self._is_recursive, operands)
 
-    def _not_put_back(self, slots: Iterable[_Slot]) -> list[_Slot]:
-        """Those where no space puts something else: what is there now, the function may have put there itself."""
-        before = {(id(s.place), n): v for s in self._spaces for n, v in s.before.items()}
-        return [slot for slot in slots if before.get((id(slot[0]), slot[1]), now := item_of(*slot[:2])) is now]
 
-    def thawer(self, operands: Sequence[Any]) -> Thawer:
-        """What puts functions together again for one rerun."""
-        return Thawer(self._table, operands)
+def _tuple(*items: Any) -> tuple[Any, ...]:
+    return items
 
-    def restored(self, operands: Sequence[Tensor], thaw: Thawer) -> contextlib.AbstractContextManager[list[Any]]:
-        """The function and its static arguments as they were, reading `operands`. What they assign is taken back."""
-        if not self._spaces and not self._slots:
-            return contextlib.nullcontext([thaw(x) for x in self._frozen])
-        return self._restored(operands, thaw)
 
-    @contextlib.contextmanager
-    def _restored(self, operands: Sequence[Tensor], thaw: Thawer) -> Iterator[list[Any]]:
-        def was(before: Any, now: Any) -> Any:
-            return as_it_was(before, now, operands, self._replaced)
+class Rebuilder:
+    """Puts functions together again, each once, with these operands."""
 
-        found: list[tuple[Space, Any]] = []
-        slots = []
-        try:
-            for space in self._spaces:
-                found.append((space, space.put_back(was)))
-            for container, key, held in self._slots:
-                before = item_of(container, key)
-                if before is not GONE:  # it is, where the function put it there itself
-                    value = thaw(held)
-                    set_item(container, key, value)
-                    slots.append((container, key, before, value))
-            yield [thaw(x) for x in self._frozen]
-        finally:
-            for container, key, before, value in reversed(slots):
-                if item_of(container, key) is value:
-                    set_item(container, key, before)
-            for space, what in reversed(found):  # two functions may name the same global
-                space.restore(what)
+    def __init__(
+        self, functions: dict[int, _Function], contents: dict[int, Any], recursive: bool, operands: Sequence[Any]
+    ) -> None:
+        self._old = functions
+        self._contents = contents
+        self._is_recursive = recursive
+        self._operands = operands
+        self._cells: dict[int, types.CellType] = {}
+        self._functions: dict[int, types.FunctionType] = {}
+
+    def __call__(self, part: Any) -> Any:
+        """What `part` stands for."""
+        kind = type(part)
+        if kind is Operand:
+            return self._operands[part.index]
+        if kind is _Reference:
+            return self._functions.get(part.key) or self._function(part.key)
+        if kind is _Made:
+            return part.maker(*map(self, part.args), **{k: self(v) for k, v in part.kwargs.items()})
+        return part
+
+    def _function(self, key: int) -> types.FunctionType:
+        old = self._old[key]
+        fresh = [c for c in old.cells if c not in self._cells]
+        for c in fresh:
+            self._cells[c] = types.CellType()
+        cells = tuple([self._cells[c] for c in old.cells]) or None
+        new = types.FunctionType(old.code, old.globals, old.name, self(old.defaults), cells)
+        self._functions[key] = new
+        if old.kwdefaults:
+            new.__kwdefaults__ = {k: self(v) for k, v in old.kwdefaults.items()}
+        if old.attributes:
+            new.__dict__.update(old.attributes)
+        for c in fresh:
+            content = self._contents[c]
+            if content is not _EMPTY:
+                self._cells[c].cell_contents = self(content)
+        return new
+
+    def clear(self) -> None:
+        """Break the cycle of a function that refers to itself. Other functions may be called later, by a hook, say."""
+        if self._is_recursive:
+            for cell in self._cells.values():
+                with contextlib.suppress(ValueError):  # it is empty already
+                    del cell.cell_contents

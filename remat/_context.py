@@ -14,15 +14,8 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError
 from remat._values import OpMode, flat, schema_of, tensors
-from remat.random._generators import (
-    PythonState,
-    global_state,
-    python_state,
-    same_state,
-    set_global_state,
-    set_python_state,
-)
-from remat.random._numpy_generator import numpy_state, set_numpy_state
+from remat.random._generators import global_state, same_state, set_global_state
+from remat.random._keyed import Threading
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -44,6 +37,10 @@ class Ambient(NamedTuple):
         devices = internals.autocast_devices()
         autocast = ((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache) for d in devices)
         return Ambient(dtype, device, tuple(autocast))
+
+    def without_cached_casts(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, autocast casts each time. A cast that it has kept was made before the call: none of its ops."""
+        return internals.autocast_cache_disabled() if self.autocast else _NOTHING
 
     def restored(self, *, keeps_casts: bool = False) -> contextlib.AbstractContextManager[None]:
         """Within it, the settings are these again.
@@ -99,54 +96,40 @@ def _differs(states: dict[torch.device, Tensor]) -> bool:
 
 
 class RandomState:
-    """The state of the global generators, Python's and NumPy's too, and of each explicit one that a run drew from."""
+    """The state of torch's global generators, and of each explicit one that a run drew from."""
 
-    def __init__(self, tensors: Iterable[Tensor], *, keyed: bool = False, of_torch_alone: bool = False) -> None:
-        """A state here and now.
+    def __init__(self, tensors: Iterable[Tensor], *, keyed: bool = False) -> None:
+        """The state here and now.
 
         **Arguments:**
 
+        - `tensors`: their devices are in play.
         - `keyed`: whether the draws come from a key, so that torch's global generators do not count.
-        - `of_torch_alone`: whether Python's generator and NumPy's do not count.
         """
         devices = () if keyed else (_CPU, *_accelerators(tensors))
         self._globals = {device: global_state(device) for device in devices}
-        self._python: PythonState | None = None if of_torch_alone else python_state()
-        self._numpy: Any = None if of_torch_alone else numpy_state()
-        self.generators: dict[torch.Generator, Tensor] = {}
-        self._drawn = False
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within it, a draw is noticed even if the function puts the state back afterwards."""
-        before = {device: global_state(device) for device in self._globals}
-        yield
-        self._drawn = self._drawn or _differs(before)
+        self._generators: dict[torch.Generator, Tensor] = {}
 
     def notice(self, generator: torch.Generator) -> None:
         """The run is about to draw from an explicit generator."""
-        if generator not in self.generators:
-            self.generators[generator] = generator.get_state()
+        if generator not in self._generators:
+            self._generators[generator] = generator.get_state()
 
-    def drawn_since(self) -> RandomState | None:
-        """This state if the run that followed it drew from any generator, else None: nothing to bring back."""
-        if self._python is not None and self._python == python_state():
-            self._python = None
-        if self._numpy is not None and self._numpy == numpy_state():
-            self._numpy = None
-        others = self.generators or self._python or self._numpy
-        return self if self._drawn or others or _differs(self._globals) else None
+    def drawn_since(self, drew: bool = False) -> RandomState | None:
+        """This state if the run that followed it drew from any generator, else None: nothing to bring back.
+
+        **Arguments:**
+
+        - `drew`: whether it is known to have drawn. It may have put the state back afterwards (`fork_rng`).
+        """
+        return self if (drew and self._globals) or self._generators or _differs(self._globals) else None
 
     def put_back(self) -> None:
         """Make the generators what they were."""
         for device, state in self._globals.items():
             set_global_state(device, state)
-        for generator, state in self.generators.items():
+        for generator, state in self._generators.items():
             generator.set_state(state)
-        if self._python is not None:
-            set_python_state(self._python)
-        if self._numpy is not None:
-            set_numpy_state(self._numpy)
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -162,15 +145,13 @@ class RandomState:
         """The state of the same generators here and now."""
         state = RandomState.__new__(RandomState)
         state._globals = {device: global_state(device) for device in self._globals}
-        state.generators = {g: g.get_state() for g in self.generators}
-        state._python = None if self._python is None else python_state()
-        state._numpy = None if self._numpy is None else numpy_state()
+        state._generators = {g: g.get_state() for g in self._generators}
         return state
 
 
 def drawn_from(args: Any, kwargs: Any) -> RandomState:
     """The state of the generators that an op with these arguments may have drawn from."""
-    state = RandomState(tensors(args, kwargs), of_torch_alone=True)
+    state = RandomState(tensors(args, kwargs))
     for x in (*args, *kwargs.values()):
         if isinstance(x, torch.Generator):
             state.notice(x)
@@ -193,14 +174,9 @@ class KeptDraws(OpMode):
             self._drawn.append((func, [t.clone() for t in flat(out)]))
         return out
 
-    def drawn_since(self) -> KeptDraws | None:
+    def drawn_since(self, drew: bool = False) -> KeptDraws | None:
         """These draws, None where there are none."""
         return self if self._drawn else None
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """As of a `RandomState`. All is seen anyway."""
-        yield
 
     def notice(self, generator: torch.Generator) -> None:
         """As of a `RandomState`. All is seen anyway."""
@@ -227,6 +203,43 @@ class _Redraw(OpMode):
             tensor.copy_(result)
         results = changed or [t.clone() for t in results]  # the function may write to them
         return results[0] if len(results) == 1 else tuple(results)
+
+
+class Modes(NamedTuple):
+    """The user's modes that are active around a call: torch-function modes and torch-dispatch modes."""
+
+    function: tuple[Any, ...]
+    dispatch: tuple[Any, ...]
+
+    @property
+    def any(self) -> bool:
+        """Whether there are some."""
+        return bool(self.function or self.dispatch)
+
+    @staticmethod
+    def current() -> Modes:
+        """Those of here and now, without remat's own and torch's meters, which measure what runs inside of them."""
+        if not (internals.function_modes_active() or internals.dispatch_modes_active()):
+            return _NO_MODES
+        function = (m for m in internals.function_modes() if not isinstance(m, (Threading, internals.DeviceContext)))
+        return Modes(tuple(filter(_is_of_user, function)), tuple(filter(_is_of_user, internals.dispatch_mode_stack())))
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within it, they are active, also those that the user has left since."""
+        active = [*internals.function_modes(), *internals.dispatch_mode_stack()]
+        with contextlib.ExitStack() as stack:
+            for mode in (*self.dispatch, *self.function):
+                if not any(mode is m for m in active):
+                    stack.enter_context(mode)
+            yield
+
+
+_NO_MODES = Modes((), ())
+
+
+def _is_of_user(mode: Any) -> bool:
+    return not type(mode).__module__.startswith(("remat.", "torch.utils.", "torch.distributed."))
 
 
 _replaying = threading.RLock()

@@ -6,16 +6,17 @@ Each takes and returns flat lists of tensors, and runs on whatever stack it is c
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge
 
 from remat import _torch_internals as internals
 from remat._errors import RematError
-from remat._leaks import graph_alone, rerun_without_leaks
+from remat._graph import Stranger, prove
 from remat._typing import RepeatableCall
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -27,16 +28,59 @@ HOOKED = (
 )
 
 
+_UNSEEN = (
+    "remat: in the rerun of {}, {} that the function takes from outside, where no torch function is seen to read it: "
+    "an autograd.Function, an extension, a ScriptModule or compiled code gets it straight away. Pass it as an "
+    "argument, or use remat.checkpoint."
+)
+
+
 class Derived:
-    """A function derived from a call by transforms."""
+    """A function derived from a call by transforms.
+
+    **Attributes:**
+
+    - `call`: the call.
+    - `run`: the function, from tensors to a list of tensors.
+    - `is_vjp`: whether it takes a gradient. Its reruns have leaves of their own.
+    - `since`: all autograd nodes with higher sequence numbers were made in its run, or later.
+    """
+
+    since = -1
 
     def __init__(self, call: RepeatableCall, run: Callable[..., list[Any]], is_vjp: bool = False) -> None:
         self.call = call
         self.run = run
         self.is_vjp = is_vjp
 
+    def then(self, run: Callable[..., list[Any]], is_vjp: bool = False) -> Derived:
+        """A function derived from this one."""
+        derived = Derived(self.call, run, self.is_vjp or is_vjp)
+        derived.since = self.since
+        return derived
 
-def vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[Batch], level: int) -> Derived:
+    def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor]) -> None:
+        """See that values depend on nothing but operands. Raises `Stranger` if the user's own call does."""
+        if self.since < 0:
+            return
+        if not self.is_vjp:
+            self.call.prove(values, operands, self.since)
+            return
+        try:
+            prove(values, operands, self.since, lambda leaf: True)
+        except Stranger as stranger:
+            raise RematError(_UNSEEN.format(self.call.name, stranger)) from None
+
+
+def vjp(
+    fn: Derived,
+    n: int,
+    wrt: Sequence[int],
+    outs: Sequence[int],
+    batches: Sequence[Batch],
+    level: int,
+    leaves: Collection[int],
+) -> Derived:
     """(operands, cotangents of `outs`) -> gradients of the operands at `wrt`, None where there is no path.
 
     The cotangents may be batched (several times, outermost first); the gradients then are, at dimension 0.
@@ -45,6 +89,7 @@ def vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: S
 
     - `n`: how many operands there are.
     - `level`: that of the node.
+    - `leaves`: the operands that are differentiated in the rerun, as they were in the forward.
     """
 
     def pullback(*args: Tensor) -> list[Any]:
@@ -60,12 +105,15 @@ def vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: S
             record = record and (is_read or internals.forward_ad_active())
             # Faster than a level of functorch, and open to autograd Functions that don't know functorch.
             with internals.no_transforms(), internals.grad_enabled():
-                inputs = _leaves(operands, wrt, record)
-                edges, given = graph_alone(call, rerun_without_leaks(call, fn.run, inputs), outs, cotangents)
+                inputs = _leaves(operands, leaves, record)
+                since = internals.next_sequence_number()
+                values = fn.run(*inputs)
+                _prove_rerun(fn, [values[o] for o in outs], inputs, since)
+                edges, given = _graph_alone(values, outs, cotangents)
         else:
             with internals.grad_level() as lift:
-                inputs = [lift(t) if i in wrt else t for i, t in enumerate(operands)]
-                edges, given = graph_alone(call, fn.run(*inputs), outs, cotangents)
+                inputs = [lift(t) if i in leaves else t for i, t in enumerate(operands)]
+                edges, given = _graph_alone(fn.run(*inputs), outs, cotangents)
         if not given:
             return [None] * len(wrt)
         sized = [(size, [d for d, e in zip(dims, edges, strict=True) if e is not None]) for size, dims in batches]
@@ -74,7 +122,27 @@ def vjp(fn: Derived, n: int, wrt: Sequence[int], outs: Sequence[int], batches: S
         grads = _engine([e for e in edges if e is not None], [inputs[i] for i in wrt], given, sized, record, keep)
         return [None if g is None else _detached(g) for g in grads] if keep and not is_read else grads
 
-    return Derived(fn.call, pullback, is_vjp=True)
+    return fn.then(pullback, is_vjp=True)
+
+
+def _prove_rerun(fn: Derived, values: Sequence[Tensor], inputs: Sequence[Tensor], since: int) -> None:
+    """See that a rerun depends on nothing but its inputs."""
+    try:
+        prove(values, inputs, since, (lambda leaf: True) if fn.is_vjp else fn.call.made_by_rerun)
+    except Stranger as stranger:
+        raise RematError(_UNSEEN.format(fn.call.name, stranger)) from None
+
+
+def _graph_alone(
+    values: list[Tensor], outs: Iterable[int], cotangents: Iterable[Tensor]
+) -> tuple[list[GradientEdge | None], list[Tensor]]:
+    """The graph of a rerun's results at `outs` (None where there is none), and the cotangents of those that have one.
+
+    `values` is emptied: they are not needed again.
+    """
+    edges = [internals.gradient_edge(values[out]) if values[out].requires_grad else None for out in outs]
+    values.clear()
+    return edges, [c for c, e in zip(cotangents, edges, strict=True) if e is not None]
 
 
 def _needs_level(call: RepeatableCall, operands: Sequence[Tensor]) -> bool:
@@ -89,14 +157,24 @@ def _may_run_at_base(call: RepeatableCall, operands: Sequence[Tensor], cotangent
     return call.random is not None or not any(map(internals.is_wrapper, cotangents))
 
 
-def _leaves(operands: Sequence[Tensor], wrt: Sequence[int], record: bool) -> list[Tensor]:
-    """The operands as inputs of a rerun: leaves of its graph, or connected to their own when that is recorded."""
-    if not record:
-        return [_detached(t, i in wrt) for i, t in enumerate(operands)]
+def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool) -> list[Tensor]:
+    """The operands as inputs of a rerun: leaves of its graph, or connected to their own when that is recorded.
+
+    A leaf without hooks stands for itself, so there is nothing to swap for it. Hooks would be called twice.
+    """
     inputs = list(operands)
-    for i in wrt:
-        inputs[i] = inputs[i].view_as(inputs[i]) if inputs[i].requires_grad else _detached(inputs[i], leaf=True)
+    for i, t in enumerate(operands):
+        if t.is_leaf and t.requires_grad and i in leaves and not t._backward_hooks and not internals.forward_ad_active():
+            continue
+        if not record:
+            inputs[i] = _detached(t, i in leaves)
+        elif i in leaves:
+            inputs[i] = _alias(t) if t.requires_grad else _detached(t, leaf=True)
     return inputs
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
 
 
 def _engine(
@@ -152,7 +230,7 @@ def jvp(fn: Derived, moving: Sequence[int], outs: Sequence[int]) -> Derived:
                 for o, t in zip(outs, tangents, strict=True)
             ]
 
-    return Derived(fn.call, pushforward, fn.is_vjp)
+    return fn.then(pushforward)
 
 
 def _below(tensor: Tensor, level: int | None) -> Tensor:
@@ -170,7 +248,7 @@ def vmap(fn: Derived, in_dims: Sequence[int | None], batched: Sequence[bool], si
             pairs = [internals.unwrap_batched(v, level) for v in fn.run(*inputs)]
         return [at_front(v, d, size) if b else v for (v, d), b in zip(pairs, batched, strict=True)]
 
-    return Derived(fn.call, mapped, fn.is_vjp)
+    return fn.then(mapped)
 
 
 def functionalize(fn: Derived, reapply_views: bool) -> Derived:
@@ -181,7 +259,7 @@ def functionalize(fn: Derived, reapply_views: bool) -> Derived:
             values = fn.run(*(internals.wrap_functional(t, level) for t in operands))
             return [internals.unwrap_functional(v, reapply_views) for v in values]
 
-    return Derived(fn.call, functional, fn.is_vjp)
+    return fn.then(functional)
 
 
 def at_front(value: Tensor, dim: int | None, size: int) -> Tensor:
@@ -205,4 +283,4 @@ def pick(fn: Derived, present: Sequence[int]) -> Derived:
         values = fn.run(*operands)
         return [values[i] for i in present]
 
-    return Derived(fn.call, picked, fn.is_vjp)
+    return fn.then(picked)

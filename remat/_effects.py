@@ -1,4 +1,4 @@
-"""What a torch function may do besides computing."""
+"""What a torch function may do besides computing: one table, looked up at each call."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ GIVES_MEMORY_AWAY = {
     Tensor.data_ptr,
     Tensor.numpy,
 }
-"""Functions after which others may read the memory of a tensor, and write to it."""
-SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _ARITHMETIC = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
 _LOGIC = ["and", "or", "xor", "lshift", "rshift"]
+_ASSIGNMENTS = {"__setitem__", *(f"__i{op}__" for op in _ARITHMETIC + _LOGIC)}
+_NO_WRITES = {"requires_grad_", "detach_", "rename_", "share_memory_", "retains_grad_"}
 _RANDOM_NAMES = """
     alpha_dropout alpha_dropout_ bernoulli bernoulli_ cauchy_ dropout dropout_ dropout1d dropout2d dropout3d
     exponential_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_ geometric_
@@ -40,49 +40,110 @@ _RANDOM_NAMES = """
     randint_like randn randn_like random_ randperm rrelu rrelu_ trunc_normal_ uniform_
 """
 _RANDOM = frozenset(_RANDOM_NAMES.split())
-_ASSIGNMENTS = {"__setitem__", *(f"__i{op}__" for op in _ARITHMETIC + _LOGIC)}
+
+
+def _named(names: str) -> frozenset[Any]:
+    spaces = (Tensor, torch, F)
+    return frozenset(getattr(space, name) for space in spaces for name in names.split() if hasattr(space, name))
+
+
+_PRODUCTS = _named("linear matmul __matmul__ mm bmm addmm baddbmm conv1d conv2d conv3d")
+_SUMS = _named("add __add__ __radd__ sub __sub__ rsub __rsub__ view_as")
+_LAYOUT = _named("""
+    alias view reshape flatten unflatten transpose swapaxes permute movedim squeeze unsqueeze contiguous
+    size dim numel nelement stride is_floating_point is_complex is_contiguous
+""") | {torch.ops.aten.alias.default}
+_GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
+_GIVES_VALUES = {"data", "grad", "_grad", "real", "imag", "H", "mH"}
+
+
+class Effects(NamedTuple):
+    """What a torch function may do besides computing."""
+
+    writes: bool = False
+    """It may change an argument in place."""
+    draws: bool = False
+    """It draws random numbers."""
+    sets_hook: bool = False
+    """It is `Tensor.register_hook`."""
+    moves_hooks: bool = False
+    """It is how autograd moves hooks to a new node: with a lock that looking at `grad_fn` waits for."""
+    sets_data: bool = False
+    """It is `x.data = ...`."""
+    multiplies: bool = False
+    """It is a matrix product or a convolution."""
+    reads_no_value: bool = False
+    """Neither its derivative nor what the caller learns depends on values: sums and views."""
+
+
+ORDINARY = Effects()
+_effects: dict[Any, Effects] = {}
+
+
+def effects_of(func: Any) -> Effects:
+    """What `func` may do. `ORDINARY` itself, where that is nothing."""
+    found = _effects.get(func)
+    if found is None:
+        found = Effects(
+            writes=may_write(func),
+            draws=getattr(func, "__name__", "") in _RANDOM,
+            sets_hook=func is Tensor.register_hook,
+            moves_hooks=internals.moves_hooks(func),
+            sets_data=func == Tensor.data.__set__,  # type: ignore[attr-defined]
+            multiplies=func in _PRODUCTS,
+            reads_no_value=_reads_no_value(func),
+        )
+        if len(_effects) < 10_000:  # custom functions may be made anew for each call
+            _effects[func] = found = ORDINARY if found == ORDINARY else found
+    return found
+
+
+def _reads_no_value(func: Any) -> bool:
+    if type(func) is _GETTER:
+        return func.__self__.__name__ not in _GIVES_VALUES
+    return func in _SUMS or func in _LAYOUT or func is Tensor.register_hook
+
+
+def reads_numbers_alone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of a sum or view gets no tensor where a number would do: the derivative would read it."""
+    operands = 2 if func in _SUMS else 1
+    if func is Tensor.register_hook:
+        return True
+    numbers = (*args[operands:], *(v for k, v in kwargs.items() if k not in ("input", "other")))
+    return not any(isinstance(n, Tensor) for x in numbers for n in (x if isinstance(x, (list, tuple)) else (x,)))
 
 
 @functools.cache
 def may_write(func: Any) -> bool:
-    """Whether a torch function writes to an argument, by its name."""
+    """Whether a torch function writes to an argument, by its name or, of an op, by its schema."""
+    if isinstance(func, internals.OP_KINDS):
+        return bool(_written_positions(func))
     name = getattr(func, "__name__", "")
-    if name in ("requires_grad_", "detach_", "rename_", "share_memory_"):
+    if name in _NO_WRITES:
         return False
     return func in _STATISTICS or name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__"))
 
 
-class Kind(NamedTuple):
-    """What a torch function may do besides computing."""
-
-    writes: bool
-    draws: bool
-    sets_hooks: bool
-    """Whether it is how torch itself moves hooks to a new node: with a lock that looking at `grad_fn` waits for."""
-    sets_data: bool
-    """Whether it is `x.data = ...`."""
-    gives_data: bool
-    """Whether it is `x.data` or `x.detach()`: the same memory, out of autograd's sight."""
-
-
 @functools.cache
-def kind_of(func: Any) -> Kind:
-    is_data = func in (Tensor.data.__get__, Tensor.detach, torch.detach)  # type: ignore[attr-defined]
-    draws = getattr(func, "__name__", "") in _RANDOM
-    return Kind(may_write(func), draws, internals.moves_hooks(func), func == SET_DATA, is_data)
+def _written_positions(op: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an op writes to: positions and names."""
+    overloads = [getattr(op, name) for name in op.overloads()] if hasattr(op, "overloads") else [op]
+    arguments = [(i, a) for o in overloads for i, a in enumerate(o._schema.arguments)]
+    return tuple({(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write})
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that a call of `func` writes to."""
     found: list[Any] = []
     positions = _STATISTICS.get(func)
-    if positions is not None:
+    if isinstance(func, internals.OP_KINDS):
+        for i, name in _written_positions(func):
+            found.append(args[i] if i < len(args) else kwargs.get(name))
+    elif positions is not None:
         found += [args[i] for i in positions if i < len(args)]
         found += [kwargs.get(name) for name in ("running_mean", "running_var", "running_min", "running_max")]
     elif may_write(func) or kwargs.get("inplace"):
         found += args[:1] or list(kwargs.values())[:1]
-        if found and isinstance(found[0], (list, tuple)):  # `_foreach_add_`
-            found = [*found[0]]
-    out = kwargs.get("out")
-    found += out if isinstance(out, (tuple, list)) else [out]
-    return [t for t in found if isinstance(t, Tensor)]
+    found.append(kwargs.get("out"))
+    flat = [t for x in found for t in (x if isinstance(x, (list, tuple)) else (x,))]  # `_foreach_add_` takes lists
+    return [t for t in flat if isinstance(t, Tensor)]

@@ -17,7 +17,6 @@ every order and every nest comes out of one rule per kind of level:
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,24 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.graph import GradientEdge
 
 from remat import _torch_internals as internals
 from remat._derived import HOOKED, Batch, Derived, at_front, functionalize, jvp, make_dual, pick, vjp, vmap
 from remat._errors import CheckpointError, RematError
-from remat._run import paused_runs
-from remat._typing import OwnGraph, RepeatableCall
+from remat._look import unseen
 
 Values = list[Tensor]
-_requires_grad = operator.attrgetter("requires_grad")
-_COMPILED_BACKWARD = (
-    "remat: {} ran uncompiled, and compiled autograd can't compile its backward pass alone. Compile the forward too, "
-    "torch.compile(model), or call the function through remat.checkpoint(..., use_reentrant=False)."
-)
-_DETACHED = (
-    "remat: an input of {} (shape {}, {}) was detached in place between its forward run and this backward, whose "
-    "result is differentiated again (create_graph=True). Detach a copy instead: x = x.detach()."
-)
 
 
 # Nodes.
@@ -51,16 +39,15 @@ _DETACHED = (
 class Link:
     """What a node knows besides its saved operands."""
 
-    below: tuple[list[GradientEdge], Values] | None = None
-    """Below all transforms: where a graph of the values ends, and its leaves, which stand for the operands."""
-
-    def __init__(self, fn: Derived, outs: Sequence[int], operands: Values | None = None, level: int = 0) -> None:
-        """`level`: of the node. `operands`: those that it saves at a level of a transform."""
+    def __init__(self, fn: Derived, outs: Sequence[int], operands: Values, level: int = 0) -> None:
+        """`level`: of the node."""
         self.fn = fn
         self.outs = outs
         self.level = level
+        self.leaves = frozenset([i for i, t in enumerate(operands) if t.requires_grad])
+        """The operands that are differentiated at this level. They are in each rerun, which is then like the forward."""
         self.thread = threading.get_ident()
-        self.versions = internals.memory_versions(operands or ())
+        self.versions = internals.memory_versions(operands)
 
     def check_versions(self, saved: Sequence[Tensor]) -> None:
         """See that nobody has written to the operands since."""
@@ -105,64 +92,12 @@ class RematNode(internals.SingleLevelFunction):
         if any(c is not None for c in cotangents):  # else a function cuts the graph, and the node may have been freed
             link: Link = ctx.link
             operands: tuple[Tensor, ...] = ctx.saved_tensors
-            if link.versions:
-                with internals.DisableTorchFunction():
-                    link.check_versions(operands)
+            with internals.DisableTorchFunction():
+                link.check_versions(operands)
             grads = gradients(link, operands, needed, cotangents)
         if not internals.graph_is_retained():
             ctx.link = ctx.tape = None  # what the function closes over goes with the saved operands
         return None, None, None, *grads
-
-
-@internals.called_directly
-class RematOverGraph(internals.SingleLevelFunction):
-    """Values that come with a graph which saves nothing.
-
-    It is used where nothing differentiates the derivative, and the hooks are allowed that run the function again.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: RepeatableCall, graph: OwnGraph, values: Values, shared: set[int], *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.call, ctx.graph, ctx.tape = call, graph, call.tape
-        ctx.set_materialize_grads(False)
-        return _unshared(values, shared)
-
-    @staticmethod
-    def compiled_key(ctx: Any) -> tuple[Any, ...]:
-        raise RematError(_COMPILED_BACKWARD.format(ctx.call.name))
-
-    @staticmethod
-    @internals.left_alone_by_dynamo
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        call, graph, count = ctx.call, ctx.graph, len(cotangents)
-        needed = ctx.needs_input_grad[4 + count :]
-        given = [c for c in cotangents if c is not None]
-        if not internals.graph_is_retained():
-            ctx.call = ctx.graph = ctx.tape = None
-        if not given:
-            if graph is not None:
-                graph.skip()
-            return (None,) * len(ctx.needs_input_grad)
-        if not (
-            torch.is_grad_enabled()
-            or internals.transforms_active()
-            or internals.forward_ad_active()
-            or internals.saved_tensors_hooks_refused()
-            or any(map(internals.is_legacy_batched, given))
-        ):
-            return None, None, None, None, *cotangents, *[None] * len(needed)
-        if graph is None:
-            _ = ctx.saved_tensors  # raises: the graph has been freed
-        graph.skip()
-        operands = graph.operands()
-        if torch.is_grad_enabled():
-            for (node, number), operand in zip(ctx.next_functions[count:], operands, strict=True):
-                if node is not None and not internals.is_end_of(node, number, operand):
-                    raise CheckpointError(_DETACHED.format(call.name, list(operand.shape), operand.dtype))
-        grads = gradients(Link(Derived(call, call), range(count)), operands, needed, cotangents, is_last=graph.may_skip)
-        return None, None, None, None, *[None] * count, *grads
 
 
 def gradients(
@@ -186,11 +121,10 @@ def gradients(
             retained = internals.graph_is_retained() or any(map(internals.requires_grad_below, read))
             call.last_rerun = is_last and not retained
         try:
-            with paused_runs():
+            with unseen():
                 results = internals.with_subclasses(lambda: _differentiate(link, operands, wrt, outs, cotangents, ()))
         finally:
             call.clean()
-        call.finish()
         for i, grad in zip(wrt, results, strict=True):
             grads[i] = grad
     return grads
@@ -252,21 +186,12 @@ def _derivative(
     inputs = [*operands, *cotangents]
     if any(map(internals.is_dead, inputs)):
         inputs = [*map(internals.unwrap_dead, inputs)]
-    if link.below is not None and not batches and _is_last(inputs):
-        edges, leaves = link.below
-        with internals.base_level():
-            at, to = [edges[o] for o in outs], [leaves[i] for i in wrt]
-            return list(internals.run_backward(at, to, inputs[len(operands) :], keep=True, record=False))
-    return run(vjp(link.fn, len(operands), wrt, outs, batches, link.level), inputs)
-
-
-def _is_last(inputs: Values) -> bool:
-    """Whether nothing differentiates what is computed of these, here and now."""
-    return not (internals.transforms_active() or _is_differentiated(inputs))
+    return run(vjp(link.fn, len(operands), wrt, outs, batches, link.level, link.leaves), inputs)
 
 
 def run(fn: Derived, operands: Values) -> list[Any]:
     """`fn(*operands)`, remat'd."""
+    fn.since = internals.next_sequence_number()
     values = fn.run(*operands)
     present = [i for i, v in enumerate(values) if v is not None]
     there = [values[i] for i in present]
@@ -307,43 +232,14 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
     if not outs or (internals.tracing() and not internals.compiling()):
         return values  # what is written down can be differentiated later
     kept = [values[i] for i in outs]
-    if not _reaches(fn, operands):
+    fn.prove(kept, operands)
+    if not any(t.requires_grad for t in operands):
         return _replace(values, outs, [v.detach() for v in kept])
     with internals.forward_ad_disabled():  # for the node, the tangents of its operands are constants
         nodes = RematNode.apply(
-            Link(fn, outs), [v.detach() for v in kept], internals.sharing_memory(kept, operands), *operands
+            Link(fn, outs, operands), [v.detach() for v in kept], internals.sharing_memory(kept, operands), *operands
         )
     return _replace(values, outs, nodes)
-
-
-def attach_over_graph(call: RepeatableCall, values: Values, operands: Values, graph: OwnGraph) -> Sequence[Tensor]:
-    """`attach` outside of all transforms, for values with a graph that saves nothing and computes again what it needs.
-
-    torch's engine runs over that graph faster than over one that a node has to build. But where the derivative is
-    recorded, all that is computed again would be kept, so there the node takes the place of the graph.
-    """
-    shared = internals.sharing_memory(values, operands)
-    return RematOverGraph.apply(call, graph, [v.detach() for v in values], shared, *values, *operands)
-
-
-def attach_over_graph_below(
-    fn: Derived, level: int, values: Values, operands: Values, leaves: Values
-) -> tuple[Tensor, ...]:
-    """`attach` at a `grad` that is the only transform, for values that come with such a graph from below it.
-
-    **Arguments:**
-
-    - `level`: of the `grad`.
-    - `leaves`: what stands for the operands in the graph.
-    """
-    link = Link(fn, range(len(values)), operands, level)
-    link.below = [internals.gradient_edge(v) for v in values], leaves
-    shared = internals.sharing_memory(values, leaves)
-    with internals.base_level():
-        constants = [v.detach() for v in values]
-    lifted = internals.wrapped_for_grad(constants, level)
-    lifted_operands = internals.wrapped_for_grad(operands, level)
-    return internals.apply_at_level(RematNode, link, lifted, shared, *lifted_operands)
 
 
 def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
@@ -357,9 +253,11 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
         return values
     lifted = internals.wrapped_for_grad(inner, level)
     lifted_operands = internals.wrapped_for_grad(operands, level)
-    if not outs or not _reaches(fn, lifted_operands):
+    if outs:
+        fn.prove([values[i] for i in outs], lifted_operands)
+    if not outs or not any(t.requires_grad for t in lifted_operands):
         return lifted
-    link = Link(fn, outs, operands, level)
+    link = Link(fn, outs, lifted_operands, level)
     shared = internals.sharing_memory([values[i] for i in outs], operands)
     with internals.forward_ad_disabled():
         nodes = internals.apply_at_level(RematNode, link, [lifted[i] for i in outs], shared, *lifted_operands)
@@ -433,18 +331,6 @@ def _replace(values: Values, outs: Sequence[int], new: Sequence[Tensor]) -> Valu
     for i, value in zip(outs, new, strict=True):
         result[i] = value
     return result
-
-
-def _reaches(fn: Derived, operands: Values) -> bool:
-    """Whether some operand is differentiated at the top of the stack, as a value of `fn` is."""
-    if any(map(_requires_grad, operands)):
-        return True
-    if fn.is_vjp:  # its rerun has leaves of its own
-        return False
-    raise RematError(
-        f"remat: a result of {fn.call.name} requires grad through a tensor that the function takes from outside "
-        "and that no torch function was seen to read, so its gradient can't be found. Pass it as an argument."
-    )
 
 
 _CARRIES_TANGENTS = (None, internals.TransformType.Grad, internals.TransformType.Jvp)

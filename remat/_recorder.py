@@ -19,8 +19,6 @@ from torch.autograd.graph import increment_version
 from remat import _torch_internals as internals
 from remat._context import drawn_from
 from remat._names import current_name
-from remat._native import tensors_held
-from remat._recording import Recording
 from remat._tape import CONSTANT, DETACH, Kept, Op, Output, Tape, aliases_of, bytes_of, outputs_of, write_token
 from remat._values import (
     NotPlainError,
@@ -351,13 +349,6 @@ class Recorder(OpMode):
                 )
         return Tape(self._reader.values, self._ops, self._views, plan.runs, kept, self.matched)
 
-    def recording(self, name: str) -> Recording:
-        """How to compute what the graph would save and `tape` does not keep. `name`: of the function."""
-        ops = [op for op in self._ops if op.token in self._runs]
-        read = {token for op in ops for token in op.reads}
-        outside = {token: storage for token, storage in self._reader.outside or () if token in read}
-        return Recording(name, ops, outside)
-
     def _need_what_is_alive(self, plan: _Plan, results: list[Tensor]) -> None:
         returned = self._only_returned(results)
         pins, self._pins = self._pins, {}
@@ -384,7 +375,7 @@ class Recorder(OpMode):
             nodes = internals.nodes_behind((n for r in results for n in internals.nodes_of(r)), self._since)
             tapes = [tape for n in nodes if isinstance(tape := getattr(n, "tape", None), Tape)]  # of calls inside
             kept = [k.memory for tape in tapes for k in tape.kept.values()]
-            saved = {id(t.untyped_storage()) for t in (*tensors_held(nodes), *kept) if plain(t)}
+            saved = {id(t.untyped_storage()) for t in (*[internals.innermost(h) for n in nodes for h in internals.held_by(n) if isinstance(h, Tensor)], *kept) if plain(t)}
         return {
             token
             for token, r in tokens.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -16,19 +17,12 @@ from typing_extensions import ParamSpec
 
 from remat import _compile, _tree
 from remat import _torch_internals as internals
-from remat._code import runs_later
+from remat._call import Call
 from remat._derived import Derived
-from remat._errors import shown, warn
-from remat._frozen import ATOMS
-from remat._nesting import is_inside
+from remat._errors import call_site, shown
+from remat._look import current_look
 from remat._primitive import attach
-from remat._pure import runs_again
-from remat._replay import Call
-from remat._run import Run
-from remat._spaces import attributes_of
 from remat._static import StaticArguments, as_tuple
-from remat._unwatched import unwatched
-from remat._watch import active_watches
 from remat.policies import Policy, as_policy, nothing_saveable
 
 P = ParamSpec("P")
@@ -37,12 +31,12 @@ R = TypeVar("R")
 plainly: ContextVar[bool] = ContextVar("remat_plainly", default=False)
 """Whether remat'd functions run as they are: to see what they save without remat."""
 
-Watch = Callable[[Any, Call, Run, Any, Any, Any], Callable[[Any], None]]
-"""What sees function, call, run, result and arguments of a call, and then the final result."""
+Watch = Callable[[Any, Call, Any, Any, Any], Callable[[Any], None]]
+"""Called as `watch(fun, call, out, args, kwargs)` after each forward; returns a callback for the attached result."""
 watching: ContextVar[Watch | None] = ContextVar("remat_watching", default=None)
-"""Who sees the calls of this context."""
+"""The watcher of this context."""
 watchers: list[Watch] = []
-"""Who sees those of all contexts that have nobody of their own."""
+"""Watchers for contexts that set none."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +62,8 @@ class Remat(Generic[P, R]):
         self._has_static = bool(options.static_argnums or options.static_argnames)
 
     def __remat_maker__(self) -> Callable[[Callable[P, R]], Remat[P, R]]:
-        """The same transform, to be applied to another function."""
-        return functools.partial(Remat, options=self._options)
-
-    @property
-    def __remat_is_plain__(self) -> bool:
-        """Whether what it does is known from the function alone."""
-        return self._policy is None and not self._has_static
+        """The same transform, to be applied to another function. It has the attributes that this one has."""
+        return functools.partial(_with_function, type(self), {k: v for k, v in vars(self).items() if k != "_function"})
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         fun = self.__wrapped__
@@ -82,20 +71,23 @@ class Remat(Generic[P, R]):
             return _compile.call(remat, self._options.policy, self._options.preserve_rng_state, fun, args, kwargs)
         if not torch.is_grad_enabled() or plainly.get():
             return fun(*args, **kwargs)
-        fun = internals.uncompiled(fun)  # remat goes by the ops
+        return self._call(internals.uncompiled(fun), args, kwargs)  # remat goes by the ops
+
+    @internals.left_alone_by_dynamo
+    def _call(self, fun: Callable[P, R], args: Any, kwargs: Any) -> R:
+        if internals.tracing() and not internals.differentiating():
+            return fun(*args, **kwargs)  # what `make_fx` and `torch.export` write down can be differentiated later
         watch = watching.get() or (watchers[-1] if watchers else None)
-        if watch is None or is_inside():
-            policy, preserve_rng_state = self._policy, self._options.preserve_rng_state
-            sees_ops = policy is not None
-            unwatched_call = unwatched(fun, self._name, args, kwargs, sees_ops=sees_ops, as_given=self._has_static)
-            if unwatched_call is not None:
-                return unwatched_call.run(fun, args, kwargs, policy, preserve_rng_state)
-        leaves, spec = _tree.flatten(self._static.boxed(args, kwargs))
-        call = Call(fun, self._name, leaves, spec, self._policy)
-        call.watched = watch is not None
-        out, run = call.record(args, kwargs, leaves, self._options.preserve_rng_state)
-        see = None if watch is None else watch(fun, call, run, out, args, kwargs)
-        out = _with_derivative(out, call, leaves, run)
+        boxed = self._static.boxed(args, kwargs) if self._has_static else (args, kwargs)
+        with internals.DisableTorchFunction():
+            call = Call(fun, self._name, *_tree.flatten(boxed))
+        where = None if watch is None else call_site
+        out = call.run(fun, args, kwargs, self._policy, self._options.preserve_rng_state, where)
+        see = None if watch is None else watch(fun, call, out, args, kwargs)
+        out = _with_derivative(call, out)
+        outer = current_look()
+        if outer is not None:
+            outer.add_call(self._name, out)
         if see is not None:
             see(out)
         return out
@@ -117,8 +109,6 @@ class Remat(Generic[P, R]):
         def function(*args: P.args, **kwargs: P.kwargs) -> R:
             return self(*args, **kwargs)
 
-        if self.__remat_is_plain__:
-            runs_again.add(function)
         function.__code__ = function.__code__.replace()  # the compiler counts what it has compiled of each code
         return functools.update_wrapper(function, self)
 
@@ -150,51 +140,33 @@ def _name(fun: Any) -> str:
     return getattr(fun, "__qualname__", None) or type(fun).__qualname__
 
 
-@internals.left_alone_by_dynamo
-def _with_derivative(out: Any, call: Call, leaves: list[Any], run: Run) -> Any:
-    """The result of a run, with the remat'd derivative in the place of the graph it came with."""
-    results = _tree.Picked(out, run.computed)
-    values = results.tensors
-    for leaf in results.leaves:
-        if type(leaf) not in ATOMS and not isinstance(leaf, Tensor):
-            _check_result(leaf, call, run)
-    if not values:
-        return out
+def _with_function(kind: type[Remat[P, R]], attributes: dict[str, Any], fun: Callable[P, R]) -> Remat[P, R]:
+    new = object.__new__(kind)
+    vars(new).update(attributes, __wrapped__=fun)
+    return new
+
+
+def _with_derivative(call: Call, out: Any) -> Any:
+    """The result of a forward, with the remat'd derivative in the place of the graph it came with."""
     with internals.DisableTorchFunction():
-        differentiated = internals.forward_ad_active() or any(map(internals.requires_grad_at_any_level, values))
-    if not differentiated or (internals.tracing() and not internals.differentiating()):
-        return out  # what `make_fx` and `torch.export` write down can be differentiated later
-    call.returned = results.positions
-    with internals.DisableTorchFunction():
-        operands = call.operands(leaves, run, values, [r for r in results.leaves if isinstance(r, Tensor)])
-    outer = active_watches()
-    for other in reversed(outer):
-        operands = [other.resolve(t, read=i not in call.handed_on) for i, t in enumerate(operands)]
-        values = [other.resolve(t, read=False) for t in values]
-    with internals.DisableTorchFunction():
-        attached = attach(Derived(call, call), values, [internals.unwrap_dead(t) for t in operands])
-        if attached is values:
+        results = call.results_of(out)
+        if not results.tensors:
             return out
-        attached = [_of_kind(type(v), a) for v, a in zip(values, attached, strict=True)]
-    for value, raw in zip(attached, values, strict=True):
-        for other in outer:
-            other.adopt(value, same_as=raw)
-    return results.replaced(attached)
+        attached = call.attach(results, lambda values, operands: _attach(call, values, operands))
+        values = results.tensors
+        if attached is not values:
+            attached = [_of_kind(type(v), a) for v, a in zip(values, attached, strict=True)]
+            out = results.replaced(attached)
+        values.clear()
+        results = None
+        call.settle()
+        return out
 
 
-_NO_TREE = (
-    "remat: {} returns results in an object of class {}, which is no tree: their graph is kept as it is, and no memory "
-    "is saved. Return a tuple, a dict or a NamedTuple, or make the class known: torch.export.register_dataclass, "
-    "or optree.register_pytree_node with namespace='torch'."
-)
-
-
-def _check_result(result: Any, call: Call, run: Run) -> None:
-    """Warn where an object that is no tree holds what the function has computed."""
-    with internals.DisableTorchFunction():
-        held = [t for t in _tree.flatten(attributes_of(result))[0] if isinstance(t, Tensor) and run.is_made(t)]
-        if any(map(internals.requires_grad_at_any_level, held)) and not run.in_rerun:
-            warn(_NO_TREE.format(call.name, type(result).__name__))
+def _attach(call: Call, values: list[Tensor], operands: list[Tensor]) -> list[Tensor]:
+    fn = Derived(call, call)
+    fn.since = call.since
+    return attach(fn, values, operands)
 
 
 def _of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
@@ -204,6 +176,7 @@ def _of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
     return tensor.as_subclass(kind)
 
 
+_BODY_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _FUNCTIONS = (types.FunctionType, types.MethodType)
 
 
@@ -229,11 +202,19 @@ def _check(fun: Any) -> None:
         if not callable(fun):
             raise TypeError(f"remat: fun must be callable; got {shown(fun)}.")
         called = type(fun).__call__
-    if runs_later(called):
+    if _runs_later(called):
         raise TypeError(
             f"remat: {_name(called)} is a generator or async function: its body runs after the call, out of remat's "
             "sight. Put under remat what computes in it."
         )
+
+
+def _runs_later(function: Any) -> bool:
+    """Whether the body of a function or method runs after the call: it is a generator or async function."""
+    if type(function) not in _FUNCTIONS:
+        return False
+    code = getattr(function, "__code__", None)  # a method may be one of any callable
+    return code is not None and bool(code.co_flags & _BODY_LATER)
 
 
 @overload
@@ -322,6 +303,3 @@ def remat(
         return functools.partial(remat, **vars(options))
     wrapped: Any = Remat(fun, options)
     return kind(wrapped) if kind else wrapped
-
-
-runs_again.add(remat)

@@ -58,7 +58,7 @@ from torch.utils import (
 from torch.utils import _pytree as pytree
 
 # The mode behind `with torch.device(...)`.
-from torch.utils._device import DeviceContext
+from torch.utils._device import DeviceContext as DeviceContext
 
 # A mode that sees every aten op below all transforms: documented, but its import path is private.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -520,6 +520,16 @@ def in_last_backward() -> bool:
     return graph_task() != -1 and not graph_is_retained() and accumulates_into_all_leaves()
 
 
+LEAF_NUMBER = 1 << 62
+"""Below the sequence number of AccumulateGrad nodes, above that of all others."""
+
+
+def metadata_of(node: Any, number: int) -> tuple[Any, torch.dtype]:
+    """Shape and dtype of an output of an autograd node."""
+    metadata = node._input_metadata[number]
+    return tuple(metadata.shape), metadata.dtype
+
+
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
@@ -558,6 +568,11 @@ def dispatch_modes() -> int:
     return torch._C._len_torch_dispatch_stack()
 
 
+def dispatch_mode_stack() -> list[Any]:
+    """The active torch-dispatch modes, innermost last."""
+    return [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+
+
 def default_device() -> torch.device | None:
     """The device of the innermost `with torch.device(...)` (or `set_default_device`), None without one."""
     if torch._C._len_torch_function_stack():
@@ -591,6 +606,17 @@ def autocast(settings: Iterable[tuple[str, bool, torch.dtype, bool]]) -> Iterato
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         use(before)
+
+
+@contextlib.contextmanager
+def autocast_cache_disabled() -> Iterator[None]:
+    """Within it, autocast keeps no casts."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def saved_tensors_hooks_refused() -> bool:
@@ -640,6 +666,13 @@ def registered_with_torch(kind: type) -> tuple[Any, Any] | None:
     """(flatten, unflatten) of a pytree node type that torch knows and optree does not, such as dataclasses."""
     node = pytree.SUPPORTED_NODES.get(kind)
     return None if node is None else (node.flatten_fn, node.unflatten_fn)
+
+
+def version(tensor: Tensor) -> int:
+    """How often the memory below all transforms was written to, where torch counts that."""
+    while _C.is_functorch_wrapped_tensor(tensor):
+        tensor = _C.get_unwrapped(tensor)
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def memory_versions(tensors: Iterable[Tensor]) -> list[int]:
@@ -723,6 +756,19 @@ def _saved_by(node: Any, raw: str = "") -> Iterator[Any]:
         except RuntimeError:  # used up, or changed in place since: then the backward will raise
             continue
         yield from saved if isinstance(saved, (list, tuple)) else (saved,)
+
+
+def forget_saved(nodes: Iterable[Any]) -> None:
+    """Make nodes forget the tensors that they have saved: somebody may hold the graph, which will not be used."""
+    for node in nodes:
+        for saved in _saved_by(node, "_raw"):
+            if isinstance(saved, torch._C._autograd.SavedTensor):
+                with contextlib.suppress(RuntimeError):  # it holds None
+                    saved.register_hooks(_forget, _same)
+
+
+def _forget(tensor: Tensor) -> None:
+    """In the place of a saved tensor."""
 
 
 def nodes_of(tensor: Tensor) -> list[Any]:
@@ -1043,6 +1089,13 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 function_modes_active: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+def top_function_mode() -> Any:
+    """The innermost active torch-function mode, None outside of all."""
+    size = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(size - 1) if size else None
+
 
 # The backward pass that is running in this thread, by number; -1 outside of all.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id

@@ -21,7 +21,6 @@ from torch import nn
 
 from remat import _torch_internals as internals
 from remat._errors import shown
-from remat._pure import runs_again
 from remat.compat import checkpoint, create_selective_checkpoint_contexts
 from remat.policies import Policy, as_policy
 
@@ -61,9 +60,6 @@ def _remat_class(base: type[nn.Module], policy: Policy | None) -> type[nn.Module
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         method = types.MethodType(base.forward, self)
         return run(functools.partial(method, **kwargs) if kwargs else method, *args)
-
-    if policy is None:
-        runs_again.add(forward)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         # No other process could find this class by its name: an instance of `base` is made, and wrapped.

@@ -19,11 +19,3 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="try N new random programs instead of the same 300",
     )
-
-
-@pytest.fixture(params=[False, True], ids=["", "as if large"])
-def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors as they are, and treated as large ones."""
-    if request.param:
-        for name in ("_WORTH_A_MODE", "_WORTH_A_GRAPH"):
-            monkeypatch.setattr(f"remat._unwatched.{name}", -1)

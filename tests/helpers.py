@@ -1,11 +1,10 @@
 """What the tests share: counting ops, comparing with the plain function, the transforms to compare under."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import optree
-import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -43,24 +42,6 @@ class Seen(deque[Any]):
 def plain(fun: Any) -> Any:
     """The decorator to compare `remat` with: none."""
     return fun
-
-
-def known_and_watched(*modules: Any) -> Any:
-    """A fixture: all tests of a file twice, as it is, and as if nothing were known of any function.
-
-    **Arguments:**
-
-    - `modules`: those which ask whether a function need not be watched.
-    """
-
-    @pytest.fixture(autouse=True, scope="module", params=[False, True], ids=["", "watched"])
-    def watched(request: pytest.FixtureRequest) -> Iterator[bool]:
-        with pytest.MonkeyPatch.context() as patch:
-            for module in modules if request.param else ():
-                patch.setattr(module, "unwatched", lambda *args, **options: None)
-            yield request.param
-
-    return watched
 
 
 def at_an_address_of(died: set[int], make: Callable[[], Tensor], is_one: bool = True) -> Tensor:

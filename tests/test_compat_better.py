@@ -30,10 +30,9 @@ from remat.compat import _checkpoint, _reentrant
 from remat.debug import LiveBytes
 from remat.random import _numpy_generator
 from remat.random._numpy_generator import numpy_state, set_numpy_state
-from tests.helpers import SIZE, UNIT, CountOps, Seen, activation, assert_same, known_and_watched, leaf, numbers
+from tests.helpers import SIZE, UNIT, CountOps, Seen, activation, assert_same, leaf, numbers
 from tests.test_compat_same import Calls, debugs, mismatch, plain
 
-watched = known_and_watched(_checkpoint, _reentrant)
 TORCH, REMAT = torch.utils.checkpoint, remat.compat
 of_torch = functools.partial(TORCH.checkpoint, use_reentrant=False)
 ours = functools.partial(REMAT.checkpoint, use_reentrant=False)

@@ -16,12 +16,11 @@ from torch.autograd import grad as grad_of
 
 import remat.compat
 from remat.compat import _checkpoint, _reentrant
-from tests.helpers import CountOps, Seen, assert_same, known_and_watched, leaf, numbers
+from tests.helpers import CountOps, Seen, assert_same, leaf, numbers
 
 MODULES = {"torch": torch.utils.checkpoint, "remat": remat.compat}
 
 
-watched = known_and_watched(_checkpoint, _reentrant)
 
 
 @pytest.fixture(params=MODULES)

@@ -17,7 +17,7 @@ import remat.compat
 from remat import CheckpointError, policies
 from remat.compat import _checkpoint
 from remat.debug import LiveBytes
-from tests.helpers import UNIT, CountOps, Seen, activation, assert_same, known_and_watched, leaf, numbers
+from tests.helpers import UNIT, CountOps, Seen, activation, assert_same, leaf, numbers
 from tests.test_compat_same import MODULES
 
 TORCH, REMAT = torch.utils.checkpoint, remat.compat
@@ -26,7 +26,6 @@ mm, sin, add_ = torch.ops.aten.mm.default, torch.ops.aten.sin.default, torch.ops
 each = pytest.mark.parametrize("api", MODULES.values(), ids=MODULES)
 
 
-watched = known_and_watched(_checkpoint)
 
 
 def call(api: Any, policy: Any, fun: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -22,11 +22,10 @@ import remat.compat
 from remat import CheckpointError, _context
 from remat.compat import _checkpoint, _draws, _reentrant
 from remat.debug import LiveBytes
-from tests.helpers import UNIT, Seen, activation, assert_same, at_an_address_of, known_and_watched, leaf, numbers
+from tests.helpers import UNIT, Seen, activation, assert_same, at_an_address_of, leaf, numbers
 from tests.test_compat_better import VARIANTS, both_variants, fails, of_torch, ours, right, wrong
 from tests.test_compat_same import plain
 
-watched = known_and_watched(_checkpoint, _reentrant)
 
 # In-place changes.
 

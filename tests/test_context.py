@@ -437,7 +437,6 @@ IN_INFERENCE_MODE = ["grad", "vjp", "jvp", "grad(grad)", "jvp(grad)", "grad(jvp)
 @pytest.mark.parametrize("made_in", [False, True])
 @pytest.mark.parametrize("run_in", [False, True])
 @pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=["", "dots"])
-@pytest.mark.usefixtures("sizes")
 def test_transforms_in_inference_mode(fun: Fun, policy: Any, run_in: bool, made_in: bool, transform: str) -> None:
     with torch.inference_mode(made_in):
         x = numbers(3, 3)

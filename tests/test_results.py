@@ -291,7 +291,6 @@ def test_a_container_that_the_function_fills() -> None:
 @pytest.mark.parametrize(
     "transform", ["call", "grad", "vmap(grad)", "jvp", "jvp(grad)", ".backward()", "double backward"]
 )
-@pytest.mark.usefixtures("sizes")
 def test_in_place_on_results(fun: Fun, use: Fun, transform: str) -> None:
     def program(f: Fun) -> Fun:
         def of_x(x: Tensor) -> Tensor:

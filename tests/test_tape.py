@@ -20,7 +20,6 @@ from helpers import (
     Seen,
     activation,
     assert_same,
-    known_and_watched,
     leaf,
     numbers,
     plain,
@@ -59,7 +58,6 @@ SMALL = UNIT // 100
 NOTHING = save_ops()  # keeps nothing, and has a tape all the same
 
 
-watched = known_and_watched(_remat)
 
 
 def counts(run: Callable[[], Any]) -> dict[str, int]:

@@ -168,7 +168,6 @@ LINEARIZE_WARNS = pytest.mark.filterwarnings("ignore:Attempted to insert a get_a
 
 @EACH
 @LINEARIZE_WARNS
-@pytest.mark.usefixtures("sizes")
 def test_same_as_plain(program: str, transform: str) -> None:
     x, fun = numbers(3, 3), PROGRAMS[program]
     actual = TRANSFORMS[transform](lambda x: fun(remat, x), x)

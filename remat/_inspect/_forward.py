@@ -15,7 +15,6 @@ from torch.autograd.graph import get_gradient_edge
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._errors import RematError
-from remat._native import Holder, tensors_held
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -39,7 +38,8 @@ def root_nodes(out: Any) -> list[Any]:
 
 def tensors_behind(nodes: list[Any]) -> list[Tensor]:
     """The plain tensors that nodes hold, or for which they hold what hooks have made of them."""
-    found = [*tensors_held(nodes), *internals.unpacked_by_hooks(nodes, Holder)]
+    held = [h for node in nodes for h in internals.held_by(node)]
+    found = [internals.innermost(h) for h in held if isinstance(h, Tensor)]
     return [t for t in found if t.layout == torch.strided]
 
 

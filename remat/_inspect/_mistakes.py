@@ -5,25 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from remat import _torch_internals as internals
+from remat._call import Call, is_rerunning
 from remat._errors import call_site
 from remat._inspect._forward import is_leaf, tensors, tensors_behind
 from remat._inspect._origins import Names
 from remat._inspect._residuals import Held, format_residuals, total_bytes
 from remat._inspect._tables import bytes_text
 from remat._remat import watchers
-from remat._replay import Call
-from remat._run import Run, active_runs
 
 _log = logging.getLogger("remat")
 _warned: set[str] = set()
-_with_others_inside: weakref.WeakSet[Run] = weakref.WeakSet()
 
 
 def _make_visible() -> None:
@@ -69,21 +66,19 @@ class Watched:
         self.warn = warn
         self.info = info
 
-    def __call__(self, fun: Any, call: Call, run: Run, out: Any, args: Any, kwargs: Any) -> Callable[[Any], None]:
-        _with_others_inside.update(active_runs())
+    def __call__(self, fun: Any, call: Call, out: Any, args: Any, kwargs: Any) -> Callable[[Any], None]:
         where = call_site()
         with internals.DisableTorchFunction():
             nodes = internals.nodes_behind((n for t in tensors(out) for n in internals.nodes_of(t)), call.since)
             saved = {id(s): s for s in (t.untyped_storage() for t in tensors_behind(nodes))}
         del nodes
-        others_inside = run in _with_others_inside
-        in_rerun = run.in_rerun
+        in_rerun = is_rerunning()
 
         def see(out: Any) -> None:
-            if in_rerun or not call.originals:
+            operands = call.originals()
+            if in_rerun or not operands:
                 return
             with internals.DisableTorchFunction():
-                operands = [t for ref in call.originals if (t := ref()) is not None]
                 raw = [t for t in map(internals.innermost, operands) if t.layout == torch.strided]
                 for t in raw:
                     saved.pop(id(t.untyped_storage()), None)
@@ -103,7 +98,7 @@ class Watched:
                     )
                 if drops:
                     self._check_policy(call, where)
-                    if not others_inside:
+                    if not call.nests:
                         self._check_place(call.name, where, drops, out)
 
         return see

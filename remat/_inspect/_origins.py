@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._closure import parts_of
 from remat._errors import call_site
-from remat._frozen import parts
 from remat._inspect._forward import tensors
 from remat._names import current_name
 from remat._values import schema_of
@@ -102,7 +102,7 @@ def _near(obj: Any, path: str, owner: str) -> Iterator[tuple[Any, str, str]]:
     elif isinstance(obj, types.MethodType):
         yield obj.__self__, "self", obj.__func__.__name__
         yield obj.__func__, path, owner
-    elif pieces := parts(obj):
+    elif pieces := parts_of(obj):
         for piece in pieces:
             yield piece, path, owner
     elif isinstance(obj, torch.nn.Module):

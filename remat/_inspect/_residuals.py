@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat._call import Call
 from remat._inspect._origins import Names, Origins
 from remat._inspect._tables import bytes_text, table
-from remat._replay import Call
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from remat import _torch_internals as internals
+from remat._call import Call
 from remat._errors import call_site
 from remat._inspect._costs import flops_of_gradient
 from remat._inspect._forward import check, forward, root_nodes, setting, tensors_behind
@@ -14,7 +15,6 @@ from remat._inspect._origins import Names, Origins
 from remat._inspect._residuals import Held, Residual, format_residuals, total_bytes
 from remat._inspect._tables import bytes_text, flops_text
 from remat._remat import plainly, watching
-from remat._replay import Call
 
 
 def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Residual]:

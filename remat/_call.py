@@ -1,0 +1,465 @@
+"""One call of a user's function: run it, look, and run it again with operands.
+
+An operand is a tensor that the results may depend on: an argument, or one that the function closes over or reads from
+outside and that is differentiated. A node saves the operands. The call itself holds none of them: it knows their
+originals by weak reference, to recognise them wherever the function finds them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat import _tree
+from remat._closure import Closure, Operand, Rebuilder
+from remat._context import Ambient, KeptDraws, Modes, RandomState, replayed
+from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
+from remat._graph import Stranger, is_made_since, layers, prove
+from remat._look import CHANGES, Look, RerunLook, Signature
+from remat._places import Place, places_in_modules, search
+from remat._recorder import Recorder
+from remat._spare import Replay, is_recorded
+from remat._tail import keep_no_tensors
+from remat._tape import Tape
+from remat.random._keyed import Position, resumed, running, suspended
+
+_TENSORS = (Tensor, torch.nn.Parameter)
+_rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)
+
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+_NOT_FOUND = (
+    "remat: in {}, {}, that the function takes from outside, and remat can't find it: no torch function was seen to "
+    "read it, and no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
+)
+_HANDED_ON = (
+    "remat: {} hands a tensor of shape {}, {} that it takes from outside straight to a transform or an extension, and "
+    "no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
+)
+_CHANGED_SINCE = (
+    "remat: a tensor of shape {}, {} that {} reads from outside was changed in place between its forward run and the "
+    "backward, where it runs again. Do the backward first, or change a copy: x = x.clone()."
+)
+_DEAD = (
+    "remat: the rerun of {} found a tensor of a transform that is over. It is in a place where remat does not look (a "
+    "deque, an object with __slots__, a class attribute), or in a cache that the forward has filled "
+    "(use_cache=True). Pass it as an argument, or switch the cache off."
+)
+_NO_TREE = (
+    "remat: {} returns results in an object of class {}, which is no tree: their graph is kept as it is, and no memory "
+    "is saved. Return a tuple, a dict or a NamedTuple, or make the class known: torch.export.register_dataclass, "
+    "or optree.register_pytree_node with namespace='torch'."
+)
+
+
+def is_rerunning() -> bool:
+    """Whether the code that asks runs in a rerun, of `remat` or of `remat.checkpoint`.
+
+    A function under remat runs again on backward, with all that it does besides computing: prints, counters, hooks.
+    What should happen once asks here.
+
+    Examples:
+        >>> import torch
+        >>> from remat import is_rerunning, remat
+        >>> def f(x):
+        ...     print("again" if is_rerunning() else "forward")
+        ...     return x.sin()
+        >>> remat(f)(torch.ones(3, requires_grad=True)).sum().backward()
+        forward
+        again
+    """
+    return _rerunning.get()
+
+
+def _matters(tensor: Tensor) -> bool:
+    """Whether a tensor has to be an operand, wherever it is found: derivatives or transforms know of it."""
+    return (
+        tensor.requires_grad
+        or internals.is_wrapper(tensor)
+        or (internals.forward_ad_active() and (tensor.is_floating_point() or tensor.is_complex()))
+    )
+
+
+class _Original:
+    """The tensor of the forward that an operand stands for."""
+
+    __slots__ = ("attributes", "in_place", "places", "ref", "written")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.ref = weakref.ref(tensor)
+        self.places: list[Place] = []
+        """Where modules and others hold it."""
+        self.in_place = False
+        """Whether reruns have to find the operand there: no torch call of the function's reads the tensor itself."""
+        self.written = False
+        """Whether the function writes to it. Each rerun is given a copy of what the forward found."""
+        self.attributes = vars(tensor).copy() if type(tensor) in _TENSORS else None
+        """What somebody has given to it."""
+
+
+class Call:
+    """One call of a user's function, ready to be repeated: `call(*operands)` gives its results.
+
+    **Attributes:**
+
+    - `name`: of the function.
+    - `operands`: until the derivative is attached.
+    - `random`: the draws to repeat, None where there were none.
+    - `tape`: what a policy keeps, None without one.
+    - `nests`: whether there are other calls in it.
+    - `hooked`: the levels of the tensors that the function has put hooks on.
+    - `since`: all autograd nodes with higher sequence numbers were made in the call, or later.
+    """
+
+    level: int | None = None
+    policy: Any = None
+    nests = False
+    last_rerun = False
+    tape: Tape | None = None
+    random: RandomState | KeptDraws | None = None
+    _drew_from: Position | None = None
+    _key = 0
+    _recorder: Recorder | None = None
+    _look: Look | None = None
+
+    def __init__(self, fun: Callable[..., Any], name: str, leaves: list[Any], spec: _tree.PyTreeSpec) -> None:
+        """A call with arguments.
+
+        **Arguments:**
+
+        - `leaves`, `spec`: the arguments, flat, and their structure.
+        """
+        self.name = name
+        self.operands: list[Tensor] = []
+        self._index: dict[int, int] = {}
+        self._originals: list[_Original] = []
+        closure = self._closure = Closure(self._operand_of)
+        self._leaves = [self._add(x) if isinstance(x, Tensor) else closure.take_apart(x) for x in leaves]
+        self._given = len(self.operands)
+        self._spec = spec
+        self._fun = closure.take_apart(fun)
+        self._held = len(self.operands)
+        self._objects = closure.close()
+        self._ambient = Ambient.current()
+        self._modes = Modes.current()
+        self._variables = contextvars.copy_context()
+        self._under_transforms = internals.transforms_active()
+        self._signature = Signature()
+        self._constants: list[tuple[weakref.ref[Tensor], int]] = []
+        self._temporary: set[Any] = set()
+        self._survivors: list[weakref.ref[Tensor]] = []
+        self._returned: list[tuple[int, torch.Size, torch.dtype]] = []
+        self._rebuilders: list[Rebuilder] = []
+        self._replays: list[Replay] = []
+        self._rerun_look: RerunLook | None = None
+        self.hooked: frozenset[int] = frozenset()
+
+    def _add(self, tensor: Tensor) -> Operand:
+        index = self._index.get(id(tensor))
+        if index is None:
+            index = self._index[id(tensor)] = len(self.operands)
+            self.operands.append(tensor)
+            self._originals.append(_Original(tensor))
+        return Operand(index)
+
+    def _operand_of(self, tensor: Tensor) -> Any:
+        return self._add(tensor) if _matters(tensor) else tensor
+
+    # The forward.
+
+    def run(
+        self, fun: Callable[..., Any], args: Any, kwargs: Any, policy: Any, preserve_rng_state: bool, where: Any
+    ) -> Any:
+        """Run the function as the user wrote it, once.
+
+        **Arguments:**
+
+        - `policy`: what to keep, or None.
+        - `preserve_rng_state`: whether reruns draw what the forward draws.
+        - `where`: tells the place in the user's code, for those who ask what is kept; or None.
+        """
+        given = self.operands[: self._given]
+        keys = running()
+        position = None if keys is None else keys.position()
+        tracing = internals.tracing()
+        random: Any = None
+        if preserve_rng_state:
+            random = KeptDraws() if tracing else RandomState(given, keyed=keys is not None)
+        recorder: Any = random if tracing and random is not None else _NOTHING
+        if policy is not None and not tracing:
+            self.policy = policy
+            recorder = self._recorder = Recorder(policy.start(), preserve_rng_state, where)
+        look = self._look = Look(self.name, given, random)
+        self.since = internals.next_sequence_number()
+        with internals.without_saved_tensors_hooks(), recorder, look, self._ambient.without_cached_casts():
+            out = fun(*args, **kwargs)
+        if random is not None:
+            self.random = random.drawn_since(look.drew)
+        if keys is not None and keys.position() != position:
+            self._drew_from = position
+            self._key = self._add(look.read(keys.key)).index
+        self._signature = look.signature
+        self.nests = look.nests
+        self.hooked = frozenset(level for level in look.signature.hooks if level is not None)
+        return out
+
+    def results_of(self, out: Any) -> _tree.Picked:
+        """What the function has computed and is differentiated, in the tree that it returned."""
+        results = _tree.Picked(out, self._is_computed)
+        for leaf in results.leaves:
+            if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__"):
+                held = (t for t in vars(leaf).values() if isinstance(t, Tensor))
+                if any(is_made_since(t, self.since) for t in held) and not is_rerunning():
+                    warn(_NO_TREE.format(self.name, type(leaf).__name__))
+        return results
+
+    def _is_computed(self, result: Tensor) -> bool:
+        """Whether a result has a derivative of this call. A tensor from outside has its own, and so has a view of it.
+
+        A view keeps nothing alive but what it views.
+        """
+        assert self._look is not None
+        if id(result) in self._look.outside or not is_made_since(result, self.since):
+            return False
+        if not (result.is_floating_point() or result.is_complex()):
+            return False
+        if result._is_view():
+            base = result._base
+            return not any(base is t or base is t._base for t in (*self.operands, *self._look.values.values()))
+        return True
+
+    def attach(self, results: _tree.Picked, attach: Callable[[list[Tensor], list[Tensor]], Any]) -> Any:
+        """The results with the derivative that `attach(values, operands)` gives them."""
+        look = self._look
+        assert look is not None
+        self._returned = [(i, t.shape, t.dtype) for i, t in zip(results.positions, results.tensors, strict=True)]
+        if self._recorder is not None:
+            self.tape = self._recorder.tape([t for t in results.leaves if isinstance(t, Tensor)])
+            self._recorder = None
+        self._find_operands(look)
+        while True:
+            try:
+                return attach(results.tensors, self._values(look))
+            except Stranger as stranger:
+                self._add_stranger(stranger)
+
+    def _find_operands(self, look: Look) -> None:
+        """Add to the operands what the run was seen to read, and note what else it depends on."""
+        constants = {}
+        for key, tensor in look.outside.items():
+            value = look.values[key]
+            if key in look.copies:
+                self._originals[self._add(tensor).index].written = True
+            elif internals.version(value) != look.versions[key]:
+                raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, "a place out of sight"))
+            elif (_matters(value) and not is_made_since(value, self.since)) or value is not tensor:
+                self._add(tensor)
+            elif key not in self._index:
+                constants[key] = tensor
+        captured = {id(t): t for t in self.operands[self._held :]}
+        for key, places in places_in_modules(self._objects, [*captured.values(), *constants.values()]).items():
+            index = self._add(look.outside[key]).index
+            self._originals[index].places = places
+            constants.pop(key, None)
+        self._constants = [(weakref.ref(t), look.versions[key]) for key, t in constants.items()]
+        for key in look.handed_on & captured.keys():
+            self._must_be_in_place(key)
+
+    def _values(self, look: Look) -> list[Tensor]:
+        """The operands as the forward found them."""
+        found = []
+        for key, tensor in zip(self._index, self.operands, strict=True):
+            value = look.copies.get(key)
+            if value is None:
+                value = internals.unwrap_dead(look.values.get(key, tensor))
+            found.append(value.clone() if value.is_inference() else value)  # an inference tensor can't be saved
+        return found
+
+    def _add_stranger(self, stranger: Stranger) -> None:
+        """Make an operand of a tensor that no torch call was seen to read."""
+        tensor = stranger.leaf
+        if tensor is None:
+            node, number = stranger.edge
+            for found, _ in search(self._objects, _All()):
+                if any(t.grad_fn is node and t.output_nr == number for t in layers(found)):
+                    tensor = found
+                    break
+        if tensor is None or id(tensor) in self._index:
+            raise RematError(_NOT_FOUND.format(self.name, stranger)) from None
+        self._add(tensor)
+        self._must_be_in_place(id(tensor))
+
+    def _must_be_in_place(self, key: int) -> None:
+        """Reruns have to find an operand where the forward found it: no torch call reads the tensor itself."""
+        original, tensor = self._originals[self._index[key]], self.operands[self._index[key]]
+        original.in_place = True
+        if not original.places:
+            original.places = places_in_modules(self._objects, [tensor]).get(key) or [
+                place for _, place in search(self._objects, {key})
+            ]
+        if not original.places and (internals.is_wrapper(tensor) or not tensor.is_leaf):
+            raise RematError(_HANDED_ON.format(self.name, list(tensor.shape), tensor.dtype))
+
+    def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor], since: int) -> None:
+        """See that the forward depends on nothing but operands. Raises `Stranger`."""
+        look = self._look
+        assert look is not None
+        nodes = prove(values, operands, since, look.has_made)
+        if look.signature.last_product is not None:
+            later = [n for n in nodes if internals.sequence_number(n) >= look.tail_number]
+            if not keep_no_tensors(later):
+                look.signature.last_product = None
+        if look.sets_hooks:  # they may hold the graph
+            internals.forget_saved(nodes)
+
+    def made_by_rerun(self, leaf: Tensor) -> bool:
+        """Whether the last rerun has made a leaf itself."""
+        return self._rerun_look is not None and self._rerun_look.has_made(leaf)
+
+    def originals(self) -> list[Tensor]:
+        """The tensors that operands stand for, those that are still there."""
+        return [t for original in self._originals if (t := original.ref()) is not None]
+
+    # Reruns.
+
+    @property
+    def needs_level(self) -> bool:
+        """Whether reruns have to be under a transform, as the forward was.
+
+        There the ops are those of the forward one by one, and a hook is called for one order of derivatives.
+        """
+        return self._under_transforms and (self.random is not None or self.tape is not None or bool(self.hooked))
+
+    def __call__(self, *operands: Tensor) -> list[Tensor]:
+        return self._variables.copy().run(self._rerun, operands)
+
+    def _rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        _rerunning.set(True)
+        inputs = list(operands)
+        originals = []  # held, for they are known by their identities
+        swaps: dict[int, Tensor] = {}
+        fill: list[tuple[Place, Tensor]] = []
+        for i, original in enumerate(self._originals):
+            if original.written:
+                inputs[i] = inputs[i].clone()
+            operand, tensor = inputs[i], original.ref()
+            if tensor is not operand:
+                if tensor is not None:
+                    originals.append(tensor)
+                    swaps[id(tensor)] = operand
+                if original.attributes:
+                    vars(operand).update(original.attributes)
+            if original.in_place and not original.places and tensor is not operand:
+                raise RematError(_HANDED_ON.format(self.name, list(operand.shape), operand.dtype))
+            for names, key in original.places:
+                now = _item(names, key)
+                if now is not operand and (original.in_place or now is not tensor):
+                    fill.append(((names, key), operand))
+        look = self._rerun_look = RerunLook(
+            self.name,
+            self._signature,
+            swaps,
+            inputs,
+            self._allowed(),
+            self._temporary,
+            self.level,
+            self.tape is None and not internals.tracing(),
+        )
+        draws = suspended() if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
+        rebuild = self._closure.rebuilder(inputs)
+        self._rebuilders.append(rebuild)
+        modes = self._modes.entered() if self._modes.any else _NOTHING
+        with self._ambient.restored(), replayed(self.random), draws, modes, _filled(fill), self._replay(operands):
+            args, kwargs = _tree.unboxed(*_tree.unflatten(self._spec, [rebuild(x) for x in self._leaves]))
+            fun = rebuild(self._fun)
+            with look:
+                try:
+                    out = fun(*args, **kwargs)
+                except Exception as error:
+                    if isinstance(error, RuntimeError) and "INTERNAL ASSERT" in str(error):
+                        raise RematError(_DEAD.format(self.name)) from error
+                    note_rerun(error, self.name)
+                    raise
+        look.finish()
+        leaves, _ = _tree.flatten(out)
+        found = [leaves[i] if i < len(leaves) else None for i, _, _ in self._returned]
+        if [(i, getattr(t, "shape", None), getattr(t, "dtype", None)) for (i, _, _), t in zip(self._returned, found)] != (
+            self._returned
+        ):
+            raise CheckpointError(f"remat: the rerun of {self.name} returned another structure. {PURITY}")
+        return found
+
+    def _allowed(self) -> Iterator[int]:
+        """The identities of tensors that reruns may read besides operands."""
+        for ref, version in self._constants:
+            tensor = ref()
+            if tensor is not None:
+                if internals.version(tensor) != version:
+                    raise CheckpointError(_CHANGED_SINCE.format(list(tensor.shape), tensor.dtype, self.name))
+                yield id(tensor)
+        for ref in self._survivors:
+            tensor = ref()
+            if tensor is not None:
+                yield id(tensor)
+
+    def _replay(self, operands: Iterable[Tensor]) -> Any:
+        if self.tape is None or internals.tracing():
+            return _NOTHING
+        replay = Replay(self.tape, self.name, self.last_rerun and not is_recorded(operands))
+        self._replays.append(replay)
+        return replay
+
+    def clean(self) -> None:
+        """Called when the rerun's graph is gone: nothing of the rerun may be left."""
+        self._rerun_look = None
+        self._replays.clear()
+        for rebuild in self._rebuilders:
+            rebuild.clear()
+        self._rebuilders.clear()
+
+    def settle(self) -> None:
+        """Called when the derivative is attached and the forward's graph is gone: see what is still there."""
+        look, self._look = self._look, None
+        assert look is not None
+        self._survivors = look.survivors()
+        self._temporary = look.temporary()
+        self._objects, self.operands = [], []
+        self._index = {}
+
+
+class _All:
+    """All identities: what is looked for is known by its node."""
+
+    def __contains__(self, key: int) -> bool:
+        return True
+
+
+def _item(names: Any, key: Any) -> Any:
+    try:
+        return names[key]
+    except (KeyError, IndexError):
+        return None
+
+
+@contextlib.contextmanager
+def _filling(fill: list[tuple[Place, Tensor]]) -> Iterator[None]:
+    before = []
+    try:
+        for (names, key), tensor in fill:
+            before.append((names, key, _item(names, key)))
+            names[key] = tensor
+        yield
+    finally:
+        for names, key, tensor in reversed(before):
+            names[key] = tensor
+
+
+def _filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:
+    """Within it, places hold operands."""
+    return _filling(fill) if fill else _NOTHING

@@ -1,0 +1,145 @@
+"""Where a function finds tensors: modules, containers, attributes and globals.
+
+A place is a dict or list and a key of it. `functional_call` gives modules other tensors for a while, so a rerun has to
+put those back that were there. Modules are looked up in an index, which is made anew only where it does not know a
+tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat._closure import ATOMS, parts_of
+
+Place = tuple[Any, Any]
+"""A dict or list, and a key of it."""
+
+_DEPTH = 6
+_MOST_OBJECTS = 20_000
+_MOST_NEAR = 100
+
+
+class _Index:
+    """Where the modules below one have their tensors: a tied parameter in several places."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = weakref.ref(root)
+        self._places: dict[int, list[Place]] = {}
+        self._others: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        """Tensors that no module has."""
+
+    def look_up(self, tensors: Iterable[Tensor]) -> dict[int, list[Place]]:
+        """The places of those of the tensors that modules have, by identity."""
+        found, missing = self._known(tensors)
+        if missing:
+            self._renew()
+            more, missing = self._known(missing)
+            found.update(more)
+            self._others.update(missing)
+        return found
+
+    def _known(self, tensors: Iterable[Tensor]) -> tuple[dict[int, list[Place]], list[Tensor]]:
+        found: dict[int, list[Place]] = {}
+        missing = []
+        for t in tensors:
+            places = self._places.get(id(t))
+            if places is not None and all(names.get(name) is t for names, name in places):
+                found[id(t)] = places
+            elif t not in self._others:
+                missing.append(t)
+        return found, missing
+
+    def _renew(self) -> None:
+        root = self._root()
+        assert root is not None
+        self._places = {}
+        for module in root.modules():
+            for names in (module._parameters, module._buffers):
+                for name, t in names.items():
+                    if t is not None:
+                        self._places.setdefault(id(t), []).append((names, name))
+
+
+_indices: weakref.WeakKeyDictionary[torch.nn.Module, _Index] = weakref.WeakKeyDictionary()
+
+
+def places_in_modules(objects: Iterable[Any], tensors: Iterable[Tensor]) -> dict[int, list[Place]]:
+    """The places of those of the tensors that modules have which are in reach of a function, by identity."""
+    left = {id(t): t for t in tensors}
+    found: dict[int, list[Place]] = {}
+    for module in _modules_near(objects):
+        if not left:
+            break
+        index = _indices.get(module)
+        if index is None:
+            index = _indices[module] = _Index(module)
+        new = index.look_up(left.values())
+        found.update(new)
+        for key in new:
+            del left[key]
+    return found
+
+
+def _modules_near(objects: Iterable[Any]) -> Iterator[torch.nn.Module]:
+    """The outermost modules among objects, and among what these hold."""
+    for obj in objects:
+        for near in (obj,) if isinstance(obj, torch.nn.Module) else (obj, *_near(obj)):
+            if isinstance(near, torch.nn.Module):
+                yield near
+            elif isinstance(near, (list, tuple, dict)) and len(near) < _MOST_NEAR:
+                items = near.values() if isinstance(near, dict) else near
+                yield from (m for m in items if isinstance(m, torch.nn.Module))
+
+
+def search(objects: Iterable[Any], wanted: Container[int]) -> Iterator[tuple[Tensor, Place]]:
+    """Each place in reach of the objects with a tensor whose identity is wanted. This is bounded."""
+    seen: set[int] = set()
+    todo = [(obj, _DEPTH) for obj in objects]
+    while todo and len(seen) < _MOST_OBJECTS:
+        obj, depth = todo.pop()
+        if type(obj) in ATOMS or isinstance(obj, (Tensor, type, types.ModuleType)) or id(obj) in seen:
+            continue
+        seen.add(id(obj))
+        for holder, key, value in _slots(obj):
+            if isinstance(value, Tensor) and id(value) in wanted:
+                yield value, (holder, key)
+        if depth:
+            todo += [(x, depth - 1) for x in _near(obj)]
+
+
+def _slots(obj: Any) -> list[tuple[Any, Any, Any]]:
+    """Where one object holds others, and can be given others: a dict or list, a key and what is there."""
+    if isinstance(obj, dict):
+        return [(obj, key, value) for key, value in list(obj.items())]
+    if isinstance(obj, list):
+        return [(obj, i, value) for i, value in enumerate(obj)]
+    if type(obj) is types.FunctionType:
+        names = names_in(obj.__code__) & obj.__globals__.keys()
+        return [(obj.__globals__, name, obj.__globals__[name]) for name in names]
+    attributes = getattr(obj, "__dict__", None)
+    return [(attributes, key, value) for key, value in list(attributes.items())] if type(attributes) is dict else []
+
+
+def _near(obj: Any) -> list[Any]:
+    """What one object holds, or is made of."""
+    found = [value for _, _, value in _slots(obj)]
+    if isinstance(obj, (tuple, set, frozenset)):
+        found += obj
+    method = vars(type(obj)).get("forward" if isinstance(obj, torch.nn.Module) else "__call__")
+    if type(method) is types.FunctionType:
+        found.append(method)
+    return [*found, *parts_of(obj)]
+
+
+@functools.cache
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """The names of globals and attributes in the code, and in functions that are defined in it."""
+    inner = (names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
