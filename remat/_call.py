@@ -157,7 +157,7 @@ class Call:
         self._returned: list[tuple[int, torch.Size, torch.dtype]] = []
         self._rebuilders: list[Rebuilder] = []
         self._replays: list[Replay] = []
-        self._rerun_look: RerunLook | None = None
+        self._rerun_looks: list[RerunLook] = []
         self.hooked: frozenset[int] = frozenset()
 
     def _add(self, tensor: Tensor) -> Operand:
@@ -184,29 +184,31 @@ class Call:
         - `preserve_rng_state`: whether reruns draw what the forward draws.
         - `where`: tells the place in the user's code, for those who ask what is kept; or None.
         """
-        given = self.operands[: self._given]
-        keys = running()
-        position = None if keys is None else keys.position()
         tracing = internals.tracing()
-        random: Any = None
-        if preserve_rng_state:
-            random = KeptDraws() if tracing else RandomState(given, keyed=keys is not None)
-        recorder: Any = random if tracing and random is not None else _NOTHING
-        if policy is not None and not tracing:
-            self.policy = policy
-            recorder = self._recorder = Recorder(policy.start(), preserve_rng_state, where)
-        look = self._look = Look(self.name, given, random)
+        with internals.DisableTorchFunction():
+            given = self.operands[: self._given]
+            keys = running()
+            position = None if keys is None else keys.position()
+            random: Any = None
+            if preserve_rng_state:
+                random = KeptDraws() if tracing else RandomState(given, keyed=keys is not None)
+            recorder: Any = random if tracing and random is not None else _NOTHING
+            if policy is not None and not tracing:
+                self.policy = policy
+                recorder = self._recorder = Recorder(policy.start(), preserve_rng_state, where)
+            look = self._look = Look(self.name, given, random)
         self.since = internals.next_sequence_number()
         with internals.without_saved_tensors_hooks(), recorder, look, self._ambient.without_cached_casts():
             out = fun(*args, **kwargs)
-        if random is not None:
-            self.random = random.drawn_since(look.drew)
-        if keys is not None and keys.position() != position:
-            self._drew_from = position
-            self._key = self._add(look.read(keys.key)).index
+        with internals.DisableTorchFunction():
+            if random is not None:
+                self.random = random.drawn_since(look.drew)
+            if keys is not None and keys.position() != position:
+                self._drew_from = position
+                self._key = self._add(look.read(keys.key)).index
         self._signature = look.signature
         self.nests = look.nests
-        self.hooked = frozenset(level for level in look.signature.hooks if level is not None)
+        self.hooked = frozenset([level for level in look.signature.hooks if level is not None])
         return out
 
     def results_of(self, out: Any) -> _tree.Picked:
@@ -225,7 +227,9 @@ class Call:
         A view keeps nothing alive but what it views.
         """
         assert self._look is not None
-        if id(result) in self._look.outside or not is_made_since(result, self.since):
+        if id(result) in self._look.outside:
+            return False
+        if not is_made_since(result, self.since) and not (internals.forward_ad_active() and self._look.has_made(result)):
             return False
         if not (result.is_floating_point() or result.is_complex()):
             return False
@@ -319,8 +323,8 @@ class Call:
             internals.forget_saved(nodes)
 
     def made_by_rerun(self, leaf: Tensor) -> bool:
-        """Whether the last rerun has made a leaf itself."""
-        return self._rerun_look is not None and self._rerun_look.has_made(leaf)
+        """Whether a rerun has made a leaf itself."""
+        return any(look.has_made(leaf) for look in self._rerun_looks)
 
     def originals(self) -> list[Tensor]:
         """The tensors that operands stand for, those that are still there."""
@@ -361,7 +365,7 @@ class Call:
                 now = _item(names, key)
                 if now is not operand and (original.in_place or now is not tensor):
                     fill.append(((names, key), operand))
-        look = self._rerun_look = RerunLook(
+        look = RerunLook(
             self.name,
             self._signature,
             swaps,
@@ -371,6 +375,7 @@ class Call:
             self.level,
             self.tape is None and not internals.tracing(),
         )
+        self._rerun_looks.append(look)
         draws = suspended() if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
         rebuild = self._closure.rebuilder(inputs)
         self._rebuilders.append(rebuild)
@@ -417,11 +422,13 @@ class Call:
 
     def clean(self) -> None:
         """Called when the rerun's graph is gone: nothing of the rerun may be left."""
-        self._rerun_look = None
+        looks, self._rerun_looks = self._rerun_looks, []
         self._replays.clear()
         for rebuild in self._rebuilders:
             rebuild.clear()
         self._rebuilders.clear()
+        for look in looks:
+            look.check_suspects()
 
     def settle(self) -> None:
         """Called when the derivative is attached and the forward's graph is gone: see what is still there."""

@@ -197,6 +197,8 @@ class Look(TorchFunctionMode):
                 self._note(func, hash(out.shape))
             else:
                 self._unkept.append(weakref.ref(out))
+            if internals.level_of(out) > self.depth:
+                self._know_layers(out)
         elif type(out) not in _SCALARS:
             self.add_results(func, out)
         return out
@@ -340,13 +342,20 @@ class Look(TorchFunctionMode):
             return
         differentiated = False
         for t in found:
-            self._known.add(id(t))
+            self._know_layers(t)
             if internals.requires_grad_at_any_level(t):
                 differentiated = True
             else:
                 self._unkept.append(weakref.ref(t))
         if differentiated and func is not Tensor.requires_grad_:  # the rerun may find that it is so already
             self._note(func, hash(tuple(() if t.is_nested else t.shape for t in found)))
+
+    def _know_layers(self, tensor: Tensor) -> None:
+        """A tensor was made, and so were those that it wraps: a transform inside of the function may unwrap it."""
+        self._known.add(id(tensor))
+        while internals.level_of(tensor) > self.depth:
+            tensor = internals.unwrapped(tensor)
+            self._known.add(id(tensor))
 
     def _with_hook(self, args: Any) -> Any:
         """The arguments of `register_hook`: in a rerun, a hook that is not for its derivative gets another tensor."""
@@ -406,6 +415,7 @@ class RerunLook(Look):
         self._swaps = swaps
         self._known.update(allowed)
         self._temporary = temporary
+        self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
         self._forward = forward
         self._position = 0
         self._hook = 0
@@ -426,8 +436,8 @@ class RerunLook(Look):
                     f"remat: the rerun of {self.name} hands a captured tensor of shape {list(inner.shape)} straight to "
                     "a transform, where its forward did not. Pass it as an argument."
                 )
-        elif (tensor.shape, tensor.dtype) not in self._temporary:
-            raise stranger(self.name, tensor)
+        elif not internals.requires_grad_at_any_level(tensor):  # else the proof tells where it comes from
+            self._suspects.append((weakref.ref(tensor), tensor.shape, tensor.dtype, call_site()))
         self._known.add(key)
         return tensor
 
@@ -464,6 +474,12 @@ class RerunLook(Look):
             f"{_name_of(func)}, at {call_site()}, where the forward {then}. {PURITY}"
         )
 
+    def check_suspects(self) -> None:
+        """Called when the rerun's graph is gone. What it has made itself, out of sight, is gone as well."""
+        for ref, shape, dtype, where in self._suspects:
+            if ref() is not None and (shape, dtype) not in self._temporary:
+                raise CheckpointError(_STRANGER.format(self.name, list(shape), dtype, where, PURITY))
+
     def finish(self) -> None:
         """Check that the rerun went as far as the forward."""
         calls = self._forward.calls
@@ -472,11 +488,6 @@ class RerunLook(Look):
                 f"remat: the rerun of {self.name} ended after {self._position} of {len(calls)} torch calls; the "
                 f"forward went on with {_name_of(calls[self._position][0])}. {PURITY}"
             )
-
-
-def stranger(name: str, tensor: Tensor) -> CheckpointError:
-    """The rerun of a function reads what its forward did not."""
-    return CheckpointError(_STRANGER.format(name, list(tensor.shape), tensor.dtype, call_site(), PURITY))
 
 
 def _name_of(func: Any) -> str:

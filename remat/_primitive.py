@@ -234,7 +234,7 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
     kept = [values[i] for i in outs]
     fn.prove(kept, operands)
     if not any(t.requires_grad for t in operands):
-        return _replace(values, outs, [v.detach() for v in kept])
+        return values  # they depend on a leaf that the function has made
     with internals.forward_ad_disabled():  # for the node, the tangents of its operands are constants
         nodes = RematNode.apply(
             Link(fn, outs, operands), [v.detach() for v in kept], internals.sharing_memory(kept, operands), *operands

@@ -35,7 +35,7 @@ class RepeatableCall(Protocol):
         """See that the results of the forward depend on nothing but operands. Raises `Stranger`."""
 
     def made_by_rerun(self, leaf: Tensor) -> bool:
-        """Whether the last rerun has made a leaf itself."""
+        """Whether a rerun has made a leaf itself."""
 
     def clean(self) -> None:
         """Called when the rerun's graph is gone: nothing of the rerun may be left."""
