@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat import _tree
-from remat._closure import Closure, Operand, Rebuilder
+from remat._closure import ATOMS, Closure, Operand, Rebuilder
 from remat._context import Ambient, KeptDraws, Modes, RandomState, replayed
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, layers, prove
@@ -33,6 +34,7 @@ from remat.random._keyed import Position, resumed, running, suspended
 _TENSORS = (Tensor, torch.nn.Parameter)
 _rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)
 
+_MISSING: Any = object()
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 _NOT_FOUND = (
     "remat: in {}, {}, that the function takes from outside, and remat can't find it: no torch function was seen to "
@@ -89,13 +91,13 @@ def _matters(tensor: Tensor) -> bool:
 class _Original:
     """The tensor of the forward that an operand stands for."""
 
-    __slots__ = ("attributes", "in_place", "places", "ref", "written")
+    __slots__ = ("attributes", "handed_on", "places", "ref", "written")
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref = weakref.ref(tensor)
         self.places: list[Place] = []
         """Where modules and others hold it."""
-        self.in_place = False
+        self.handed_on = False
         """Whether reruns have to find the operand there: no torch call of the function's reads the tensor itself."""
         self.written = False
         """Whether the function writes to it. Each rerun is given a copy of what the forward found."""
@@ -113,6 +115,7 @@ class Call:
     - `random`: the draws to repeat, None where there were none.
     - `tape`: what a policy keeps, None without one.
     - `nests`: whether there are other calls in it.
+    - `leaves`: the operands that are differentiated, at any level.
     - `hooked`: the levels of the tensors that the function has put hooks on.
     - `since`: all autograd nodes with higher sequence numbers were made in the call, or later.
     """
@@ -120,6 +123,7 @@ class Call:
     level: int | None = None
     policy: Any = None
     nests = False
+    leaves: frozenset[int] = frozenset()
     last_rerun = False
     tape: Tape | None = None
     random: RandomState | KeptDraws | None = None
@@ -215,8 +219,8 @@ class Call:
         """What the function has computed and is differentiated, in the tree that it returned."""
         results = _tree.Picked(out, self._is_computed)
         for leaf in results.leaves:
-            if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__"):
-                held = (t for t in vars(leaf).values() if isinstance(t, Tensor))
+            if not isinstance(leaf, Tensor) and type(leaf) not in ATOMS:
+                held = (t for t in _attributes_of(leaf) if isinstance(t, Tensor))
                 if any(is_made_since(t, self.since) for t in held) and not is_rerunning():
                     warn(_NO_TREE.format(self.name, type(leaf).__name__))
         return results
@@ -248,8 +252,10 @@ class Call:
             self._recorder = None
         self._find_operands(look)
         while True:
+            operands = self._values(look)
+            self.leaves = frozenset([i for i, t in enumerate(operands) if internals.requires_grad_at_any_level(t)])
             try:
-                return attach(results.tensors, self._values(look))
+                return attach(results.tensors, operands)
             except Stranger as stranger:
                 self._add_stranger(stranger)
 
@@ -267,13 +273,16 @@ class Call:
             elif key not in self._index:
                 constants[key] = tensor
         captured = {id(t): t for t in self.operands[self._held :]}
-        for key, places in places_in_modules(self._objects, [*captured.values(), *constants.values()]).items():
-            index = self._add(look.outside[key]).index
-            self._originals[index].places = places
-            constants.pop(key, None)
+        if captured or constants:
+            for key, places in places_in_modules(self._objects, [*captured.values(), *constants.values()]).items():
+                self._originals[self._add(look.outside[key]).index].places = places
+                captured.pop(key, None)
+                constants.pop(key, None)
+            for tensor, place in search(self._objects, captured, far=False) if captured else ():
+                self._originals[self._index[id(tensor)]].places.append(place)
+            for key in look.handed_on & captured.keys():
+                self._must_have_place(key)
         self._constants = [(weakref.ref(t), look.versions[key]) for key, t in constants.items()]
-        for key in look.handed_on & captured.keys():
-            self._must_be_in_place(key)
 
     def _values(self, look: Look) -> list[Tensor]:
         """The operands as the forward found them."""
@@ -297,12 +306,12 @@ class Call:
         if tensor is None or id(tensor) in self._index:
             raise RematError(_NOT_FOUND.format(self.name, stranger)) from None
         self._add(tensor)
-        self._must_be_in_place(id(tensor))
+        self._must_have_place(id(tensor))
 
-    def _must_be_in_place(self, key: int) -> None:
+    def _must_have_place(self, key: int) -> None:
         """Reruns have to find an operand where the forward found it: no torch call reads the tensor itself."""
         original, tensor = self._originals[self._index[key]], self.operands[self._index[key]]
-        original.in_place = True
+        original.handed_on = True
         if not original.places:
             original.places = places_in_modules(self._objects, [tensor]).get(key) or [
                 place for _, place in search(self._objects, {key})
@@ -359,11 +368,10 @@ class Call:
                     swaps[id(tensor)] = operand
                 if original.attributes:
                     vars(operand).update(original.attributes)
-            if original.in_place and not original.places and tensor is not operand:
+            if original.handed_on and not original.places and tensor is not operand:
                 raise RematError(_HANDED_ON.format(self.name, list(operand.shape), operand.dtype))
             for names, key in original.places:
-                now = _item(names, key)
-                if now is not operand and (original.in_place or now is not tensor):
+                if _item(names, key) is not operand:
                     fill.append(((names, key), operand))
         look = RerunLook(
             self.name,
@@ -440,6 +448,12 @@ class Call:
         self._index = {}
 
 
+def _attributes_of(obj: Any) -> list[Any]:
+    """What the attributes of an object hold, in a dict or in slots."""
+    slots = [name for kind in type(obj).__mro__ for name in vars(kind).get("__slots__", ())]
+    return [*getattr(obj, "__dict__", {}).values(), *(getattr(obj, name, None) for name in slots)]
+
+
 class _All:
     """All identities: what is looked for is known by its node."""
 
@@ -451,20 +465,29 @@ def _item(names: Any, key: Any) -> Any:
     try:
         return names[key]
     except (KeyError, IndexError):
-        return None
+        return _MISSING
+
+
+_places_lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def _filling(fill: list[tuple[Place, Tensor]]) -> Iterator[None]:
-    before = []
-    try:
-        for (names, key), tensor in fill:
-            before.append((names, key, _item(names, key)))
-            names[key] = tensor
-        yield
-    finally:
-        for names, key, tensor in reversed(before):
-            names[key] = tensor
+    with _places_lock:  # they belong to all threads
+        before = [(names, key, _item(names, key)) for (names, key), _ in fill]
+        try:
+            for (names, key), tensor in fill:
+                if not (isinstance(names, list) and key >= len(names)):
+                    names[key] = tensor
+            yield
+        finally:
+            for names, key, tensor in reversed(before):
+                if isinstance(names, list) and key >= len(names):
+                    continue
+                if tensor is _MISSING:
+                    names.pop(key, None)
+                else:
+                    names[key] = tensor
 
 
 def _filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:

@@ -99,7 +99,7 @@ def vjp(
         at_base = _may_run_at_base(call, operands, cotangents)
         if at_base and record and is_read and call.random is None:
             # A leaf of the rerun's own would make results require grad that do not.
-            at_base = all(operands[i].requires_grad for i in wrt)
+            at_base = all(operands[i].requires_grad for i in leaves if i < n)
         if at_base:
             # Some formulas of torch give tangents only where they are recorded: that of `slogdet` reads a saved `LU`.
             record = record and (is_read or internals.forward_ad_active())

@@ -103,9 +103,14 @@ def prove(
                 nodes.append(node)
                 continue
             leaf = getattr(node, "variable", None)
-            if leaf is None or not (id(leaf) in leaves or is_own(leaf)):
+            if leaf is None or not (id(leaf) in leaves or is_own(leaf) or _is_of_one(node, operands)):
                 raise Stranger(edge, reader)
     return nodes
+
+
+def _is_of_one(accumulator: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether gradients of one of the tensors are added up by this node. One that hooks have saved is a copy."""
+    return any(t.requires_grad and t.is_leaf and internals.gradient_edge(t).node is accumulator for t in tensors)
 
 
 def layers(tensor: Tensor) -> list[Tensor]:

@@ -26,6 +26,7 @@ from remat import _torch_internals as internals
 from remat._context import RandomState
 from remat._effects import ORDINARY, Effects, effects_of, reads_numbers_alone, written_by
 from remat._errors import PURITY, CheckpointError, RematError, call_site
+from remat._graph import is_made_since
 from remat._tail import is_large, without_products
 
 _SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
@@ -106,7 +107,7 @@ class Look(TorchFunctionMode):
     - `outside`: the tensors that it has read from outside, or was given, by identity.
     - `values`: what stood for them: in the rerun of an outer function another tensor may.
     - `versions`: how often each had been written to, at the first read.
-    - `handed_on`: those that a transform inside of the function has wrapped before any torch call read them.
+    - `handed_on`: those that a transform inside of the function has wrapped, or that an autograd.Function was given.
     - `copies`: those that the function has written to, as they were before.
     - `drew`: whether a torch call may have drawn random numbers.
     - `nests`: whether there were other calls in it.
@@ -136,11 +137,12 @@ class Look(TorchFunctionMode):
         self.tail_number = 0
         """The autograd sequence number after the last product."""
         self._known: set[int] = set()
+        self._read: set[int] = set()
+        """Tensors that a rerun reads and that it may have made out of sight."""
         self._swaps: dict[int, Tensor] = {}
         self._unkept: list[weakref.ref[Tensor]] = []
         self._memory: dict[int, list[Tensor]] | None = None
-        for t in given:
-            self._add(t, t)
+        self._given = given
 
     # As a mode.
 
@@ -149,6 +151,9 @@ class Look(TorchFunctionMode):
         self.outer = None if self.is_rerun else before[0]
         if self.outer is not None:
             self._swaps = self.outer._swaps
+        with internals.DisableTorchFunction():
+            for t in self._given:
+                self._add(t, t if self.outer is None else self.outer.read(t))
         mode = before[1]
         self._delegate_before = None if mode is None else mode.delegate
         if mode is not None and internals.top_function_mode() is mode:
@@ -216,6 +221,8 @@ class Look(TorchFunctionMode):
                     raise RematError(_LAZY.format(self.name))
                 if not internals.requires_grad_at_any_level(args[0]):
                     self.before_write(args[0])
+            if effects.is_custom:
+                self.handed_on.update(id(a) for a in args if id(a) in self.outside)
             if effects.sets_hook:
                 args = self._with_hook(args)
             if effects.draws:
@@ -231,7 +238,7 @@ class Look(TorchFunctionMode):
         position = len(signature.calls)
         out = self._run(effects, func, args, kwargs)
         with internals.DisableTorchFunction():
-            self.add_results(func, out)
+            self.add_results(func, out, not (effects.is_custom or func is Tensor.requires_grad_))
             if effects.multiplies and len(signature.calls) > position and "out" not in kwargs and is_large(out, args):
                 signature.last_product = position
                 self.tail_number = internals.next_sequence_number()
@@ -335,8 +342,8 @@ class Look(TorchFunctionMode):
         self.signature.last_product = None
         self.add_results(name, out)
 
-    def add_results(self, func: Any, out: Any) -> None:
-        """A call has returned `out`."""
+    def add_results(self, func: Any, out: Any, listed: bool = True) -> None:
+        """A call has returned `out`. `listed`: whether the signature has it."""
         found = _tensors_in(out)
         if not found:
             return
@@ -347,7 +354,7 @@ class Look(TorchFunctionMode):
                 differentiated = True
             else:
                 self._unkept.append(weakref.ref(t))
-        if differentiated and func is not Tensor.requires_grad_:  # the rerun may find that it is so already
+        if differentiated and listed:
             self._note(func, hash(tuple(() if t.is_nested else t.shape for t in found)))
 
     def _know_layers(self, tensor: Tensor) -> None:
@@ -368,7 +375,7 @@ class Look(TorchFunctionMode):
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run has made a tensor."""
-        return id(tensor) in self._known and id(tensor) not in self.outside
+        return id(tensor) in self._known and id(tensor) not in self.outside and id(tensor) not in self._read
 
     def temporary(self) -> set[Any]:
         """Shapes and dtypes of the tensors that were read from outside and are gone: the function makes them anew."""
@@ -417,6 +424,7 @@ class RerunLook(Look):
         self._temporary = temporary
         self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
         self._forward = forward
+        self._since = internals.next_sequence_number()
         self._position = 0
         self._hook = 0
         self._level = level
@@ -436,8 +444,9 @@ class RerunLook(Look):
                     f"remat: the rerun of {self.name} hands a captured tensor of shape {list(inner.shape)} straight to "
                     "a transform, where its forward did not. Pass it as an argument."
                 )
-        elif not internals.requires_grad_at_any_level(tensor):  # else the proof tells where it comes from
+        elif not is_made_since(tensor, self._since):
             self._suspects.append((weakref.ref(tensor), tensor.shape, tensor.dtype, call_site()))
+            self._read.add(key)
         self._known.add(key)
         return tensor
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
+from collections import deque
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
@@ -21,8 +22,9 @@ from remat._closure import ATOMS, parts_of
 Place = tuple[Any, Any]
 """A dict or list, and a key of it."""
 
-_DEPTH = 6
-_MOST_OBJECTS = 20_000
+_NEAR = 2, 300
+_FAR = 6, 20_000
+"""How deep a search goes, and how many objects it looks at."""
 _MOST_NEAR = 100
 
 
@@ -32,8 +34,8 @@ class _Index:
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = weakref.ref(root)
         self._places: dict[int, list[Place]] = {}
-        self._others: weakref.WeakSet[Tensor] = weakref.WeakSet()
-        """Tensors that no module has."""
+        self._others: dict[int, weakref.ref[Tensor]] = {}
+        """Tensors that no module has, by identity."""
 
     def look_up(self, tensors: Iterable[Tensor]) -> dict[int, list[Place]]:
         """The places of those of the tensors that modules have, by identity."""
@@ -42,7 +44,8 @@ class _Index:
             self._renew()
             more, missing = self._known(missing)
             found.update(more)
-            self._others.update(missing)
+            self._others = {key: ref for key, ref in self._others.items() if ref() is not None}
+            self._others.update((id(t), weakref.ref(t)) for t in missing)
         return found
 
     def _known(self, tensors: Iterable[Tensor]) -> tuple[dict[int, list[Place]], list[Tensor]]:
@@ -52,7 +55,7 @@ class _Index:
             places = self._places.get(id(t))
             if places is not None and all(names.get(name) is t for names, name in places):
                 found[id(t)] = places
-            elif t not in self._others:
+            elif (other := self._others.get(id(t))) is None or other() is not t:
                 missing.append(t)
         return found, missing
 
@@ -98,12 +101,13 @@ def _modules_near(objects: Iterable[Any]) -> Iterator[torch.nn.Module]:
                 yield from (m for m in items if isinstance(m, torch.nn.Module))
 
 
-def search(objects: Iterable[Any], wanted: Container[int]) -> Iterator[tuple[Tensor, Place]]:
-    """Each place in reach of the objects with a tensor whose identity is wanted. This is bounded."""
+def search(objects: Iterable[Any], wanted: Container[int], far: bool = True) -> Iterator[tuple[Tensor, Place]]:
+    """Each place in reach of the objects with a tensor whose identity is wanted, the nearest first. This is bounded."""
     seen: set[int] = set()
-    todo = [(obj, _DEPTH) for obj in objects]
-    while todo and len(seen) < _MOST_OBJECTS:
-        obj, depth = todo.pop()
+    depth, most = _FAR if far else _NEAR
+    todo = deque((obj, depth) for obj in objects)
+    while todo and len(seen) < most:
+        obj, depth = todo.popleft()
         if type(obj) in ATOMS or isinstance(obj, (Tensor, type, types.ModuleType)) or id(obj) in seen:
             continue
         seen.add(id(obj))
