@@ -20,7 +20,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import ATOMS, Closure, Operand, Rebuilder
-from remat._context import Ambient, KeptDraws, Modes, RandomState, replayed
+from remat._context import Ambient, KeptDraws, Modes, OwnCasts, RandomState, replayed
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, layers, prove
 from remat._look import CHANGES, Look, RerunLook, Signature
@@ -202,7 +202,7 @@ class Call:
                 recorder = self._recorder = Recorder(policy.start(), preserve_rng_state, where)
             look = self._look = Look(self.name, given, random)
         self.since = internals.next_sequence_number()
-        with internals.without_saved_tensors_hooks(), recorder, look, self._ambient.without_cached_casts():
+        with internals.without_saved_tensors_hooks(), recorder, look, OwnCasts():
             out = fun(*args, **kwargs)
         with internals.DisableTorchFunction():
             if random is not None:
@@ -388,7 +388,7 @@ class Call:
         rebuild = self._closure.rebuilder(inputs)
         self._rebuilders.append(rebuild)
         modes = self._modes.entered() if self._modes.any else _NOTHING
-        with self._ambient.restored(), replayed(self.random), draws, modes, _filled(fill), self._replay(operands):
+        with self._ambient.restored(), OwnCasts(), replayed(self.random), draws, modes, _filled(fill), self._replay(operands):
             args, kwargs = _tree.unboxed(*_tree.unflatten(self._spec, [rebuild(x) for x in self._leaves]))
             fun = rebuild(self._fun)
             with look:

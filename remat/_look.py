@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, resolve_name
 
@@ -177,6 +178,8 @@ class Look(TorchFunctionMode):
             _current.mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_compiling():  # `torch.cond` is compiled under the active modes
+            return func(*args, **(kwargs or {}))
         delegate = self.delegate
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
@@ -210,7 +213,7 @@ class Look(TorchFunctionMode):
 
     def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         """A call with keyword arguments, or of a function that may do more than compute."""
-        if torch.compiler.is_compiling() or effects.moves_hooks:  # `torch.cond` is compiled under the active modes
+        if effects.moves_hooks:
             return func(*args, **kwargs)
         with internals.DisableTorchFunction():
             if effects.writes or "out" in kwargs or kwargs.get("inplace"):
@@ -274,11 +277,11 @@ class Look(TorchFunctionMode):
         key = id(tensor)
         if key in self._known:
             return self.values.get(key, tensor)
-        if internals.level_of(tensor) > self.depth:
+        value = self._swaps.get(key, tensor)  # in a rerun, which may run below the level of the original
+        if value is tensor and internals.level_of(tensor) > self.depth:
             self.read(internals.unwrapped(tensor), handed_on=True)
             self._known.add(key)
             return tensor
-        value = self._swaps.get(key, tensor)
         if self.outer is not None:
             value = self.outer.read(tensor, handed_on)
         if not value.requires_grad and internals.dtensor_at_work():
@@ -444,7 +447,7 @@ class RerunLook(Look):
                     f"remat: the rerun of {self.name} hands a captured tensor of shape {list(inner.shape)} straight to "
                     "a transform, where its forward did not. Pass it as an argument."
                 )
-        elif not is_made_since(tensor, self._since):
+        elif not (is_made_since(tensor, self._since) or internals.is_fake(tensor)):
             self._suspects.append((weakref.ref(tensor), tensor.shape, tensor.dtype, call_site()))
             self._read.add(key)
         self._known.add(key)
@@ -485,7 +488,7 @@ class RerunLook(Look):
 
     def check_suspects(self) -> None:
         """Called when the rerun's graph is gone. What it has made itself, out of sight, is gone as well."""
-        for ref, shape, dtype, where in self._suspects:
+        for ref, shape, dtype, where in () if internals.tracing() else self._suspects:  # what is written down is kept
             if ref() is not None and (shape, dtype) not in self._temporary:
                 raise CheckpointError(_STRANGER.format(self.name, list(shape), dtype, where, PURITY))
 

@@ -87,7 +87,8 @@ class Remat(Generic[P, R]):
         see = None if watch is None else watch(fun, call, out, args, kwargs)
         out = _with_derivative(call, out)
         if outer is not None:
-            outer.add_call(self._name, out)
+            with internals.DisableTorchFunction():
+                outer.add_call(self._name, out)
         if see is not None:
             see(out)
         return out
