@@ -130,6 +130,7 @@ class Call:
     _drew_from: Position | None = None
     _key = 0
     _recorder: Recorder | None = None
+    _result: tuple[list[Any], _tree.PyTreeSpec] | None = None
     _look: Look | None = None
 
     def __init__(self, fun: Callable[..., Any], name: str, leaves: list[Any], spec: _tree.PyTreeSpec) -> None:
@@ -247,6 +248,9 @@ class Call:
         look = self._look
         assert look is not None
         self._returned = [(i, t.shape, t.dtype) for i, t in zip(results.positions, results.tensors, strict=True)]
+        others = [x for i, x in enumerate(results.leaves) if i not in results.positions]
+        if not any(isinstance(x, Tensor) or type(x) not in ATOMS for x in others):
+            self._result = [None if isinstance(x, Tensor) else x for x in results.leaves], results.spec
         if self._recorder is not None:
             self.tape = self._recorder.tape([t for t in results.leaves if isinstance(t, Tensor)])
             self._recorder = None
@@ -258,6 +262,44 @@ class Call:
                 return attach(results.tensors, operands)
             except Stranger as stranger:
                 self._add_stranger(stranger)
+
+    @property
+    def can_stand_in(self) -> bool:
+        """Whether the results can be had in a rerun of an outer function without running this one: `stand_in`."""
+        plain = self.random is None and self.tape is None and self._drew_from is None and not self.hooked
+        return plain and self._result is not None and not any(o.written for o in self._originals)
+
+    def stand_in(self, forward: Call, outer: Look) -> Any:
+        """The results that the call had in the forward of an outer one, where nobody reads their values. None: run it.
+
+        They are filled with NaN, so that a mistake would be loud, and have the derivative that the call would have.
+        """
+        captured = [original.ref() for original in forward._originals[forward._held :]]
+        if len(self.operands) != forward._held or any(t is None for t in captured):
+            return None
+        look = self._look = Look(self.name, self.operands[: self._given], None)
+        look.outer = outer
+        look.begin()
+        for t in (*self.operands, *captured):
+            assert t is not None
+            look.read(t)
+        self.since = internals.next_sequence_number()
+        self._signature = forward._signature
+        self.nests = forward.nests
+        zeros = [
+            t.flatten()[:0].sum()
+            for key, tensor in look.outside.items()
+            if _matters(t := look.values[key]) and (t.is_floating_point() or t.is_complex())
+        ]
+        assert forward._result is not None
+        leaves, spec = forward._result
+        leaves = list(leaves)
+        for i, shape, dtype in forward._returned:
+            value = torch.full(shape, float("nan"), dtype=dtype, device=zeros[0].device)
+            for zero in zeros:
+                value = value + (zero if dtype.is_complex or not zero.is_complex() else zero.real).to(dtype)
+            leaves[i] = value
+        return _tree.unflatten(spec, leaves)
 
     def _find_operands(self, look: Look) -> None:
         """Add to the operands what the run was seen to read, and note what else it depends on."""
@@ -324,10 +366,10 @@ class Call:
         look = self._look
         assert look is not None
         nodes = prove(values, operands, since, look.has_made)
-        if look.signature.last_product is not None:
+        if look.signature.tail is not None:
             later = [n for n in nodes if internals.sequence_number(n) >= look.tail_number]
             if not keep_no_tensors(later):
-                look.signature.last_product = None
+                look.signature.tail = None
         if look.sets_hooks:  # they may hold the graph
             internals.forget_saved(nodes)
 

@@ -87,16 +87,18 @@ class Signature:
     **Attributes:**
 
     - `calls`: a function and a hash of the result's shapes for each call.
-    - `last_product`: the position of the last matrix product, if no later call reads values.
+    - `tail`: the position of the last matrix product or call of a function under remat, if no later call reads values.
+    - `tail_call`: that call, if it is one.
     - `hooks`: for each hook that the function sets, the level of its tensor; None for one inside of a transform of
         its own.
     """
 
-    __slots__ = ("calls", "hooks", "last_product")
+    __slots__ = ("calls", "hooks", "tail", "tail_call")
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, int]] = []
-        self.last_product: int | None = None
+        self.tail: int | None = None
+        self.tail_call: Any = None
         self.hooks: list[int | None] = []
 
 
@@ -136,7 +138,7 @@ class Look(TorchFunctionMode):
         self.sets_hooks = False
         self.nests = False
         self.tail_number = 0
-        """The autograd sequence number after the last product."""
+        """The autograd sequence number after the tail."""
         self._known: set[int] = set()
         self._read: set[int] = set()
         """Tensors that a rerun reads and that it may have made out of sight."""
@@ -153,8 +155,7 @@ class Look(TorchFunctionMode):
         if self.outer is not None:
             self._swaps = self.outer._swaps
         with internals.DisableTorchFunction():
-            for t in self._given:
-                self._add(t, t if self.outer is None else self.outer.read(t))
+            self.begin()
         mode = before[1]
         self._delegate_before = None if mode is None else mode.delegate
         if mode is not None and internals.top_function_mode() is mode:
@@ -166,6 +167,11 @@ class Look(TorchFunctionMode):
             _current.mode = self
         _current.look = self
         return self
+
+    def begin(self) -> None:
+        """Take what the run is given."""
+        for t in self._given:
+            self._add(t, t if self.outer is None else self.outer.read(t))
 
     def __exit__(self, *error: Any) -> None:
         _current.look, mode = self._before
@@ -197,7 +203,7 @@ class Look(TorchFunctionMode):
             return self._call(effects, func, args, {k: self._seen_in(v) for k, v in kwargs.items()})
         if effects is not ORDINARY:
             return self._call(effects, func, args, {})
-        self.signature.last_product = None
+        self.signature.tail = None
         out = func(*args)
         if type(out) is Tensor:
             known.add(id(out))
@@ -234,16 +240,14 @@ class Look(TorchFunctionMode):
                 if isinstance(x, torch.Generator):
                     self.notice(x)
         signature = self.signature
-        if effects.multiplies:
-            signature.last_product = None
-        elif not (effects.reads_no_value and reads_numbers_alone(func, args, kwargs) and torch.is_grad_enabled()):
-            signature.last_product = None
+        if not (effects.reads_no_value and reads_numbers_alone(func, args, kwargs) and torch.is_grad_enabled()):
+            signature.tail = None
         position = len(signature.calls)
         out = self._run(effects, func, args, kwargs)
         with internals.DisableTorchFunction():
             self.add_results(func, out, not (effects.is_custom or func is Tensor.requires_grad_))
             if effects.multiplies and len(signature.calls) > position and "out" not in kwargs and is_large(out, args):
-                signature.last_product = position
+                signature.tail, signature.tail_call = position, None
                 self.tail_number = internals.next_sequence_number()
         return out
 
@@ -339,11 +343,20 @@ class Look(TorchFunctionMode):
     def _note(self, func: Any, shape: int) -> None:
         self.signature.calls.append((func, shape))
 
-    def add_call(self, name: str, out: Any) -> None:
+    def add_call(self, name: str, out: Any, call: Any) -> None:
         """A call inside of this one, which had a look of its own, has returned `out`."""
         self.nests = True
-        self.signature.last_product = None
+        signature = self.signature
+        position = len(signature.calls)
+        signature.tail = None
         self.add_results(name, out)
+        if call.can_stand_in and len(signature.calls) > position:
+            signature.tail, signature.tail_call = position, call
+            self.tail_number = internals.next_sequence_number()
+
+    def spared_call(self, name: str) -> Any:
+        """The call of the forward whose results are enough here, without their values. None: it has to run."""
+        return None
 
     def add_results(self, func: Any, out: Any, listed: bool = True) -> None:
         """A call has returned `out`. `listed`: whether the signature has it."""
@@ -407,7 +420,7 @@ class RerunLook(Look):
         allowed: Iterable[int],
         temporary: set[Any],
         level: int | None,
-        spares_product: bool,
+        spares_tail: bool,
     ) -> None:
         """A look at a rerun of the function `name`.
 
@@ -419,7 +432,7 @@ class RerunLook(Look):
         - `allowed`: identities of other tensors that it may read.
         - `temporary`: shapes and dtypes of tensors that the forward read and that were gone at its end.
         - `level`: that whose derivative the rerun is for.
-        - `spares_product`: whether the last product need not be computed.
+        - `spares_tail`: whether the tail need not be computed.
         """
         super().__init__(name, operands, None)
         self._swaps = swaps
@@ -431,7 +444,7 @@ class RerunLook(Look):
         self._position = 0
         self._hook = 0
         self._level = level
-        self._tail = forward.last_product if spares_product else None
+        self._tail = forward.tail if spares_tail else None
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
@@ -457,6 +470,10 @@ class RerunLook(Look):
         if effects.multiplies and self._position == self._tail and func is self._forward.calls[self._position][0]:
             return without_products(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def spared_call(self, name: str) -> Any:
+        forward, position = self._forward, self._position
+        return forward.tail_call if position == self._tail and forward.calls[position][0] == name else None
 
     def before_write(self, written: Tensor) -> None:
         """What the forward wrote to is a copy here."""

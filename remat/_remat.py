@@ -82,13 +82,18 @@ class Remat(Generic[P, R]):
         boxed = self._static.boxed(args, kwargs) if self._has_static else (args, kwargs)
         with internals.DisableTorchFunction():
             call = Call(fun, self._name, *_tree.flatten(boxed))
+            spared = None if outer is None else outer.spared_call(self._name)
+            if spared is not None and (out := call.stand_in(spared, outer)) is not None:
+                out = _with_derivative(call, out)
+                outer.add_call(self._name, out, call)
+                return out
         where = None if watch is None else call_site
         out = call.run(fun, args, kwargs, self._policy, self._options.preserve_rng_state, where)
         see = None if watch is None else watch(fun, call, out, args, kwargs)
         out = _with_derivative(call, out)
         if outer is not None:
             with internals.DisableTorchFunction():
-                outer.add_call(self._name, out)
+                outer.add_call(self._name, out, call)
         if see is not None:
             see(out)
         return out

@@ -77,15 +77,16 @@ class Picked:
     **Attributes:**
 
     - `leaves`: all of them.
+    - `spec`: the structure of the tree.
     - `positions`: where each of the tensors comes first.
     - `tensors`: these.
     """
 
     def __init__(self, tree: Any, test: Callable[[torch.Tensor], bool]) -> None:
-        self.leaves, self._spec = flatten(tree)
+        self.leaves, self.spec = flatten(tree)
         self.positions: list[int] = []
         self.tensors: list[torch.Tensor] = []
-        if self._spec is _LEAF:
+        if self.spec is _LEAF:
             if test(tree):
                 self.positions, self.tensors = [0], [tree]
             return
@@ -101,12 +102,12 @@ class Picked:
 
     def replaced(self, tensors: Iterable[torch.Tensor]) -> Any:
         """The tree with `tensors` in their places."""
-        if self._spec is _LEAF:
+        if self.spec is _LEAF:
             return next(iter(tensors))
         for tensor, places in zip(tensors, self._places.values(), strict=True):
             for i in places:
                 self.leaves[i] = tensor
-        return unflatten(self._spec, self.leaves)
+        return unflatten(self.spec, self.leaves)
 
 
 class Static:
