@@ -240,7 +240,8 @@ class Call:
             return False
         if result._is_view():
             base = result._base
-            return not any(base is t or base is t._base for t in (*self.operands, *self._look.values.values()))
+            outside = (*self.operands, *(read.value for read in self._look.outside.values()))
+            return not any(base is t or base is t._base for t in outside)
         return True
 
     def attach(self, results: _tree.Picked, attach: Callable[[list[Tensor], list[Tensor]], Any]) -> Any:
@@ -278,37 +279,36 @@ class Call:
         if len(self.operands) != forward._held or any(t is None for t in captured):
             return None
         look = self._look = Look(self.name, self.operands[: self._given], None)
-        look.outer = outer
-        look.begin()
-        for t in (*self.operands, *captured):
-            assert t is not None
-            look.read(t)
+        look.begin(outer)
+        constants = [ref() for ref, _ in forward._constants]
+        for t in (*self.operands, *captured, *constants):
+            if t is not None:
+                look.read(t)
+        self._survivors, self._temporary = [*forward._survivors], {*forward._temporary}
         self.since = internals.next_sequence_number()
         self._signature = forward._signature
         self.nests = forward.nests
         zeros = [
             t.flatten()[:0].sum()
-            for key, tensor in look.outside.items()
-            if _matters(t := look.values[key]) and (t.is_floating_point() or t.is_complex())
+            for _, t, _ in look.outside.values()
+            if _matters(t) and (t.is_floating_point() or t.is_complex())
         ]
         assert forward._result is not None
         leaves, spec = forward._result
         leaves = list(leaves)
         for i, shape, dtype in forward._returned:
-            value = torch.full(shape, float("nan"), dtype=dtype, device=zeros[0].device)
-            for zero in zeros:
-                value = value + (zero if dtype.is_complex or not zero.is_complex() else zero.real).to(dtype)
-            leaves[i] = value
+            zero = sum((z if dtype.is_complex or not z.is_complex() else z.real).to(dtype) for z in zeros)
+            # Derivatives of every order depend on all operands, as those of the results do.
+            leaves[i] = torch.full(shape, float("nan"), dtype=dtype, device=zeros[0].device) + torch.exp(zero)
         return _tree.unflatten(spec, leaves)
 
     def _find_operands(self, look: Look) -> None:
         """Add to the operands what the run was seen to read, and note what else it depends on."""
         constants = {}
-        for key, tensor in look.outside.items():
-            value = look.values[key]
+        for key, (tensor, value, version) in look.outside.items():
             if key in look.copies:
                 self._originals[self._add(tensor).index].written = True
-            elif internals.version(value) != look.versions[key]:
+            elif internals.version(value) != version:
                 raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, "a place out of sight"))
             elif (_matters(value) and not is_made_since(value, self.since)) or value is not tensor:
                 self._add(tensor)
@@ -317,14 +317,14 @@ class Call:
         captured = {id(t): t for t in self.operands[self._held :]}
         if captured or constants:
             for key, places in places_in_modules(self._objects, [*captured.values(), *constants.values()]).items():
-                self._originals[self._add(look.outside[key]).index].places = places
+                self._originals[self._add(look.outside[key].tensor).index].places = places
                 captured.pop(key, None)
                 constants.pop(key, None)
             for tensor, place in search(self._objects, captured, far=False) if captured else ():
                 self._originals[self._index[id(tensor)]].places.append(place)
             for key in look.handed_on & captured.keys():
                 self._must_have_place(key)
-        self._constants = [(weakref.ref(t), look.versions[key]) for key, t in constants.items()]
+        self._constants = [(weakref.ref(t), look.outside[key].version) for key, t in constants.items()]
 
     def _values(self, look: Look) -> list[Tensor]:
         """The operands as the forward found them."""
@@ -332,7 +332,8 @@ class Call:
         for key, tensor in zip(self._index, self.operands, strict=True):
             value = look.copies.get(key)
             if value is None:
-                value = internals.unwrap_dead(look.values.get(key, tensor))
+                read = look.outside.get(key)
+                value = internals.unwrap_dead(tensor if read is None else read.value)
             found.append(value.clone() if value.is_inference() else value)  # an inference tensor can't be saved
         return found
 
@@ -484,8 +485,8 @@ class Call:
         """Called when the derivative is attached and the forward's graph is gone: see what is still there."""
         look, self._look = self._look, None
         assert look is not None
-        self._survivors = look.survivors()
-        self._temporary = look.temporary()
+        self._survivors += look.survivors()
+        self._temporary |= look.temporary()
         self._objects, self.operands = [], []
         self._index = {}
 

@@ -15,7 +15,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from remat import _torch_internals as internals
-from remat._context import RandomState
 from remat._effects import ORDINARY, Effects, effects_of, reads_numbers_alone, written_by
 from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._graph import is_made_since
@@ -102,76 +101,84 @@ class Signature:
         self.hooks: list[int | None] = []
 
 
+class Read(NamedTuple):
+    """A tensor that a run was given, or has read from outside."""
+
+    tensor: Tensor
+    value: Tensor
+    """What stood for it: in the rerun of an outer function that may be another tensor."""
+    version: int
+    """How often it had been written to, at the first read."""
+
+
 class Look(TorchFunctionMode):
     """Looks at the forward run of a function.
 
     **Attributes:**
 
     - `outside`: the tensors that it has read from outside, or was given, by identity.
-    - `values`: what stood for them: in the rerun of an outer function another tensor may.
-    - `versions`: how often each had been written to, at the first read.
     - `handed_on`: those that a transform inside of the function has wrapped, or that an autograd.Function was given.
     - `copies`: those that the function has written to, as they were before.
     - `drew`: whether a torch call may have drawn random numbers.
     - `nests`: whether there were other calls in it.
     - `sets_hooks`: whether it has put a hook on a tensor.
+    - `tail_number`: the autograd sequence number after the tail.
     """
 
     delegate: Any = None
     """The look that has taken the place of this one. See NOTE [one mode at a time]."""
     is_rerun = False
+    outer: Look | None = None
+    drew = False
+    nests = False
+    sets_hooks = False
+    tail_number = 0
+    _memory: dict[int, list[int]] | None = None
 
-    def __init__(self, name: str, given: Iterable[Tensor], random: RandomState | None) -> None:
-        """A look at a run of the function `name`, which is given tensors."""
-        super().__init__()
+    def __init__(self, name: str, given: Iterable[Tensor], random: Any) -> None:
+        """A look at a run of the function `name`, which is given tensors. `random`: is told of explicit generators."""
         self.name = name
-        self.outer: Look | None = None
-        self.depth = internals.stack_depth()
         self.random = random
-        self.outside: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
-        self.versions: dict[int, int] = {}
+        self.depth = internals.stack_depth()
+        self.outside: dict[int, Read] = {}
         self.handed_on: set[int] = set()
         self.copies: dict[int, Tensor] = {}
         self.signature = Signature()
-        self.drew = False
-        self.sets_hooks = False
-        self.nests = False
-        self.tail_number = 0
-        """The autograd sequence number after the tail."""
+        self._given = given
         self._known: set[int] = set()
-        self._read: set[int] = set()
-        """Tensors that a rerun reads and that it may have made out of sight."""
         self._swaps: dict[int, Tensor] = {}
         self._unkept: list[weakref.ref[Tensor]] = []
-        self._memory: dict[int, list[Tensor]] | None = None
-        self._given = given
 
     # As a mode.
 
     def __enter__(self) -> Look:
-        self._before = before = _current.look, _current.mode
-        self.outer = None if self.is_rerun else before[0]
-        if self.outer is not None:
-            self._swaps = self.outer._swaps
+        self._before = look, mode = _current.look, _current.mode
         with internals.DisableTorchFunction():
-            self.begin()
-        mode = before[1]
-        self._delegate_before = None if mode is None else mode.delegate
-        if mode is not None and internals.top_function_mode() is mode:
-            mode.delegate = self
-        else:
-            if mode is not None:
-                mode.delegate = _BLIND
-            super().__enter__()
+            self.begin(None if self.is_rerun else look)
+        if mode is None:
+            internals.push_function_mode(self)
             _current.mode = self
+        else:
+            self._delegate_before = mode.delegate
+            if internals.top_function_mode() is mode:
+                mode.delegate = self
+            else:
+                mode.delegate = _BLIND
+                internals.push_function_mode(self)
+                _current.mode = self
         _current.look = self
         return self
 
-    def begin(self) -> None:
-        """Take what the run is given."""
+    def begin(self, outer: Look | None) -> None:
+        """Take what the run is given. `outer`: the look at the run around it."""
+        if outer is None:
+            for t in self._given:
+                self._add(t, t)
+            return
+        self.outer = outer
+        self._swaps = outer._swaps
         for t in self._given:
-            self._add(t, t if self.outer is None else self.outer.read(t))
+            self._add(t, outer.read(t))
 
     def __exit__(self, *error: Any) -> None:
         _current.look, mode = self._before
@@ -180,7 +187,7 @@ class Look(TorchFunctionMode):
         if mode is not None:
             mode.delegate = self._delegate_before
         if _current.mode is self:
-            super().__exit__(*error)
+            internals.pop_function_mode()
             _current.mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -200,21 +207,20 @@ class Look(TorchFunctionMode):
                 break
         effects = effects_of(func)
         if kwargs:
-            return self._call(effects, func, args, {k: self._seen_in(v) for k, v in kwargs.items()})
+            return self._call(effects, func, args, dict(zip(kwargs, self._seen(kwargs.values()), strict=True)))
         if effects is not ORDINARY:
             return self._call(effects, func, args, {})
         self.signature.tail = None
         out = func(*args)
-        if type(out) is Tensor:
+        if type(out) is Tensor and not internals.is_wrapper(out):
             known.add(id(out))
-            if out.requires_grad or (internals.is_wrapper(out) and internals.requires_grad_at_any_level(out)):
+            if out.requires_grad:
                 self._note(func, hash(out.shape))
             else:
                 self._unkept.append(weakref.ref(out))
-            if internals.level_of(out) > self.depth:
-                self._know_layers(out)
         elif type(out) not in _SCALARS:
-            self.add_results(func, out)
+            with internals.DisableTorchFunction():
+                self.add_results(func, out)
         return out
 
     def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
@@ -246,7 +252,7 @@ class Look(TorchFunctionMode):
         out = self._run(effects, func, args, kwargs)
         with internals.DisableTorchFunction():
             self.add_results(func, out, not (effects.is_custom or func is Tensor.requires_grad_))
-            if effects.multiplies and len(signature.calls) > position and "out" not in kwargs and is_large(out, args):
+            if effects.multiplies and len(signature.calls) > position and is_large(out, args) and "out" not in kwargs:
                 signature.tail, signature.tail_call = position, None
                 self.tail_number = internals.next_sequence_number()
         return out
@@ -280,7 +286,7 @@ class Look(TorchFunctionMode):
         """
         key = id(tensor)
         if key in self._known:
-            return self.values.get(key, tensor)
+            return tensor
         value = self._swaps.get(key, tensor)  # in a rerun, which may run below the level of the original
         if value is tensor and internals.level_of(tensor) > self.depth:
             self.read(internals.unwrapped(tensor), handed_on=True)
@@ -296,15 +302,10 @@ class Look(TorchFunctionMode):
         return value
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
-        key = id(tensor)
-        self.outside[key] = tensor
-        self.values[key] = value
-        self.versions[key] = internals.version(value)
-        if value is tensor:
-            self._known.add(key)
+        self.outside[id(tensor)] = Read(tensor, value, internals.version(value))
         self._known.add(id(value))
         if self._memory is not None:
-            self._memory.setdefault(internals.memory_of(value), []).append(tensor)
+            self._memory.setdefault(internals.memory_of(value), []).append(id(tensor))
 
     def _mark_draw(self) -> None:
         look: Look | None = self
@@ -326,15 +327,15 @@ class Look(TorchFunctionMode):
         """Keep the value that a tensor from outside had before this run changed it: the rerun starts from it."""
         if self._memory is None:
             self._memory = {}
-            for tensor in self.outside.values():
-                self._memory.setdefault(internals.memory_of(self.values[id(tensor)]), []).append(tensor)
-        for tensor in self._memory.get(internals.memory_of(written), ()):
-            if id(tensor) in self.copies:
+            for key, read in self.outside.items():
+                self._memory.setdefault(internals.memory_of(read.value), []).append(key)
+        for key in self._memory.get(internals.memory_of(written), ()):
+            value = self.outside[key].value
+            if key in self.copies:
                 continue
-            value = self.values[id(tensor)]
             if internals.requires_grad_at_any_level(value):
                 raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, call_site()))
-            self.copies[id(tensor)] = value.clone()
+            self.copies[key] = value.clone()
         if self.outer is not None:
             self.outer.before_write(written)
 
@@ -371,7 +372,8 @@ class Look(TorchFunctionMode):
             else:
                 self._unkept.append(weakref.ref(t))
         if differentiated and listed:
-            self._note(func, hash(tuple(() if t.is_nested else t.shape for t in found)))
+            shapes = [() if t.is_nested else t.shape for t in found]  # those of nested ones are new symbols each time
+            self._note(func, hash(shapes[0] if out is found[0] else tuple(shapes)))
 
     def _know_layers(self, tensor: Tensor) -> None:
         """A tensor was made, and so were those that it wraps: a transform inside of the function may unwrap it."""
@@ -391,13 +393,12 @@ class Look(TorchFunctionMode):
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run has made a tensor."""
-        return id(tensor) in self._known and id(tensor) not in self.outside and id(tensor) not in self._read
+        return id(tensor) in self._known and id(tensor) not in self.outside
 
     def temporary(self) -> set[Any]:
         """Shapes and dtypes of the tensors that were read from outside and are gone: the function makes them anew."""
-        refs = [(weakref.ref(t), t.shape, t.dtype) for t in self.outside.values()]
+        refs = [(weakref.ref(t), t.shape, t.dtype) for t, _, _ in self.outside.values()]
         self.outside.clear()
-        self.values.clear()
         return {(shape, dtype) for ref, shape, dtype in refs if ref() is None}
 
     def survivors(self) -> list[weakref.ref[Tensor]]:
@@ -443,6 +444,8 @@ class RerunLook(Look):
         self._since = internals.next_sequence_number()
         self._position = 0
         self._hook = 0
+        self._read: set[int] = set()
+        """Tensors that it reads and may have made out of sight."""
         self._level = level
         self._tail = forward.tail if spares_tail else None
 
@@ -465,6 +468,9 @@ class RerunLook(Look):
             self._read.add(key)
         self._known.add(key)
         return tensor
+
+    def has_made(self, tensor: Tensor) -> bool:
+        return super().has_made(tensor) and id(tensor) not in self._read
 
     def _run(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         if effects.multiplies and self._position == self._tail and func is self._forward.calls[self._position][0]:

@@ -1088,6 +1088,11 @@ def alias(tensor: Tensor) -> Tensor:
 function_modes_active: Callable[[], int] = torch._C._len_torch_function_stack
 
 
+# Enter and leave a torch-function mode, without the two calls around each.
+push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+
+
 def top_function_mode() -> Any:
     """The innermost active torch-function mode, None outside of all."""
     size = torch._C._len_torch_function_stack()
