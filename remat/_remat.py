@@ -29,7 +29,7 @@ from remat._spaces import attributes_of
 from remat._static import StaticArguments, as_tuple
 from remat._unwatched import unwatched
 from remat._watch import active_watches
-from remat.policies import Policy, as_policy, nothing_saveable
+from remat.policies import Policy, as_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,8 +62,7 @@ class Remat(Generic[P, R]):
         functools.update_wrapper(self, fun, updated=("__dict__",) if isinstance(fun, types.FunctionType) else ())
         self._options = options
         self._name = _name(fun)
-        policy = None if options.policy is None or _compile.tracing() else as_policy(options.policy)
-        self._policy = None if policy == nothing_saveable else policy
+        self._policy = None if options.policy is None or _compile.tracing() else as_policy(options.policy)
         self._static = StaticArguments(fun, self._name, options.static_argnums, options.static_argnames)
         self._has_static = bool(options.static_argnums or options.static_argnames)
 
@@ -84,12 +83,10 @@ class Remat(Generic[P, R]):
             return fun(*args, **kwargs)
         fun = internals.uncompiled(fun)  # remat goes by the ops
         watch = watching.get() or (watchers[-1] if watchers else None)
-        if watch is None or is_inside():
-            policy, preserve_rng_state = self._policy, self._options.preserve_rng_state
-            sees_ops = policy is not None
-            unwatched_call = unwatched(fun, self._name, args, kwargs, sees_ops=sees_ops, as_given=self._has_static)
+        if self._policy is None and (watch is None or is_inside()):
+            unwatched_call = unwatched(fun, self._name, args, kwargs, sees_ops=False, as_given=self._has_static)
             if unwatched_call is not None:
-                return unwatched_call.run(fun, args, kwargs, policy, preserve_rng_state)
+                return unwatched_call.run(fun, args, kwargs, self._options.preserve_rng_state)
         leaves, spec = _tree.flatten(self._static.boxed(args, kwargs))
         call = Call(fun, self._name, leaves, spec, self._policy)
         call.watched = watch is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -22,9 +22,8 @@ from remat._frozen import Thawer
 from remat._log import Log
 from remat._recorder import Recorder
 from remat._run import ARRAY_CHANGED, CHANGES, CHANGES_SHARED, Run, stranger
-from remat._spare import Replay, is_recorded
 from remat._tail import Spared
-from remat._tape import Tape
+from remat._tape import Replay, Tape
 from remat.random._keyed import Position, resumed, running, suspended
 
 _OUT_OF_REACH = (
@@ -97,7 +96,7 @@ class Call:
             draws = KeptDraws() if preserve_rng_state and internals.tracing() else None
             run.random = draws or (RandomState(tensors, keyed=keys is not None) if preserve_rng_state else None)
         if self.policy is not None and not internals.tracing():
-            self._recorder = Recorder(self.policy.start(), preserve_rng_state, call_site if self.watched else None)
+            self._recorder = Recorder(self.policy.start(), call_site if self.watched else None)
         with internals.without_saved_tensors_hooks(), run, self._recorder or draws or contextlib.nullcontext():
             out = self.closure.call(*args, **kwargs)
         self._log = run.log
@@ -157,8 +156,6 @@ class Call:
                 if id(t) not in run.snapshots:
                     raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
                 self._written.add(i)
-                if self.tape is not None:
-                    self.tape.remember(i, t)
                 t = run.snapshots[id(t)]
             if i in self.cut:
                 t = t.detach()  # the graph that it comes with may be gone
@@ -185,7 +182,7 @@ class Call:
             if inputs[i].requires_grad and inputs[i].is_leaf:
                 inputs[i] = inputs[i].view_as(inputs[i])
         draws = suspended() if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
-        again = self.tape is not None and is_recorded(operands)
+        again = self.tape is not None and _is_recorded(operands)
         with self.ambient.restored(), replayed(self.random), draws:
             return self._rerun(inputs, again)
 
@@ -208,8 +205,9 @@ class Call:
         replay: Any = contextlib.nullcontext()
         if self.tape is not None and not internals.tracing():
             replay = Replay(self.tape, self.name, self.last_rerun and not again)
-            for i in self.tape.operands:
-                replay.given(i, operands[i])
+            for i in self._written:
+                if (original := self.originals[i]()) is not None:
+                    replay.stands_for(operands[i], original)
             self._replays.append(replay)
         thaw = self.closure.thawer(operands)
         self._thawed.append(thaw)
@@ -259,3 +257,8 @@ class Call:
             tensor = ref()
             if tensor is not None:
                 raise stranger(self.name, tensor)
+
+
+def _is_recorded(operands: Iterable[Tensor]) -> bool:
+    """Whether a rerun that reads these is recorded: another follows then, in the derivative of this derivative."""
+    return any(t.grad_fn is not None or internals.requires_grad_below(t) for t in operands)

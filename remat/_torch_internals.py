@@ -220,6 +220,11 @@ def memory_of(tensor: Tensor) -> int:
     return plain.untyped_storage()._cdata if plain.layout == torch.strided else id(plain)
 
 
+def in_use(storage: Any) -> bool:
+    """Whether a tensor lies in a storage, besides Python's look at it."""
+    return torch._C._storage_Use_Count(storage._cdata) > 1
+
+
 def two_that_share_memory(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:
     """Two tensors that lie in the same stretch of the same storage, if there are such."""
     found: dict[int, list[tuple[int, int, Tensor]]] = {}

@@ -2,10 +2,9 @@
 
 What such a function depends on is known before it runs: its arguments, the tensors in its cells and globals and those
 of the modules that it uses. Under plain autograd the call keeps its native graph, without what that would save; so do
-calls with large tensors or with a policy under a lone `grad`, which run below it, and those of functions that call
-others under remat. A backward pass over such a graph runs the function again, or with a policy single ops of it. Under
-other transforms a node takes the place of the graph, and reruns need not compute the last product of large tensors, or
-what the tape of a policy tells.
+calls with large tensors under a lone `grad`, which run below it, and those of functions that call others under remat. A
+backward pass over such a graph runs the function again. Under
+other transforms a node takes the place of the graph, and reruns need not compute the last product of large tensors.
 """
 
 from __future__ import annotations
@@ -29,14 +28,10 @@ from remat._errors import CheckpointError, RematError, note_rerun
 from remat._frozen import Freezer, Table, Thawer, cell_contents
 from remat._nesting import is_inside, under
 from remat._primitive import attach, attach_over_graph, attach_over_graph_below
-from remat._recorded_graph import RecordedGraph
-from remat._recorder import Recorder
 from remat._run import CHANGES
-from remat._spare import Replay, is_recorded
 from remat._sparse_graph import SparseGraph
 from remat._stand_ins import Swapped, filled
 from remat._tail import LastProduct, Search, Spared, Sparing
-from remat._tape import Tape
 from remat._watch import active_watches
 from remat.random._keyed import suspended
 
@@ -99,7 +94,7 @@ class UnwatchedCall:
     - `operands`: until the function runs, the tensors that it is given and finds, each once.
     - `versions`: how often each had been written to.
     - `random`: the draws to repeat.
-    - `tape`: what a policy keeps.
+    - `tape`: None: calls with a policy are not among these.
     - `needs_node`: whether a node has to take the place of the native graph from the start.
     """
 
@@ -110,7 +105,7 @@ class UnwatchedCall:
     versions: list[int]
     returned: list[int]
     random: RandomState | None = None
-    tape: Tape | None = None
+    tape = None
     _roots: list[Any] | None
     _under_transforms = False
     _random_before: RandomState | None = None
@@ -164,7 +159,7 @@ class UnwatchedCall:
             self._written = _pure.written(reads)
             self._counters = [(t, t._version) for t in _pure.counters(reads)]
         self._fun, self._roots = fun, roots
-        self._reruns: list[Spared | Replay] = []
+        self._reruns: list[Spared] = []
         if contents:
             self._roots = None  # those of what is put together again count
             freezer = Freezer(contents, position)
@@ -226,24 +221,21 @@ class UnwatchedCall:
         self._as_checkpoint = True
 
     def run(
-        self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Any, preserve_rng_state: bool
+        self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool
     ) -> Any:
         """The user's own call, and its result with the remat'd derivative.
 
         **Arguments:**
 
-        - `policy`: what is kept, or None.
         - `preserve_rng_state`: whether the rerun draws what the forward draws.
         """
         self._repeats_draws = self._repeats_draws and preserve_rng_state
         if self.needs_node:
-            return self._run_under_node(fun, args, kwargs, policy)
+            return self._run_under_node(fun, args, kwargs)
         operands = self.operands
-        graph = self._graph(policy)
+        graph = self._graph()
         out = graph.record(fun, args, kwargs)
         results = _tree.Picked(out, functools.partial(_is_computed, operands))
-        if policy is not None:
-            self._keep(graph, results)
         if not results.tensors:
             return out
         self.returned = results.positions
@@ -253,27 +245,23 @@ class UnwatchedCall:
         )
         return results.replaced(attach_over_graph(self, results.tensors, operands, graph))
 
-    def _run_under_node(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Any) -> Any:
+    def _run_under_node(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = self.operands
-        mode: Recorder | Search | None = None
+        mode: Search | None = None
         size = max(map(Tensor.numel, operands), default=0)
-        is_worth_it = policy is not None or self.nests or size > _WORTH_A_GRAPH
+        is_worth_it = self.nests or size > _WORTH_A_GRAPH
         level = internals.lone_grad() if is_worth_it and self._reads.may_run_below else None
         if level is not None and self._may_run_below(level):
-            below = self._run_below(level, policy)
+            below = self._run_below(level)
             if below is not None:
                 return below[0]
         self._under_transforms = internals.transforms_active()
-        if policy is not None:
-            mode = self._recorder(policy)
-        elif size > _WORTH_A_MODE and not self.nests:
+        if size > _WORTH_A_MODE and not self.nests:
             mode = Search()
         out = self.forward(fun, args, kwargs, mode)
         results = _tree.Picked(out, functools.partial(_is_computed, operands))
         if isinstance(mode, Search):
             self._last = mode.found()
-        elif mode is not None:
-            self._keep(mode, results)
         values = results.tensors
         if not values:
             return out
@@ -281,23 +269,9 @@ class UnwatchedCall:
         attached = attach(Derived(self, self), values, operands)
         return out if attached is values else results.replaced(attached)
 
-    def _graph(self, policy: Any) -> SparseGraph | RecordedGraph:
-        """What holds nothing of the run that is about to begin, but what a policy keeps."""
-        if policy is None:
-            return SparseGraph(self, early_stop=True, under_node=True)
-        return RecordedGraph(self, self._recorder(policy, for_graph=True))
-
-    def _recorder(self, policy: Any, for_graph: bool = False) -> Recorder:
-        return Recorder(
-            policy.start(),
-            self._repeats_draws,
-            for_graph=for_graph,
-            gives_memory_away=self._reads.gives_memory_away,
-        )
-
-    def _keep(self, recorder: Any, results: _tree.Picked) -> None:
-        """Take what a policy keeps of the run."""
-        self.tape = recorder.tape([r for r in results.leaves if isinstance(r, Tensor)])
+    def _graph(self) -> SparseGraph:
+        """What holds nothing of the run that is about to begin."""
+        return SparseGraph(self, early_stop=True, under_node=True)
 
     def _may_run_below(self, level: int) -> bool:
         """Whether a `grad`, the only transform, is all that differentiates the call, and it changes no list."""
@@ -314,7 +288,7 @@ class UnwatchedCall:
             and _TENSORS.issuperset(map(type, below))
         )
 
-    def _run_below(self, level: int, policy: Any) -> tuple[Any] | None:
+    def _run_below(self, level: int) -> tuple[Any] | None:
         """The result of the call, run below a `grad`, the only transform: there its graph need not save anything.
 
         None where it can't run there: it draws, which ops do in other ways there, or it fails, or what it returns is a
@@ -324,12 +298,10 @@ class UnwatchedCall:
         with internals.base_level(), internals.grad_enabled():
             below = [(t, internals.unwrap_grad(t, level)) for t in operands]
             self.operands = leaves = [b.detach().requires_grad_() if t.requires_grad else b for t, b in below]
-            graph = self._graph(policy)
+            graph = self._graph()
             try:
                 out = graph.record(self.again, (leaves,), {"is_rerun": False})
                 results = _tree.Picked(out, lambda r: isinstance(r, Tensor)) if _is_plain(out) else None
-                if results is not None and policy is not None:
-                    self._keep(graph, results)
             except RematError:  # it has written to an operand: once is enough
                 raise
             except Exception:
@@ -338,7 +310,7 @@ class UnwatchedCall:
         if results is None or self.random is not None or not self._can_be_lifted(results, leaves):
             if (random := self.random or self._random_before) is not None:
                 random.put_back()
-            self.operands, self.random, self.tape, self._reads.may_run_below = operands, None, None, False
+            self.operands, self.random, self._reads.may_run_below = operands, None, False
             return None
         made = [(i, r) for i, r in zip(results.positions, results.tensors, strict=True) if id(r) not in lifted]
         values = [r for _, r in made if r.requires_grad]
@@ -358,7 +330,7 @@ class UnwatchedCall:
         return not may_share or {*map(internals.memory_of, leaves)}.isdisjoint(map(internals.memory_of, may_share))
 
     def forward(
-        self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Recorder | Search | None = None
+        self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Search | None = None
     ) -> Any:
         """The user's own call: `fun` is the function before it was taken apart. `mode`: what looks on."""
         operands, self.operands = self.operands, []
@@ -381,7 +353,7 @@ class UnwatchedCall:
     @property
     def needs_level(self) -> bool:
         """Whether the ops of a rerun have to be those of the forward one by one, and that ran under a transform."""
-        return self._under_transforms and (self.random is not None or self.tape is not None)
+        return self._under_transforms and self.random is not None
 
     def again(self, operands: Sequence[Tensor], *, is_rerun: bool = True) -> Any:
         """The call again, with operands in the place of the tensors that it was given and found."""
@@ -446,14 +418,7 @@ class UnwatchedCall:
                     raise CheckpointError(_COUNTED.format(self.name))
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
-        if self.tape is not None:
-            again = is_recorded(filter(self.tape.was_read, operands))
-            consume = self.last_rerun and not again
-            away = self._reads.gives_memory_away
-            with Replay(self.tape, self.name, consume, gives_memory_away=away) as replay:
-                self._reruns.append(replay)
-                result = self.again(operands)
-        elif self._last is not None:
+        if self._last is not None:
             with Sparing(self.name, self._last) as mode:
                 self._reruns.append(mode.spared)
                 result = self.again(operands)

@@ -13,8 +13,8 @@ from remat import _compile, _tree
 from remat import _torch_internals as internals
 from remat._context import drawn_from
 from remat._errors import CheckpointError, shown
+from remat._ops import facts_of
 from remat._remat import remat
-from remat._values import schema_of
 from remat.compat._call import Contexts
 from remat.compat._devices import noop_context_fn
 from remat.compat._named_ops import named_in_vain, policy_of_ops, warn_in_vain
@@ -207,7 +207,7 @@ class Selective(_Counter):
             self._error = error
             raise
         if (decision in _SAVE or decision in _OFFLOAD) and _can_be_kept(func) and _is_strided(out):
-            draws = self.preserve_rng_state and schema_of(func).draws
+            draws = self.preserve_rng_state and facts_of(func).draws
             drawn = drawn_from(args, kwargs) if draws else None
             self.cache.entries[key] = _signature(args, kwargs), drawn, *self._keep(out, decision in _OFFLOAD, mutable)
         return out
@@ -232,7 +232,7 @@ class Selective(_Counter):
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> list[_Kept]:
         """What of that which was kept an op writes to."""
-        storages = {x.untyped_storage()._cdata for x in schema_of(func).written(args, kwargs)}
+        storages = {x.untyped_storage()._cdata for x in facts_of(func).written(args, kwargs)}
         return [kept for kept in self.cache.kept if kept.storage in storages]
 
 
@@ -295,7 +295,7 @@ def _is_mutable(func: Any) -> bool:
 
 def _is_repeatable(func: Any, draws_again: bool) -> bool:
     """Whether an op may run again. `draws_again`: whether it draws what it has drawn."""
-    return getattr(func, "namespace", "") == "aten" and (draws_again or not schema_of(func).draws)
+    return getattr(func, "namespace", "") == "aten" and (draws_again or not facts_of(func).draws)
 
 
 @functools.cache

@@ -1,0 +1,100 @@
+"""What is known of an aten op, whatever it is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+
+# They write to running_mean and running_var, which their schemas do not say.
+_WRITE_STATISTICS = {
+    getattr(torch.ops.aten, name).default
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+    if hasattr(torch.ops.aten, name)
+}
+
+
+class OpFacts:
+    """What is known of an op.
+
+    **Attributes:**
+
+    - `func`: the op.
+    - `draws`: whether it draws random numbers.
+    - `is_view`: whether it computes nothing: what it returns lies in the memory that it was given.
+    - `writes`: whether it writes to arguments.
+    - `counts_writes`: whether torch counts that under a mode.
+    """
+
+    __slots__ = ("_statistics", "_written", "counts_writes", "draws", "func", "is_view", "writes")
+
+    def __init__(self, func: Any) -> None:
+        returns = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+        arguments = enumerate(func._schema.arguments)
+        self.func = func
+        self.draws = torch.Tag.nondeterministic_seeded in func.tags
+        # `squeeze_` and the like write nothing.
+        self.is_view = torch.Tag.inplace_view in func.tags or not all(r.is_write for r in returns)
+        self.counts_writes = "_foreach_" not in func._schema.name
+        self._written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        self._statistics = func in _WRITE_STATISTICS
+        self.writes = bool(self._written) or self._statistics
+
+    def written(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """The tensors that a call writes to."""
+        if not self.writes:
+            return []
+        found: list[Any] = list(args[3:5]) if self._statistics and args[5] else []  # args[5]: in training
+        for i, name in self._written:
+            found += flat(args[i] if i < len(args) else kwargs.get(name))
+        return [t for t in found if isinstance(t, Tensor)]
+
+
+_facts: dict[int, OpFacts] = {}  # by identity: to hash an op takes longer than all that is asked here
+
+
+def facts_of(func: Any) -> OpFacts:
+    """What is known of an op."""
+    facts = _facts.get(id(func))
+    if facts is None:
+        facts = _facts[id(func)] = OpFacts(func)
+    return facts
+
+
+def flat(out: Any) -> Sequence[Any]:
+    """What an op takes or returns, as a sequence."""
+    return out if isinstance(out, (list, tuple)) else (out,)
+
+
+def tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors among the arguments of an op."""
+    found: list[Tensor] = []
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, (list, tuple)):
+            found += [t for t in x if isinstance(t, Tensor)]
+    return found
+
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def plain(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor says what it is: not of a sparse, subclass, lazily zero or negated one."""
+    kind = type(tensor)
+    if kind not in _PLAIN and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
+    return tensor.layout is torch.strided and not (
+        tensor._is_zerotensor() or tensor.is_neg() or tensor.is_conj() or tensor.is_quantized
+    )
+
+
+def bytes_of(storage: Any) -> Tensor:
+    """A tensor over all of a storage."""
+    with internals.DisableTorchDispatch():
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
