@@ -1,9 +1,9 @@
-"""What is known of an aten op, whatever it is called with."""
+"""What is known of aten ops and of the tensors that they take, whatever the values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,13 +85,43 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def plain(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor says what it is: not of a sparse, subclass, lazily zero or negated one."""
+    """Whether the memory of a tensor says what it is: not of a sparse, quantized, lazily zero one or a subclass."""
     kind = type(tensor)
     if kind not in _PLAIN and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
-    return tensor.layout is torch.strided and not (
-        tensor._is_zerotensor() or tensor.is_neg() or tensor.is_conj() or tensor.is_quantized
-    )
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor._is_zerotensor()
+
+
+def storages(found: Iterable[Tensor]) -> list[Any]:
+    """The storages of those tensors that have one, plain or not."""
+    return [t.untyped_storage() for t in found if t.layout is torch.strided]
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
+
+    def over(self, storage: Any) -> Tensor:
+        """The tensor over a storage."""
+        with internals.DisableTorchDispatch():
+            empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+            return self.flagged(empty.set_(storage, self.offset, self.size, self.stride))
+
+    def flagged(self, tensor: Tensor) -> Tensor:
+        """A view that is lazily conjugated and negated as the tensor is."""
+        tensor = tensor.conj() if self.is_conj else tensor
+        return internals.negative_view(tensor) if self.is_neg else tensor
+
+
+def layout_of(t: Tensor) -> Layout:
+    """How a tensor lies in its storage."""
+    return Layout(t.size(), t.stride(), int(t.storage_offset()), t.dtype, t.is_conj(), t.is_neg())
 
 
 def bytes_of(storage: Any) -> Tensor:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._context import RandomState
-from remat._ops import OpFacts, bytes_of, flat
-from remat._values import Layout
+from remat._ops import Layout, OpFacts, bytes_of, flat
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _numbers = itertools.count()
@@ -78,9 +77,9 @@ class Recipe:
             memory[id(cell)] = bytes_of(cell.storage).clone().untyped_storage()
         args = [_filled(x, memory) for x in self._args]
         kwargs = {k: _filled(x, memory) for k, x in self._kwargs.items()}
-        with _NOTHING if self._before is None else self._before.replayed():
-            with internals.without_autocast(), internals.views_resolved():
-                out = self._facts.func(*args, **kwargs)
+        draws = _NOTHING if self._before is None else self._before.replayed()
+        with draws, internals.without_autocast(), internals.views_resolved():
+            out = self._facts.func(*args, **kwargs)
         _fill(self._outputs, flat(out))
         _fill(self._writes, self._facts.written(args, kwargs))
 

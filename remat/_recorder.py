@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from remat import _torch_internals as internals
 from remat._context import drawn_from
 from remat._names import current_name
-from remat._ops import facts_of, flat, plain, tensors
+from remat._ops import facts_of, flat, plain, storages, tensors
 from remat._tape import KEEP, Kept, Tape
 from remat._values import CONSTANT, Changed, Content, Op, OpMode, Value
 from remat.policies._enum import CheckpointPolicy
@@ -180,12 +180,10 @@ class Recorder(OpMode):
 
     def _run_again(self, changed: list[Tensor], args: Any, kwargs: Any) -> None:
         """Note an op that is not known by what it reads."""
-        for t in filter(plain, tensors(args, kwargs)):
-            content = self._content(t.untyped_storage())
+        for content in map(self._content, storages(tensors(args, kwargs))):
             self._again.append(content.value)
             self._pin(content)
-        for t in filter(plain, changed):
-            content = self._content(t.untyped_storage())
+        for content in map(self._content, storages(changed)):
             content.value.is_replaced = True
             content.value = Value()
 
@@ -294,6 +292,8 @@ class Recorder(OpMode):
         if read:
             nodes = internals.nodes_behind((n for r in results for n in internals.nodes_of(r)), self._since)
             tapes = [tape for n in nodes if isinstance(tape := getattr(n, "tape", None), Tape)]  # of calls inside
+            if any(map(internals.packs, nodes)):  # hooks know what it holds
+                return set()
             held = [h for n in nodes for h in internals.held_by(n)] + [k.memory for t in tapes for k in t.kept.values()]
             inner = [internals.innermost(t) for t in held if isinstance(t, Tensor)]
             saved = {id(t.untyped_storage()) for t in inner if plain(t)}

@@ -23,7 +23,7 @@ from remat._log import Log
 from remat._recorder import Recorder
 from remat._run import ARRAY_CHANGED, CHANGES, CHANGES_SHARED, Run, stranger
 from remat._tail import Spared
-from remat._tape import Replay, Tape
+from remat._tape import Origin, Replay, Tape
 from remat.random._keyed import Position, resumed, running, suspended
 
 _OUT_OF_REACH = (
@@ -64,6 +64,7 @@ class Call:
         self.cut: set[int] = set()
         """Operands that the function has replaced and no torch call has read. No gradient goes to them."""
         self._written: set[int] = set()
+        self._origins: dict[int, Origin | None] = {}
         self._interior: set[int] = set()
         """Operands that were results of other ops: `is_leaf` tells, and hooks go by it."""
         self.strangers: list[weakref.ref[Tensor]] = []
@@ -156,6 +157,7 @@ class Call:
                 if id(t) not in run.snapshots:
                     raise RematError(CHANGES.format(self.name, list(t.shape), t.dtype, "a place out of sight"))
                 self._written.add(i)
+                self._origins[i] = None if self.tape is None else self.tape.origin(t)
                 t = run.snapshots[id(t)]
             if i in self.cut:
                 t = t.detach()  # the graph that it comes with may be gone
@@ -206,8 +208,7 @@ class Call:
         if self.tape is not None and not internals.tracing():
             replay = Replay(self.tape, self.name, self.last_rerun and not again)
             for i in self._written:
-                if (original := self.originals[i]()) is not None:
-                    replay.stands_for(operands[i], original)
+                replay.stands_for(operands[i], self._origins[i])
             self._replays.append(replay)
         thaw = self.closure.thawer(operands)
         self._thawed.append(thaw)

@@ -11,7 +11,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from remat import _torch_internals as internals
 from remat._effects import GIVES_MEMORY_AWAY
 from remat._errors import CheckpointError
 from remat._offload import Offloaded
-from remat._ops import OpFacts, bytes_of, facts_of, flat, plain, tensors
+from remat._ops import Layout, OpFacts, bytes_of, facts_of, flat, layout_of, plain, storages, tensors
 from remat._recipes import Cell, Operand, Recipe, compute
-from remat._values import CONSTANT, Changed, Content, Op, OpMode, Value, layout_of
+from remat._values import CONSTANT, Changed, Content, Op, OpMode, Value
 from remat.policies._enum import CheckpointPolicy
 
 _OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
@@ -74,6 +74,18 @@ class Kept:
         return self.memory.detach()
 
 
+class Origin(NamedTuple):
+    """What a tensor from outside contained, and how it lay in its storage."""
+
+    value: Value
+    layout: Layout
+    nbytes: int
+
+
+def _origin(raw: Tensor, value: Value) -> Origin:
+    return Origin(value, layout_of(raw), raw.untyped_storage().nbytes())
+
+
 class _Latest(threading.local):
     offloading: weakref.ref[Tape] | None = None
 
@@ -110,6 +122,15 @@ class Tape:
         """What a storage contained, if the run read it and no op made it."""
         known = self._outsides.get(id(storage))
         return known[1] if known is not None and known[0]() is storage else None
+
+    def origin(self, tensor: Tensor) -> Origin | None:
+        """What tells a tensor from outside, for reruns that are given a copy of it; None where the run did not read it.
+
+        Its layout counts: the copy must have the same elements at the same places.
+        """
+        raw = internals.innermost(tensor)
+        value = self.outside(raw.untyped_storage()) if plain(raw) else None
+        return None if value is None else _origin(raw, value)
 
     def was_read(self, tensor: Tensor) -> bool:
         """Whether the run has read a tensor from outside, or what shares its memory; or that can't be told."""
@@ -181,14 +202,12 @@ class Replay(OpMode):
         if accesses is not None:
             accesses.__exit__(*error)
 
-    def stands_for(self, copy: Tensor, original: Tensor) -> None:
+    def stands_for(self, copy: Tensor, origin: Origin | None) -> None:
         """The rerun is given a copy of a tensor, because the forward has written to it."""
-        new, old = internals.innermost(copy), internals.innermost(original)
-        if not (plain(new) and plain(old) and layout_of(new) == layout_of(old)):
-            return
-        storage, value = new.untyped_storage(), self._tape.outside(old.untyped_storage())
-        if value is not None and storage.nbytes() == old.untyped_storage().nbytes():
-            self._contents[id(storage)] = Content(storage, value, made=False)
+        raw = internals.innermost(copy)
+        if origin is not None and origin == _origin(raw, origin.value):
+            storage = raw.untyped_storage()
+            self._contents[id(storage)] = Content(storage, origin.value, made=False)
 
     def settle(self) -> None:
         """Compute what the rerun's graph holds and was skipped. Called when the results are gone, and it is left."""
@@ -202,8 +221,7 @@ class Replay(OpMode):
             self._fill(contents)
 
     def _accessed(self, given: list[Tensor]) -> None:
-        raw = [t for t in map(internals.innermost, given) if t.layout is torch.strided]
-        self._compute([self._content(t.untyped_storage()) for t in raw])
+        self._compute(map(self._content, storages(map(internals.innermost, given))))
 
     def _outside(self, storage: Any) -> Value:
         return self._tape.outside(storage) or Value()
@@ -222,9 +240,8 @@ class Replay(OpMode):
         return func(*args, **kwargs) if op.is_view else self._skip(op, facts, args, kwargs)
 
     def _run(self, op: Op | None, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-        given = [t.untyped_storage() for t in tensors(args, kwargs) if t.layout is torch.strided]
-        self._fill(map(self._content, given))
-        changed = [self._content(t.untyped_storage()) for t in facts.written(args, kwargs)]
+        self._fill(map(self._content, storages(tensors(args, kwargs))))
+        changed = [*map(self._content, storages(facts.written(args, kwargs)))]
         for content in changed:
             self._protect(content)
         out = facts.func(*args, **kwargs)
@@ -328,4 +345,4 @@ def _hollow(value: Value) -> Tensor:
     layout = value.layout
     size = -(-value.nbytes // layout.dtype.itemsize)
     full = torch.full((size,), _conspicuous(layout.dtype), dtype=layout.dtype, device=value.device)
-    return full.as_strided(layout.size, layout.stride, layout.offset)
+    return layout.flagged(full.as_strided(layout.size, layout.stride, layout.offset))

@@ -767,6 +767,12 @@ def held_by(node: Any) -> Iterator[Any]:
         yield held_in(held) if isinstance(held, torch._C._autograd.SavedTensor) else held
 
 
+def packs(node: Any) -> bool:
+    """Whether hooks have put something in the place of a tensor that a node saves."""
+    saved = (held_in(s) for s in _saved_by(node, "_raw") if isinstance(s, torch._C._autograd.SavedTensor))
+    return any(held is not None and not isinstance(held, Tensor) for held in saved)
+
+
 def unpacked_by_hooks(nodes: Iterable[Any], checkpoints: type) -> Iterator[Tensor]:
     """The plain tensors that the user's hooks make of what they have put in the place of saved ones.
 

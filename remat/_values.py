@@ -8,40 +8,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._context import RandomState
-from remat._ops import OpFacts, plain
+from remat._ops import OpFacts, layout_of, plain
+from remat._recipes import Cell
 from remat.policies._enum import CheckpointPolicy
 
-if TYPE_CHECKING:
-    from remat._recipes import Cell
-
 CONSTANT = torch.ops.aten.lift_fresh.default  # is given what `torch.tensor` has made of Python numbers
-
-
-class Layout(NamedTuple):
-    """How a tensor lies in its storage."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-    def over(self, storage: Any) -> Tensor:
-        """The tensor over a storage."""
-        with internals.DisableTorchDispatch():
-            empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-            return empty.set_(storage, self.offset, self.size, self.stride)
-
-
-def layout_of(t: Tensor) -> Layout:
-    """How a tensor lies in its storage."""
-    return Layout(t.size(), t.stride(), int(t.storage_offset()), t.dtype)
 
 
 class Value:
@@ -191,7 +169,7 @@ class OpMode(internals.DispatchMode):
                 if content is None or content.storage() is not storage:
                     content = self._content(storage)
                 reads.append(content)
-                key += (content.value, x.size(), x.stride(), x.storage_offset(), x.dtype)
+                key += (content.value, x.size(), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg())
             elif kind is int or kind is bool or x is None:
                 key += (kind, x)  # 1 == True
             elif kind is list or kind is tuple:

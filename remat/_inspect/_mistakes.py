@@ -20,6 +20,7 @@ from remat._inspect._tables import bytes_text
 from remat._remat import watchers
 from remat._replay import Call
 from remat._run import Run, active_runs
+from remat.policies import nothing_saveable
 
 _log = logging.getLogger("remat")
 _warned: set[str] = set()
@@ -109,7 +110,7 @@ class Watched:
         return see
 
     def _check_policy(self, call: Call, where: str) -> None:
-        if call.tape is not None and not call.tape.matched:
+        if call.tape is not None and not call.tape.matched and call.policy != nothing_saveable:
             self.warn(_NOTHING.format(policy=call.policy, name=call.name, where=where))
 
     def _check_place(self, name: str, where: str, drops: int, out: Any) -> None:
