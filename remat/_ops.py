@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,15 +82,17 @@ def tensors(args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-_PLAIN = {Tensor, torch.nn.Parameter}
+@functools.cache
+def is_plain(kind: type[Tensor]) -> bool:
+    """Whether tensors of a class are like any other to the ops."""
+    return kind is torch.nn.Parameter or kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def plain(tensor: Tensor) -> bool:
     """Whether the memory of a tensor says what it is: not of a sparse, quantized, lazily zero one or a subclass."""
-    kind = type(tensor)
-    if kind not in _PLAIN and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if not is_plain(type(tensor)) or tensor.layout is not torch.strided:
         return False
-    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor._is_zerotensor()
+    return not tensor.is_quantized and not tensor._is_zerotensor()
 
 
 def storages(found: Iterable[Tensor]) -> list[Any]:
@@ -119,9 +122,12 @@ class Layout(NamedTuple):
         return internals.negative_view(tensor) if self.is_neg else tensor
 
 
+make_layout: Callable[[Any], Layout] = functools.partial(tuple.__new__, Layout)  # what `Layout` calls, but sooner
+
+
 def layout_of(t: Tensor) -> Layout:
     """How a tensor lies in its storage."""
-    return Layout(t.size(), t.stride(), int(t.storage_offset()), t.dtype, t.is_conj(), t.is_neg())
+    return make_layout((t.size(), t.stride(), t.storage_offset(), t.dtype, t.is_conj(), t.is_neg()))
 
 
 def bytes_of(storage: Any) -> Tensor:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from remat import _torch_internals as internals
 from remat._context import drawn_from
 from remat._names import current_name
-from remat._ops import facts_of, flat, plain, storages, tensors
+from remat._ops import facts_of, flat, layout_of, plain, storages, tensors
 from remat._tape import KEEP, Kept, Tape
 from remat._values import CONSTANT, Changed, Content, Op, OpMode, Value
 from remat.policies._enum import CheckpointPolicy
@@ -28,6 +28,11 @@ from remat.policies._policy import Decide, Policy
 _MUST = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_CPU_OFFLOAD)
 _DETACH = torch.ops.aten.detach.default  # how often it runs is up to autograd
 _NUMBERS = (bool, int, float, complex, type(None))
+
+
+def _is_known(x: Any) -> bool:
+    """Whether its memory says what an op has returned."""
+    return not isinstance(x, Tensor) or plain(x)
 
 
 class PolicyContext:
@@ -116,6 +121,8 @@ class Recorder(OpMode):
         return value
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is _DETACH:
+            return func(*args, **kwargs)
         facts = facts_of(func)
         if facts.is_view:
             return self._view(func, args, kwargs)
@@ -125,55 +132,61 @@ class Recorder(OpMode):
         changed = facts.written(args, kwargs)
         if changed and not facts.counts_writes:
             increment_version(changed)
-        if call is None or not all(plain(t) for t in flat(out) if isinstance(t, Tensor)):
+        outputs = (out,) if type(out) is Tensor else flat(out)
+        if call is None or not all(map(_is_known, outputs)):
             self._run_again(changed, args, kwargs)
             return out
         decision = self._decision(out, func, args, kwargs)
-        op = self._ops[call.key] = Op(func, [c.value for c in call.reads], type(out))
-        made = self._note(op, flat(out), changed, decision)
+        key, reads = call
+        op = self._ops[key] = Op(func, [content.value for content, _ in reads], type(out))
+        self._note(op, outputs, changed, decision)
         if op.is_view:
-            self._decide_of_views(flat(out), decision)
+            self._decide_of_views(outputs, decision)
             return out
         if before is not None and (before := before.drawn_since()) is not None:  # attention without dropout draws not
             op.after = before.now()
-        if op.runs or not (made and decision in KEEP):
-            for content in call.reads:
+        if op.runs or decision not in KEEP:
+            for content, _ in reads:
                 self._pin(content)
         return out
 
-    def _note(self, op: Op, outputs: Sequence[Any], changed: list[Tensor], decision: CheckpointPolicy) -> bool:
-        """Note what an op returned and wrote; whether it made new values, and all it does is known."""
-        positions = {id(t.untyped_storage()): Changed(i) for i, t in enumerate(changed)}
+    def _note(self, op: Op, outputs: Sequence[Any], changed: list[Tensor], decision: CheckpointPolicy) -> None:
+        """Note what an op returned and wrote."""
         aliases = 0
+        written = [t.untyped_storage() for t in changed]
         for t in outputs:
             if not isinstance(t, Tensor):
                 op.outputs.append(t)
                 op.runs |= not isinstance(t, _NUMBERS)
                 continue
             storage = t.untyped_storage()
-            if id(storage) in positions:
-                op.outputs.append(positions[id(storage)])
-            elif self._known(storage) is not None:
+            if written and storage in written:
+                op.outputs.append(Changed(written.index(storage)))
+            elif (known := self._contents.get(id(storage))) is not None and known.storage() is storage:
                 aliases += 1
             else:
-                value = self._value(t, decision)
+                value = self._value(t, storage, decision)
+                self._contents[id(storage)] = Content(storage, value, made=True)
                 op.outputs.append(value)
-                self._make(storage, value)
-        for t in changed:
-            content = self._content(t.untyped_storage())
+                op.values.append(value)
+        for t, storage in zip(changed, written, strict=True) if changed else ():
+            content = self._content(storage)
             content.value.is_replaced = True
             # To keep a storage is to keep what is put there later, if nothing is said of that.
-            earlier = content.value.decision if content.value.decision is not None else decision
-            said = decision in KEEP or decision in _MUST
-            content.value = self._value(t, decision if said else earlier)
+            earlier = content.value.decision
+            if earlier is None or decision in KEEP or decision in _MUST:
+                earlier = decision
+            content.value = self._value(t, storage, earlier)
             op.writes.append(content.value)
-        op.is_view = aliases > 0 and aliases == len(outputs)
-        does_nothing = not op.outputs or all(x is None for x in op.outputs)
-        op.runs |= not op.is_view and (aliases > 0 or (does_nothing and not op.writes))
-        return not op.runs
+            op.values.append(content.value)
+        op.is_view = 0 < aliases == len(outputs)
+        if not op.is_view and (aliases or (not op.values and all(x is None for x in op.outputs))):
+            op.runs = True
 
-    def _value(self, tensor: Tensor, decision: CheckpointPolicy) -> Value:
-        value = Value(tensor, decision)
+    def _value(self, tensor: Tensor, storage: Any, decision: CheckpointPolicy) -> Value:
+        value = Value(decision)
+        value.tensor, value.layout = weakref.ref(tensor), layout_of(tensor)
+        value.nbytes, value.device = storage.nbytes(), tensor.device
         if self._where is not None:
             value.where = self._where()
         return value
@@ -193,7 +206,7 @@ class Recorder(OpMode):
             op.outputs.append(self._content(args[0].untyped_storage()).value)
         out = func(*args, **kwargs)
         decision = self._by_op(func)
-        if func is not _DETACH and (decision is None or decision in KEEP or current_name() is not None):
+        if decision is None or decision in KEEP or current_name() is not None:
             self._decide_of_views(flat(out), self._decision(out, func, args, kwargs))
         return out
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from remat._values import CONSTANT, Changed, Content, Op, OpMode, Value
 from remat.policies._enum import CheckpointPolicy
 
 _OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
-KEEP = frozenset((CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, *_OFFLOAD))
+KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, *_OFFLOAD)
 
 
 class Kept:
@@ -234,14 +234,17 @@ class Replay(OpMode):
                 self._contents[id(storage)] = Content(storage, op.outputs[0], made=False)
             return func(*args, **kwargs)
         call = self._call(facts, args, kwargs)
-        op = None if call is None else self._tape.ops.get(call.key)
+        if call is None:
+            return self._run(None, map(self._content, storages(tensors(args, kwargs))), facts, args, kwargs)
+        key, reads = call
+        op = self._tape.ops.get(key)
         if op is None or op.runs:
-            return self._run(op, facts, args, kwargs)
-        return func(*args, **kwargs) if op.is_view else self._skip(op, facts, args, kwargs)
+            return self._run(op, [content for content, _ in reads], facts, args, kwargs)
+        return func(*args, **kwargs) if op.is_view else self._skip(op, reads, facts, args, kwargs)
 
-    def _run(self, op: Op | None, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-        self._fill(map(self._content, storages(tensors(args, kwargs))))
-        changed = [*map(self._content, storages(facts.written(args, kwargs)))]
+    def _run(self, op: Op | None, reads: Iterable[Content], facts: OpFacts, args: Any, kwargs: Any) -> Any:
+        self._fill(reads)
+        changed = [*map(self._content, storages(facts.written(args, kwargs)))] if facts.writes else []
         for content in changed:
             self._protect(content)
         out = facts.func(*args, **kwargs)
@@ -252,34 +255,35 @@ class Replay(OpMode):
                 self._make(t.untyped_storage(), value)
         return out
 
-    def _skip(self, op: Op, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+    def _skip(self, op: Op, reads: list[tuple[Content, Layout]], facts: OpFacts, args: Any, kwargs: Any) -> Any:
         changed = facts.written(args, kwargs)
         before = None
         if op.after is not None:
             before = op.after.now()
             op.after.put_back()
         recipe: Any = None
-        if not all(v in self._tape.kept for v in op.values):
-            recipe = Recipe(facts, *self._operands(args, kwargs), before)
+        if not self._tape.kept.keys() >= {*op.values}:
+            operands = (Operand(self._cell(content), layout) for content, layout in reads)
+            given = _replaced(args, operands)
+            recipe = Recipe(facts, given, dict(zip(kwargs, _replaced(kwargs.values(), operands), strict=True)), before)
             recipe.changes = [self._cell(self._content(t.untyped_storage())) for t in changed]
         results = []
         for i, x in enumerate(op.outputs):
-            if isinstance(x, Changed):
-                results.append(changed[x.position])
-            elif not isinstance(x, Value):
-                results.append(x)
-            else:
+            if isinstance(x, Value):
                 kept = self._take(x)
-                results.append(_hollow(x) if kept is None else kept)
-                content = self._make(results[-1].untyped_storage(), x)
-                content.hollow = recipe.output(i) if kept is None else None
+                t = _hollow(x) if kept is None else kept
+                content = self._make(t.untyped_storage(), x)
+                if kept is None:
+                    content.hollow = recipe.output(i)
+                results.append(t)
+            else:
+                results.append(changed[x.position] if isinstance(x, Changed) else x)
         for i, t in enumerate(changed):
-            storage = t.untyped_storage()
-            content = self._content(storage)
+            content = self._content(t.untyped_storage())
             kept = self._take(op.writes[i])
             if kept is not None:
                 self._protect(content)
-                bytes_of(storage).copy_(bytes_of(kept.untyped_storage()))
+                bytes_of(t.untyped_storage()).copy_(bytes_of(kept.untyped_storage()))
             content.hollow = recipe.write(i) if kept is None else None
             content.value = op.writes[i]
         return op.returns(results) if op.returns in (list, tuple) else results[0]
@@ -294,14 +298,6 @@ class Replay(OpMode):
         return tensor
 
     # What was skipped.
-
-    def _operands(self, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
-        return [self._operand(x) for x in args], {k: self._operand(x) for k, x in kwargs.items()}
-
-    def _operand(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return Operand(self._cell(self._content(x.untyped_storage())), layout_of(x))
-        return [self._operand(i) for i in x] if isinstance(x, (list, tuple)) else x
 
     def _cell(self, content: Content) -> Cell:
         """What a storage contains, for a recipe that reads it."""
@@ -323,8 +319,7 @@ class Replay(OpMode):
     def _fill(self, contents: Iterable[Content]) -> None:
         """Compute what storages should contain."""
         for content in contents:
-            cell, storage = content.hollow, content.storage()
-            if cell is None or storage is None:
+            if (cell := content.hollow) is None or (storage := content.storage()) is None:
                 continue
             compute([cell])
             self._protect(content)
@@ -343,6 +338,20 @@ def _conspicuous(dtype: torch.dtype) -> Any:
 def _hollow(value: Value) -> Tensor:
     """A tensor for a value that is not there."""
     layout = value.layout
-    size = -(-value.nbytes // layout.dtype.itemsize)
-    full = torch.full((size,), _conspicuous(layout.dtype), dtype=layout.dtype, device=value.device)
-    return layout.flagged(full.as_strided(layout.size, layout.stride, layout.offset))
+    size, stride, offset, dtype, is_conj, is_neg = layout
+    full = torch.full(size, _conspicuous(dtype), dtype=dtype, device=value.device)
+    if full.stride() == stride and full.nbytes == value.nbytes and not is_conj and not is_neg:
+        return full
+    full = torch.full((-(-value.nbytes // dtype.itemsize),), _conspicuous(dtype), dtype=dtype, device=value.device)
+    return layout.flagged(full.as_strided(size, stride, offset))
+
+
+def _replaced(args: Iterable[Any], operands: Iterator[Operand]) -> list[Any]:
+    """Arguments with operands in the place of tensors."""
+    found: list[Any] = []
+    for x in args:
+        if isinstance(x, Tensor):
+            found.append(next(operands))
+        else:
+            found.append(_replaced(x, operands) if isinstance(x, (list, tuple)) else x)
+    return found

@@ -220,9 +220,7 @@ class UnwatchedCall:
         self._repeats_draws = self._reads.draws and preserve_rng_state
         self._as_checkpoint = True
 
-    def run(
-        self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool
-    ) -> Any:
+    def run(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool) -> Any:
         """The user's own call, and its result with the remat'd derivative.
 
         **Arguments:**
@@ -329,9 +327,7 @@ class UnwatchedCall:
         may_share = [r for r in made if r._is_view() or not r.requires_grad]
         return not may_share or {*map(internals.memory_of, leaves)}.isdisjoint(map(internals.memory_of, may_share))
 
-    def forward(
-        self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Search | None = None
-    ) -> Any:
+    def forward(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Search | None = None) -> Any:
         """The user's own call: `fun` is the function before it was taken apart. `mode`: what looks on."""
         operands, self.operands = self.operands, []
         self._ambient = Ambient.current()

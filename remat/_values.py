@@ -15,7 +15,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._context import RandomState
-from remat._ops import OpFacts, layout_of, plain
+from remat._ops import Layout, OpFacts, is_plain, make_layout, plain
 from remat._recipes import Cell
 from remat.policies._enum import CheckpointPolicy
 
@@ -30,21 +30,20 @@ class Value:
     - `decision`: what the policy says of it; None of what no op has made.
     - `name`, `where`: by `checkpoint_name`, and the place in the user's code that computed it.
     - `is_replaced`: whether its storage was written to, so that it is gone.
-    - `layout`, `nbytes`, `device`: of the tensor that an op returned, and of its storage.
+    - `tensor`, `layout`, `nbytes`, `device`: of the tensor that an op returned or wrote to, and of its storage.
     """
 
     __slots__ = ("decision", "device", "is_replaced", "layout", "name", "nbytes", "tensor", "where")
+    tensor: weakref.ref[Tensor]
+    layout: Layout
+    nbytes: int
+    device: torch.device
 
-    def __init__(self, tensor: Tensor | None = None, decision: CheckpointPolicy | None = None) -> None:
+    def __init__(self, decision: CheckpointPolicy | None = None) -> None:
         self.decision = decision
         self.name: str | None = None
         self.where = "unknown"
         self.is_replaced = False
-        if tensor is not None:
-            self.tensor = weakref.ref(tensor)
-            self.layout = layout_of(tensor)
-            self.nbytes = tensor.untyped_storage().nbytes()
-            self.device = tensor.device
 
 
 class Content:
@@ -67,11 +66,8 @@ class Content:
         self.cell: weakref.ref[Cell] | None = None
 
 
-class OpCall(NamedTuple):
-    """A call of an op, by what it reads."""
-
-    key: tuple[Any, ...]
-    reads: list[Content]
+OpCall = tuple[tuple[Any, ...], list[tuple[Content, Layout]]]
+"""A call of an op: what tells it from others, and what it reads."""
 
 
 class Op:
@@ -83,13 +79,14 @@ class Op:
     - `outputs`: what it returned, flat: a `Value`, the position of a tensor among those that it wrote to (`Changed`),
       or a number.
     - `writes`: the new values of the storages that it wrote to.
+    - `values`: all that it has computed.
     - `returns`: the type of what it returned.
     - `is_view`: whether it returned the memory that it was given, though its schema does not say so.
     - `runs`: whether it has to run again.
     - `after`: the state of the generators that it has drawn from, for a rerun that spares it to go on from.
     """
 
-    __slots__ = ("after", "func", "is_view", "outputs", "reads", "returns", "runs", "writes")
+    __slots__ = ("after", "func", "is_view", "outputs", "reads", "returns", "runs", "values", "writes")
 
     def __init__(self, func: Any, reads: list[Value], returns: type) -> None:
         self.func = func
@@ -97,13 +94,9 @@ class Op:
         self.returns = returns
         self.outputs: list[Any] = []
         self.writes: list[Value] = []
+        self.values: list[Value] = []
         self.is_view = self.runs = False
         self.after: RandomState | None = None
-
-    @property
-    def values(self) -> list[Value]:
-        """All that it has computed."""
-        return [v for v in self.outputs if isinstance(v, Value)] + self.writes
 
 
 class Changed(NamedTuple):
@@ -141,43 +134,45 @@ class OpMode(internals.DispatchMode):
     def _call(self, facts: OpFacts, args: Any, kwargs: Any) -> OpCall | None:
         """A call by what it reads. None where that can't be told: a tensor is not `plain`, say."""
         key: list[Any] = [facts]
-        reads: list[Content] = []
+        reads: list[tuple[Content, Layout]] = []
         if not self._describe(args, key, reads):
             return None
-        for name, x in kwargs.items():
-            key.append(name)
-            if not self._describe((x,), key, reads):
+        if kwargs:
+            key += kwargs
+            if not self._describe(kwargs.values(), key, reads):
                 return None
         if facts.draws:
             self._draws += 1
             key.append(self._draws)
         try:
-            return OpCall(self._counted(tuple(key)), reads)
+            return self._counted(tuple(key)), reads
         except TypeError:  # an argument that can't be hashed
             return None
 
-    def _describe(self, args: Iterable[Any], key: list[Any], reads: list[Content]) -> bool:
+    def _describe(self, args: Iterable[Any], key: list[Any], reads: list[tuple[Content, Layout]]) -> bool:
         """Add arguments to the key of a call. This runs for each op, so it calls little."""
-        contents = self._contents
         for x in args:
-            kind = type(x)
-            if isinstance(x, Tensor):
-                if not plain(x):
+            kind: Any = type(x)
+            if kind is Tensor or isinstance(x, Tensor):
+                if x.layout is not torch.strided or not (kind is Tensor or is_plain(kind)):
                     return False
                 storage = x.untyped_storage()
-                content = contents.get(id(storage))
+                content = self._contents.get(id(storage))
                 if content is None or content.storage() is not storage:
+                    if not plain(x):
+                        return False
                     content = self._content(storage)
-                reads.append(content)
-                key += (content.value, x.size(), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg())
+                layout = make_layout((x.size(), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()))
+                reads.append((content, layout))
+                key += content.value, layout
             elif kind is int or kind is bool or x is None:
-                key += (kind, x)  # 1 == True
+                key += kind, x  # 1 == True
+            elif kind is float or kind is complex:
+                key.append(repr(x))  # -0.0 == 0.0, nan != nan
             elif kind is list or kind is tuple:
                 key.append(len(x))
                 if not self._describe(x, key, reads):
                     return False
-            elif kind is float or kind is complex:
-                key.append(repr(x))  # -0.0 == 0.0, nan != nan
             else:
                 key.append(x)
         return True

@@ -58,7 +58,6 @@ SMALL = UNIT // 100
 NOTHING = save_ops()  # keeps nothing, and has a tape all the same
 
 
-
 def counts(run: Callable[[], Any]) -> dict[str, int]:
     with CountOps() as ops:
         run()
