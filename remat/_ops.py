@@ -25,18 +25,20 @@ class OpFacts:
     **Attributes:**
 
     - `func`: the op.
+    - `is_custom`: whether it is not torch's own: its derivative may read memory in Python.
     - `draws`: whether it draws random numbers.
     - `is_view`: whether it computes nothing: what it returns lies in the memory that it was given.
     - `writes`: whether it writes to arguments.
     - `counts_writes`: whether torch counts that under a mode.
     """
 
-    __slots__ = ("_statistics", "_written", "counts_writes", "draws", "func", "is_view", "writes")
+    __slots__ = ("_statistics", "_written", "counts_writes", "draws", "func", "is_custom", "is_view", "writes")
 
     def __init__(self, func: Any) -> None:
         returns = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
         arguments = enumerate(func._schema.arguments)
         self.func = func
+        self.is_custom = not internals.is_of_aten(func)
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
         # `squeeze_` and the like write nothing.
         self.is_view = torch.Tag.inplace_view in func.tags or not all(r.is_write for r in returns)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
@@ -48,6 +49,7 @@ class Recipe:
         """A call. `before`: the state of the generators that it would have drawn from."""
         self.number = next(_numbers)
         self._facts, self._args, self._kwargs, self._before = facts, args, kwargs, before
+        self._dtype = torch.get_default_dtype()
         self._outputs: dict[int, weakref.ref[Cell]] = {}
         self._writes: dict[int, weakref.ref[Cell]] = {}
         self.changes: list[Cell] = []
@@ -78,8 +80,13 @@ class Recipe:
         args = [_filled(x, memory) for x in self._args]
         kwargs = {k: _filled(x, memory) for k, x in self._kwargs.items()}
         draws = _NOTHING if self._before is None else self._before.replayed()
-        with draws, internals.without_autocast(), internals.views_resolved():
-            out = self._facts.func(*args, **kwargs)
+        now = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+        try:
+            with draws, internals.without_autocast(), internals.views_resolved():
+                out = self._facts.func(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(now)
         _fill(self._outputs, flat(out))
         _fill(self._writes, self._facts.written(args, kwargs))
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
 from remat._context import drawn_from
@@ -55,19 +54,6 @@ class PolicyContext:
         self.call = call
 
 
-class _Calls(TorchFunctionMode):
-    """Sees the torch calls of the user's code."""
-
-    current: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.current = func, args, kwargs or {}
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self.current = None
-
-
 class Recorder(OpMode):
     """Notes the ops of a forward run, and asks the policy about each."""
 
@@ -96,20 +82,15 @@ class Recorder(OpMode):
         self._saved: dict[Value, Any] | None = None
         """What a graph that holds nothing would save."""
         self._outsides: dict[int, tuple[weakref.ref[Any], Value]] = {}
-        self._user_calls = _Calls() if getattr(policy, "looks_at_calls", True) else None
 
     def __enter__(self) -> Any:
         # A cast that autocast has kept from an earlier call would not be seen, and reruns cast themselves.
         self._keeps_casts = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
-        if self._user_calls is not None:
-            self._user_calls.__enter__()
         return super().__enter__()
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
-        if self._user_calls is not None:
-            self._user_calls.__exit__(kind, error, traceback)
         torch.set_autocast_cache_enabled(self._keeps_casts)
         # Torch takes a TypeError inside of `x @ y` for "not implemented".
         if isinstance(error, TypeError) and self._complaint not in (None, str(error)):
@@ -194,11 +175,20 @@ class Recorder(OpMode):
     def _run_again(self, changed: list[Tensor], args: Any, kwargs: Any) -> None:
         """Note an op that is not known by what it reads."""
         for content in map(self._content, storages(tensors(args, kwargs))):
-            self._again.append(content.value)
-            self._pin(content)
+            self._read(content)
         for content in map(self._content, storages(changed)):
             content.value.is_replaced = True
             content.value = Value()
+
+    def _read(self, content: Content) -> None:
+        self._again.append(content.value)
+        self._pin(content)
+
+    def _given_away(self, content: Content, key: Any) -> Value:
+        content.value.is_replaced = True
+        op = self._ops[key] = Op(None, [content.value], Tensor)
+        op.outputs.append(Value())
+        return op.outputs[0]
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is CONSTANT and (constant := self._constant(args[0])) is not None:
@@ -238,9 +228,8 @@ class Recorder(OpMode):
     def _decision(self, out: Any, func: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
         if (decision := self._by_op(func)) is not None:
             return decision
-        call = None if self._user_calls is None else self._user_calls.current
         try:
-            return self._policy(PolicyContext(out, current_name(), call), func, *args, **kwargs)
+            return self._policy(PolicyContext(out, current_name(), self.call), func, *args, **kwargs)
         except TypeError as error:
             self._complaint = str(error)
             raise

@@ -10,15 +10,13 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
-from remat._effects import GIVES_MEMORY_AWAY
 from remat._errors import CheckpointError
 from remat._offload import Offloaded
 from remat._ops import Layout, OpFacts, bytes_of, facts_of, flat, layout_of, plain, storages, tensors
@@ -148,31 +146,6 @@ class Tape:
 
 # The rerun.
 
-_READS = {
-    *GIVES_MEMORY_AWAY,
-    Tensor.__format__,
-    Tensor.__repr__,
-    Tensor.tolist,
-    Tensor.untyped_storage,
-    Tensor.tensor_split,
-    torch.ctc_loss,
-    torch.tensor_split,
-}
-"""Functions that read memory without an op, or are asked for it by what does: a kernel, numpy, pickle."""
-
-
-class _Accesses(TorchFunctionMode):
-    """Tells of tensors whose memory is read without an op."""
-
-    def __init__(self, accessed: Callable[[list[Tensor]], None]) -> None:
-        super().__init__()
-        self._accessed = accessed
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS:
-            self._accessed(tensors(args, kwargs))
-        return func(*args, **(kwargs or {}))
-
 
 class Replay(OpMode):
     """Gives the ops of a rerun their kept results, and skips those that need not run."""
@@ -189,18 +162,10 @@ class Replay(OpMode):
         self._tape = tape
         self._name = name
         self._last = last
-        self._accesses: _Accesses | None = None
 
     def __enter__(self) -> Any:
-        self._accesses = _Accesses(self._accessed)
-        self._accesses.__enter__()
+        self._hooks = internals.saved_tensors_hooks()
         return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        accesses, self._accesses = self._accesses, None
-        if accesses is not None:
-            accesses.__exit__(*error)
 
     def stands_for(self, copy: Tensor, origin: Origin | None) -> None:
         """The rerun is given a copy of a tensor, because the forward has written to it."""
@@ -220,8 +185,13 @@ class Replay(OpMode):
         with internals.below_all_transforms(), internals.DisableTorchFunction():
             self._fill(contents)
 
-    def _accessed(self, given: list[Tensor]) -> None:
-        self._compute(map(self._content, storages(map(internals.innermost, given))))
+    def _read(self, content: Content) -> None:
+        self._compute([content])
+
+    def _given_away(self, content: Content, key: Any) -> Value:
+        self._protect(content)
+        op = self._tape.ops.get(key)
+        return Value() if op is None else op.outputs[0]
 
     def _outside(self, storage: Any) -> Value:
         return self._tape.outside(storage) or Value()
@@ -238,9 +208,18 @@ class Replay(OpMode):
             return self._run(None, map(self._content, storages(tensors(args, kwargs))), facts, args, kwargs)
         key, reads = call
         op = self._tape.ops.get(key)
+        contents = [content for content, _ in reads]
+        # The user's code may read what goes in and comes out: hooks for what is saved, the rules of a custom op.
+        is_exposed = facts.is_custom or internals.saved_tensors_hooks() != self._hooks
+        if is_exposed:
+            self._fill(contents)
         if op is None or op.runs:
-            return self._run(op, [content for content, _ in reads], facts, args, kwargs)
-        return func(*args, **kwargs) if op.is_view else self._skip(op, reads, facts, args, kwargs)
+            return self._run(op, contents, facts, args, kwargs)
+        if op.is_view:
+            return func(*args, **kwargs)
+        if (is_exposed or any(c.is_shared for c in contents)) and not self._tape.kept.keys() >= {*op.values}:
+            return self._run(op, contents, facts, args, kwargs)
+        return self._skip(op, reads, facts, args, kwargs)
 
     def _run(self, op: Op | None, reads: Iterable[Content], facts: OpFacts, args: Any, kwargs: Any) -> Any:
         self._fill(reads)

@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
 from remat._context import RandomState
-from remat._ops import Layout, OpFacts, is_plain, make_layout, plain
+from remat._effects import GIVES_MEMORY_AWAY
+from remat._ops import Layout, OpFacts, is_plain, make_layout, plain, storages, tensors
 from remat._recipes import Cell
 from remat.policies._enum import CheckpointPolicy
 
+_GIVEN_AWAY = "given away"
 CONSTANT = torch.ops.aten.lift_fresh.default  # is given what `torch.tensor` has made of Python numbers
 
 
@@ -54,9 +57,10 @@ class Content:
     - `made`: whether an op of the run has made the storage.
     - `hollow`: how to compute the value, where the memory does not have it.
     - `cell`: of a recipe that reads what the memory has.
+    - `is_shared`: whether others have the memory too, numpy or a kernel, and may change it between any two ops.
     """
 
-    __slots__ = ("cell", "hollow", "made", "storage", "value")
+    __slots__ = ("cell", "hollow", "is_shared", "made", "storage", "value")
 
     def __init__(self, storage: Any, value: Value, made: bool) -> None:
         self.storage = weakref.ref(storage)
@@ -64,6 +68,7 @@ class Content:
         self.made = made
         self.hollow: Cell | None = None
         self.cell: weakref.ref[Cell] | None = None
+        self.is_shared = False
 
 
 OpCall = tuple[tuple[Any, ...], list[tuple[Content, Layout]]]
@@ -103,8 +108,45 @@ class Changed(NamedTuple):
     position: int
 
 
+_READS = {
+    *GIVES_MEMORY_AWAY,
+    Tensor.__format__,
+    Tensor.__repr__,
+    Tensor.tolist,
+    Tensor.untyped_storage,
+    Tensor.tensor_split,
+    torch.ctc_loss,
+    torch.tensor_split,
+}
+"""Functions that read memory without an op, or are asked for it by what does: a kernel, numpy, pickle."""
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, mode: OpMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        mode = self._mode
+        if func in _READS:
+            mode.accessed(func, tensors(args, kwargs))
+        mode.call = func, args, kwargs
+        try:
+            return func(*args, **kwargs)
+        finally:
+            mode.call = None
+
+
 class OpMode(internals.DispatchMode):
-    """A mode that knows what the storages contain which ops read."""
+    """A mode that knows what the storages contain which ops read. It looks at the torch calls of the user's code, too.
+
+    **Attributes:**
+
+    - `call`: the torch call that is running: function, args, kwargs.
+    """
+
+    call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,6 +154,37 @@ class OpMode(internals.DispatchMode):
         self._times: dict[Any, int] = {}
         """How often each op was called with the same values."""
         self._draws = 0
+        self._calls: _Calls | None = None
+
+    def __enter__(self) -> Any:
+        self._calls = _Calls(self)
+        self._calls.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        calls, self._calls = self._calls, None
+        if calls is not None:
+            calls.__exit__(*error)
+
+    def accessed(self, func: Any, given: list[Tensor]) -> None:
+        """A torch call reads the memory of tensors without an op. Some give it away: then others may write to it.
+
+        What they write they write in each run, so the memory has values that are known by what was there before.
+        """
+        for content in map(self._content, storages(map(internals.innermost, given))):
+            self._read(content)
+            if func in GIVES_MEMORY_AWAY:
+                content.is_shared = True
+                content.value = self._given_away(content, self._counted((_GIVEN_AWAY, content.value)))
+
+    def _read(self, content: Content) -> None:
+        """What a storage contains is read without an op."""
+        raise NotImplementedError
+
+    def _given_away(self, content: Content, key: Any) -> Value:
+        """What a storage contains from now on. `key`: what tells it from others, as of an op."""
+        raise NotImplementedError
 
     def _outside(self, storage: Any) -> Value:
         """What a storage contains that no op of the run has made."""
