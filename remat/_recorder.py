@@ -290,15 +290,15 @@ class Recorder(OpMode):
         raw = [internals.innermost(r) for r in results]
         found = {self._content(t.untyped_storage()).value: r for t, r in zip(raw, results, strict=True) if plain(t)}
         read = found.keys() & {value for op in self._ops.values() for value in op.reads}
-        saved: set[int] = set()
+        nodes = [n for r in results for n in internals.nodes_of(r)]
         if read:
-            nodes = internals.nodes_behind((n for r in results for n in internals.nodes_of(r)), self._since)
-            tapes = [tape for n in nodes if isinstance(tape := getattr(n, "tape", None), Tape)]  # of calls inside
-            if any(map(internals.packs, nodes)):  # hooks know what it holds
-                return set()
-            held = [h for n in nodes for h in internals.held_by(n)] + [k.memory for t in tapes for k in t.kept.values()]
-            inner = [internals.innermost(t) for t in held if isinstance(t, Tensor)]
-            saved = {id(t.untyped_storage()) for t in inner if plain(t)}
+            nodes = internals.nodes_behind(nodes, self._since)
+        if any(map(internals.packs, nodes)):  # hooks know what they hold
+            return set()
+        tapes = [tape for n in nodes if isinstance(tape := getattr(n, "tape", None), Tape)]  # of calls inside
+        held = [h for n in nodes for h in internals.held_by(n)] + [k.memory for t in tapes for k in t.kept.values()]
+        inner = [internals.innermost(t) for t in held if isinstance(t, Tensor)]
+        saved = {id(t.untyped_storage()) for t in inner if plain(t)}
         return {
             value
             for value, r in found.items()

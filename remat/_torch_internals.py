@@ -805,8 +805,9 @@ def saves_output(tensor: Tensor) -> bool:
             node = None if t is None else t.grad_fn
             if node is None:
                 continue
-            if hasattr(type(node), "saved_tensors"):
-                return True  # an autograd.Function: it may
+            kind: Any = type(node)
+            if hasattr(kind, "saved_tensors") and not issubclass(kind._forward_cls, SingleLevelFunction):
+                return True  # an autograd.Function of the user's: it may
             for held in held_by(node):
                 raw = innermost(held) if isinstance(held, Tensor) else None
                 if raw is not None and raw.layout is torch.strided and raw.untyped_storage() is storage:
