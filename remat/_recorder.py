@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,24 +35,23 @@ def _is_known(x: Any) -> bool:
     return not isinstance(x, Tensor) or plain(x)
 
 
+@dataclass(slots=True)
 class PolicyContext:
     """What a policy is told besides the op: the public attributes of torch's `SelectiveCheckpointContext`, and more.
 
     **Attributes:**
 
-    - `is_recompute`: always False, a policy is asked in the forward alone.
     - `op_output`: what the op returned.
     - `name`: the name that `checkpoint_name` is giving to it, None where it is giving none.
     - `call`: `(function, args, kwargs)` of the torch call in the user's code that the op is part of, as seen inside
         of all transforms.
+    - `is_recompute`: always False, a policy is asked in the forward alone.
     """
 
-    is_recompute = False
-
-    def __init__(self, op_output: Any, name: str | None, call: Any) -> None:
-        self.op_output = op_output
-        self.name = name
-        self.call = call
+    op_output: Any
+    name: str | None
+    call: Any
+    is_recompute: bool = False
 
 
 class Recorder(OpMode):
@@ -143,11 +143,11 @@ class Recorder(OpMode):
             storage = t.untyped_storage()
             if written and storage in written:
                 op.outputs.append(Changed(written.index(storage)))
-            elif (known := self._contents.get(id(storage))) is not None and known.storage() is storage:
+            elif self._knows(storage):
                 aliases += 1
             else:
                 value = self._value(t, storage, decision)
-                self._contents[id(storage)] = Content(storage, value, made=True)
+                self._set(storage, value, made=True)
                 op.outputs.append(value)
                 op.values.append(value)
         for t, storage in zip(changed, written, strict=True) if changed else ():
@@ -287,9 +287,9 @@ class Recorder(OpMode):
 
     def _only_returned(self, results: list[Tensor]) -> set[Value]:
         """The results that no backward reads: they are alive for the caller."""
-        raw = [internals.innermost(r) for r in results]
-        found = {self._content(t.untyped_storage()).value: r for t, r in zip(raw, results, strict=True) if plain(t)}
-        read = found.keys() & {value for op in self._ops.values() for value in op.reads}
+        memory = {r: raw.untyped_storage() for r in results if plain(raw := internals.innermost(r))}
+        values = {r: self._content(storage).value for r, storage in memory.items()}
+        read = {value for op in self._ops.values() for value in op.reads}.intersection(values.values())
         nodes = [n for r in results for n in internals.nodes_of(r)]
         if read:
             nodes = internals.nodes_behind(nodes, self._since)
@@ -297,11 +297,6 @@ class Recorder(OpMode):
             return set()
         tapes = [tape for n in nodes if isinstance(tape := getattr(n, "tape", None), Tape)]  # of calls inside
         held = [h for n in nodes for h in internals.held_by(n)] + [k.memory for t in tapes for k in t.kept.values()]
-        inner = [internals.innermost(t) for t in held if isinstance(t, Tensor)]
-        saved = {id(t.untyped_storage()) for t in inner if plain(t)}
-        return {
-            value
-            for value, r in found.items()
-            if id(internals.innermost(r).untyped_storage()) not in saved
-            and (value in read or not internals.saves_output(r))
-        }
+        saved = {*map(id, storages(internals.innermost(t) for t in held if isinstance(t, Tensor)))}
+        alone = [r for r, storage in memory.items() if id(storage) not in saved]
+        return {values[r] for r in alone if values[r] in read or not internals.saves_output(r)}

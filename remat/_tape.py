@@ -171,8 +171,7 @@ class Replay(OpMode):
         """The rerun is given a copy of a tensor, because the forward has written to it."""
         raw = internals.innermost(copy)
         if origin is not None and origin == _origin(raw, origin.value):
-            storage = raw.untyped_storage()
-            self._contents[id(storage)] = Content(storage, origin.value, made=False)
+            self._set(raw.untyped_storage(), origin.value)
 
     def settle(self) -> None:
         """Compute what the rerun's graph holds and was skipped. Called when the results are gone, and it is left."""
@@ -200,8 +199,7 @@ class Replay(OpMode):
         facts = facts_of(func)
         if facts.is_view:
             if func is CONSTANT and (op := self._tape.ops.get(self._constant(args[0]))) is not None:
-                storage = args[0].untyped_storage()
-                self._contents[id(storage)] = Content(storage, op.outputs[0], made=False)
+                self._set(args[0].untyped_storage(), op.outputs[0])
             return func(*args, **kwargs)
         call = self._call(facts, args, kwargs)
         if call is None:
@@ -209,17 +207,15 @@ class Replay(OpMode):
         key, reads = call
         op = self._tape.ops.get(key)
         contents = [content for content, _ in reads]
-        # The user's code may read what goes in and comes out: hooks for what is saved, the rules of a custom op.
+        # The user's code may read what goes in and comes out: hooks for what is saved, the rules of a custom op, whoever
+        # has the memory too.
         is_exposed = facts.is_custom or internals.saved_tensors_hooks() != self._hooks
+        is_exposed |= self._shares and any(c.is_shared for c in contents)
         if is_exposed:
             self._fill(contents)
-        if op is None or op.runs:
+        if op is None or op.runs or (is_exposed and not op.is_view and not self._tape.kept.keys() >= {*op.values}):
             return self._run(op, contents, facts, args, kwargs)
-        if op.is_view:
-            return func(*args, **kwargs)
-        if (is_exposed or any(c.is_shared for c in contents)) and not self._tape.kept.keys() >= {*op.values}:
-            return self._run(op, contents, facts, args, kwargs)
-        return self._skip(op, reads, facts, args, kwargs)
+        return func(*args, **kwargs) if op.is_view else self._skip(op, reads, facts, args, kwargs)
 
     def _run(self, op: Op | None, reads: Iterable[Content], facts: OpFacts, args: Any, kwargs: Any) -> Any:
         self._fill(reads)
@@ -231,7 +227,7 @@ class Replay(OpMode):
             content.value = Value() if op is None else op.writes[i]
         for t, value in () if op is None else zip(flat(out), op.outputs, strict=True):
             if isinstance(value, Value):
-                self._make(t.untyped_storage(), value)
+                self._set(t.untyped_storage(), value)
         return out
 
     def _skip(self, op: Op, reads: list[tuple[Content, Layout]], facts: OpFacts, args: Any, kwargs: Any) -> Any:
@@ -251,7 +247,7 @@ class Replay(OpMode):
             if isinstance(x, Value):
                 kept = self._take(x)
                 t = _hollow(x) if kept is None else kept
-                content = self._make(t.untyped_storage(), x)
+                content = self._set(t.untyped_storage(), x)
                 if kept is None:
                     content.hollow = recipe.output(i)
                 results.append(t)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ _GIVEN_AWAY = "given away"
 CONSTANT = torch.ops.aten.lift_fresh.default  # is given what `torch.tensor` has made of Python numbers
 
 
+@dataclass(slots=True, eq=False)
 class Value:
     """What a storage contains at one time.
 
@@ -36,75 +38,71 @@ class Value:
     - `tensor`, `layout`, `nbytes`, `device`: of the tensor that an op returned or wrote to, and of its storage.
     """
 
-    __slots__ = ("decision", "device", "is_replaced", "layout", "name", "nbytes", "tensor", "where")
-    tensor: weakref.ref[Tensor]
-    layout: Layout
-    nbytes: int
-    device: torch.device
-
-    def __init__(self, decision: CheckpointPolicy | None = None) -> None:
-        self.decision = decision
-        self.name: str | None = None
-        self.where = "unknown"
-        self.is_replaced = False
+    decision: CheckpointPolicy | None = None
+    name: str | None = None
+    where: str = "unknown"
+    is_replaced: bool = False
+    tensor: weakref.ref[Tensor] = field(init=False)
+    layout: Layout = field(init=False)
+    nbytes: int = field(init=False)
+    device: torch.device = field(init=False)
 
 
+@dataclass(slots=True, eq=False)
 class Content:
     """What a storage contains now.
 
     **Attributes:**
 
+    - `storage`: weakly.
     - `made`: whether an op of the run has made the storage.
     - `hollow`: how to compute the value, where the memory does not have it.
     - `cell`: of a recipe that reads what the memory has.
     - `is_shared`: whether others have the memory too, numpy or a kernel, and may change it between any two ops.
     """
 
-    __slots__ = ("cell", "hollow", "is_shared", "made", "storage", "value")
-
-    def __init__(self, storage: Any, value: Value, made: bool) -> None:
-        self.storage = weakref.ref(storage)
-        self.value = value
-        self.made = made
-        self.hollow: Cell | None = None
-        self.cell: weakref.ref[Cell] | None = None
-        self.is_shared = False
+    storage: weakref.ref[Any]
+    value: Value
+    made: bool = False
+    hollow: Cell | None = None
+    cell: weakref.ref[Cell] | None = None
+    is_shared: bool = False
 
 
 OpCall = tuple[tuple[Any, ...], list[tuple[Content, Layout]]]
 """A call of an op: what tells it from others, and what it reads."""
 
 
+@dataclass(slots=True, eq=False)
 class Op:
     """An op of a run.
 
     **Attributes:**
 
     - `reads`: the values that it read.
-    - `outputs`: what it returned, flat: a `Value`, the position of a tensor among those that it wrote to (`Changed`),
-      or a number.
+    - `returns`: the type of what it returned.
+    - `outputs`: what it returned, flat: a `Value`, a `Changed` for a tensor that it wrote to, or a number.
     - `writes`: the new values of the storages that it wrote to.
     - `values`: all that it has computed.
-    - `returns`: the type of what it returned.
     - `is_view`: whether it returned the memory that it was given, though its schema does not say so.
     - `runs`: whether it has to run again.
-    - `after`: the state of the generators that it has drawn from, for a rerun that spares it to go on from.
+    - `after`: the state of the generators that it has drawn from, for a rerun that skips it to go on from.
     """
 
-    __slots__ = ("after", "func", "is_view", "outputs", "reads", "returns", "runs", "values", "writes")
-
-    def __init__(self, func: Any, reads: list[Value], returns: type) -> None:
-        self.func = func
-        self.reads = reads
-        self.returns = returns
-        self.outputs: list[Any] = []
-        self.writes: list[Value] = []
-        self.values: list[Value] = []
-        self.is_view = self.runs = False
-        self.after: RandomState | None = None
+    func: Any
+    reads: list[Value]
+    returns: type
+    outputs: list[Any] = field(default_factory=list)
+    writes: list[Value] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    is_view: bool = False
+    runs: bool = False
+    after: RandomState | None = None
 
 
 class Changed(NamedTuple):
+    """A tensor that an op was given to write to, returned."""
+
     position: int
 
 
@@ -154,6 +152,7 @@ class OpMode(internals.DispatchMode):
         self._times: dict[Any, int] = {}
         """How often each op was called with the same values."""
         self._draws = 0
+        self._shares = False
         self._calls: _Calls | None = None
 
     def __enter__(self) -> Any:
@@ -175,12 +174,13 @@ class OpMode(internals.DispatchMode):
         for content in map(self._content, storages(map(internals.innermost, given))):
             self._read(content)
             if func in GIVES_MEMORY_AWAY:
-                content.is_shared = True
+                self._shares = content.is_shared = True
                 content.value = self._given_away(content, self._counted((_GIVEN_AWAY, content.value)))
+
+    # What modes do in ways of their own.
 
     def _read(self, content: Content) -> None:
         """What a storage contains is read without an op."""
-        raise NotImplementedError
 
     def _given_away(self, content: Content, key: Any) -> Value:
         """What a storage contains from now on. `key`: what tells it from others, as of an op."""
@@ -193,16 +193,16 @@ class OpMode(internals.DispatchMode):
     def _content(self, storage: Any) -> Content:
         content = self._contents.get(id(storage))
         if content is None or content.storage() is not storage:
-            content = self._contents[id(storage)] = Content(storage, self._outside(storage), made=False)
+            content = self._set(storage, self._outside(storage))
         return content
 
-    def _known(self, storage: Any) -> Content | None:
+    def _set(self, storage: Any, value: Value, *, made: bool = False) -> Content:
+        content = self._contents[id(storage)] = Content(weakref.ref(storage), value, made)
+        return content
+
+    def _knows(self, storage: Any) -> bool:
         content = self._contents.get(id(storage))
-        return content if content is not None and content.storage() is storage else None
-
-    def _make(self, storage: Any, value: Value) -> Content:
-        content = self._contents[id(storage)] = Content(storage, value, made=True)
-        return content
+        return content is not None and content.storage() is storage
 
     def _call(self, facts: OpFacts, args: Any, kwargs: Any) -> OpCall | None:
         """A call by what it reads. None where that can't be told: a tensor is not `plain`, say."""
@@ -253,7 +253,7 @@ class OpMode(internals.DispatchMode):
     def _constant(self, tensor: Tensor) -> Any:
         """The key of a new tensor of Python numbers: what they are. None where it is something else."""
         storage = tensor.untyped_storage() if plain(tensor) and tensor.device.type == "cpu" else None
-        if storage is None or not storage.resizable() or self._known(storage) is not None:
+        if storage is None or not storage.resizable() or self._knows(storage):
             return None
         return self._counted((CONSTANT, internals.digest(storage)))
 
