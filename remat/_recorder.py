@@ -241,32 +241,30 @@ class Recorder(OpMode):
     def saves(self, tensor: Tensor) -> None:
         """The graph would save a tensor, though it holds nothing. Then these calls tell what a backward reads."""
         self._saved = {} if self._saved is None else self._saved
-        if plain(tensor):
-            content = self._content(tensor.untyped_storage())
-            self._saved[content.value] = None
-            self._pin(content)
+        with internals.DisableTorchFunction():
+            if plain(tensor):
+                content = self._content(tensor.untyped_storage())
+                self._saved[content.value] = None
+                self._pin(content)
 
     def tape(self, results: list[Tensor]) -> Tape:
         """What to keep, now that the run is over and its graph still there. `results`: what the run returned."""
-        raw = [r for r in map(internals.innermost, results) if plain(r)]
-        alive = {c.value: s for c in self._contents.values() if (s := c.storage()) is not None and c.made}
-        if self._saved is None:
-            needed = [v for v, s in alive.items() if internals.in_use(s)]
-            needed = [*(alive.keys() & needed) - self._only_returned(results)]
-        else:
-            needed = [*self._saved]
-        kept = {}
-        storages = alive | self._pins
-        with internals.below_all_transforms(), internals.ops_of_remat():
-            for value, op in self._walk(needed, storages).items():
-                storage = storages[value]
-                aliases = [t.detach() for t in raw if t.untyped_storage() is storage]
-                kept[value] = Kept(op.func, value, storage, aliases)
+        kept: dict[Value, Kept] = {}
+        with internals.DisableTorchFunction():
+            memory = {c.value: s for c in self._contents.values() if (s := c.storage()) is not None and c.made}
+            alone = set() if self._saved is not None else self._only_returned(results)
+            needed = [v for v, s in memory.items() if internals.in_use(s) and v not in alone]
+            memory |= self._pins
+            raw = [r for r in map(internals.innermost, results) if plain(r)]
+            with internals.below_all_transforms(), internals.ops_of_remat():
+                for value, op in self._walk(needed if self._saved is None else self._saved, memory).items():
+                    aliases = [t.detach() for t in raw if t.untyped_storage() is memory[value]]
+                    kept[value] = Kept(op.func, value, memory[value], aliases)
         self._pins.clear()
         matched = any(v.decision in KEEP for op in self._ops.values() for v in op.values)
         return Tape(self._ops, self._outsides, kept, matched)
 
-    def _walk(self, needed: Iterable[Value], storages: dict[Value, Any]) -> dict[Value, Op]:
+    def _walk(self, needed: Iterable[Value], memory: dict[Value, Any]) -> dict[Value, Op]:
         """The needed values that are kept, with their ops. Other ops that are needed are marked to run again."""
         producer = {value: op for op in self._ops.values() for value in op.values}
         kept: dict[Value, Op] = {}
@@ -276,7 +274,7 @@ class Recorder(OpMode):
             op = producer.get(value)
             if op is None or op.runs or value in kept:
                 continue
-            if value in storages and value.decision in KEEP and not value.is_replaced:
+            if value in memory and value.decision in KEEP and not value.is_replaced:
                 kept[value] = op
             else:
                 op.runs = True

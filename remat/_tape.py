@@ -170,8 +170,9 @@ class Replay(OpMode):
     def stands_for(self, copy: Tensor, origin: Origin | None) -> None:
         """The rerun is given a copy of a tensor, because the forward has written to it."""
         raw = internals.innermost(copy)
-        if origin is not None and origin == _origin(raw, origin.value):
-            self._set(raw.untyped_storage(), origin.value)
+        with internals.DisableTorchFunction():
+            if origin is not None and origin == _origin(raw, origin.value):
+                self._set(raw.untyped_storage(), origin.value)
 
     def settle(self) -> None:
         """Compute what the rerun's graph holds and was skipped. Called when the results are gone, and it is left."""
@@ -207,8 +208,8 @@ class Replay(OpMode):
         key, reads = call
         op = self._tape.ops.get(key)
         contents = [content for content, _ in reads]
-        # The user's code may read what goes in and comes out: hooks for what is saved, the rules of a custom op, whoever
-        # has the memory too.
+        # The user's code may read what goes in and comes out: in hooks for what is saved, in the rules of a custom op,
+        # in memory that it has too.
         is_exposed = facts.is_custom or internals.saved_tensors_hooks() != self._hooks
         is_exposed |= self._shares and any(c.is_shared for c in contents)
         if is_exposed:

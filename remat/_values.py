@@ -128,7 +128,8 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         mode = self._mode
         if func in _READS:
-            mode.accessed(func, tensors(args, kwargs))
+            with internals.DisableTorchFunction():  # the modes around us need not see how we look
+                mode.accessed(func, tensors(args, kwargs))
         mode.call = func, args, kwargs
         try:
             return func(*args, **kwargs)
