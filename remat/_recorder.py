@@ -59,15 +59,16 @@ class Recorder(OpMode):
 
     is_about_functions = True
 
-    def __init__(self, policy: Decide, where: Callable[[], str] | None = None) -> None:
+    def __init__(self, policy: Decide, where: Callable[[], str] | None = None, *, sees_calls: bool = True) -> None:
         """A recorder of one run.
 
         **Arguments:**
 
         - `policy`: what decides: `policy.start()`.
         - `where`: the place in the user's code.
+        - `sees_calls`: see `OpMode`. Some policies ask for the calls.
         """
-        super().__init__()
+        super().__init__(sees_calls or getattr(policy, "looks_at_calls", True))
         self._policy = policy
         self._where = where
         self._by_ops: dict[int, CheckpointPolicy | None] = {}

@@ -150,14 +150,15 @@ class Tape:
 class Replay(OpMode):
     """Gives the ops of a rerun their kept results, and skips those that need not run."""
 
-    def __init__(self, tape: Tape, name: str, last: bool) -> None:
+    def __init__(self, tape: Tape, name: str, last: bool, *, sees_calls: bool = True) -> None:
         """A rerun of the function `name`.
 
         **Arguments:**
 
         - `last`: whether no other rerun follows: then what is given back is kept no longer.
+        - `sees_calls`: see `OpMode`.
         """
-        super().__init__()
+        super().__init__(sees_calls)
         tape.fetch()
         self._tape = tape
         self._name = name

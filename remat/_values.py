@@ -106,7 +106,7 @@ class Changed(NamedTuple):
     position: int
 
 
-_READS = {
+READS = {
     *GIVES_MEMORY_AWAY,
     Tensor.__format__,
     Tensor.__repr__,
@@ -127,7 +127,7 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         mode = self._mode
-        if func in _READS:
+        if func in READS:
             with internals.DisableTorchFunction():  # the modes around us need not see how we look
                 mode.accessed(func, tensors(args, kwargs))
         mode.call = func, args, kwargs
@@ -147,8 +147,10 @@ class OpMode(internals.DispatchMode):
 
     call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, sees_calls: bool) -> None:
+        """`sees_calls`: whether it looks at torch calls itself; else call `accessed` for those in `READS`."""
         super().__init__()
+        self._sees_calls = sees_calls
         self._contents: dict[int, Content] = {}
         self._times: dict[Any, int] = {}
         """How often each op was called with the same values."""
@@ -157,8 +159,9 @@ class OpMode(internals.DispatchMode):
         self._calls: _Calls | None = None
 
     def __enter__(self) -> Any:
-        self._calls = _Calls(self)
-        self._calls.__enter__()
+        if self._sees_calls:
+            self._calls = _Calls(self)
+            self._calls.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
