@@ -186,6 +186,13 @@ def unwrap_dead(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def below_grad_levels(tensor: Tensor) -> Tensor:
+    """The tensor below the wrappers of `grad` and `jvp` that are outermost: nothing differentiates it."""
+    while _C.is_gradtrackingtensor(tensor):
+        tensor = _C.get_unwrapped(tensor)
+    return tensor
+
+
 def requires_grad_at_any_level(tensor: Tensor) -> bool:
     """Whether some transform, or plain autograd, differentiates with respect to `tensor`."""
     while not tensor.requires_grad and _C.is_functorch_wrapped_tensor(tensor):
