@@ -23,7 +23,7 @@ from remat._context import Ambient, KeptDraws, Modes, RandomState, replayed
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, layers, prove
 from remat._look import CHANGES, Look, RerunLook, Signature
-from remat._places import Place, places_in_modules, search
+from remat._places import Place, filled, item, places_in_modules, search
 from remat._recorder import Recorder
 from remat._spare import Replay, is_recorded
 from remat._tail import keep_no_tensors
@@ -31,7 +31,7 @@ from remat._tape import Tape
 from remat.random._keyed import Position, resumed, running, suspended
 
 _TENSORS = (Tensor, torch.nn.Parameter)
-_rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)
+rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 _NOT_FOUND = (
@@ -74,7 +74,7 @@ def is_rerunning() -> bool:
         forward
         again
     """
-    return _rerunning.get()
+    return rerunning.get()
 
 
 def _matters(tensor: Tensor) -> bool:
@@ -340,7 +340,7 @@ class Call:
         return self._variables.copy().run(self._rerun, operands)
 
     def _rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        _rerunning.set(True)
+        rerunning.set(True)
         inputs = list(operands)
         originals = []  # held, for they are known by their identities
         swaps: dict[int, Tensor] = {}
@@ -358,7 +358,7 @@ class Call:
             if original.in_place and not original.places and tensor is not operand:
                 raise RematError(_HANDED_ON.format(self.name, list(operand.shape), operand.dtype))
             for names, key in original.places:
-                now = _item(names, key)
+                now = item(names, key)
                 if now is not operand and (original.in_place or now is not tensor):
                     fill.append(((names, key), operand))
         look = self._rerun_look = RerunLook(
@@ -375,7 +375,7 @@ class Call:
         rebuild = self._closure.rebuilder(inputs)
         self._rebuilders.append(rebuild)
         modes = self._modes.entered() if self._modes.any else _NOTHING
-        with self._ambient.restored(), replayed(self.random), draws, modes, _filled(fill), self._replay(operands):
+        with self._ambient.restored(), replayed(self.random), draws, modes, filled(fill), self._replay(operands):
             args, kwargs = _tree.unboxed(*_tree.unflatten(self._spec, [rebuild(x) for x in self._leaves]))
             fun = rebuild(self._fun)
             with look:
@@ -438,28 +438,3 @@ class _All:
 
     def __contains__(self, key: int) -> bool:
         return True
-
-
-def _item(names: Any, key: Any) -> Any:
-    try:
-        return names[key]
-    except (KeyError, IndexError):
-        return None
-
-
-@contextlib.contextmanager
-def _filling(fill: list[tuple[Place, Tensor]]) -> Iterator[None]:
-    before = []
-    try:
-        for (names, key), tensor in fill:
-            before.append((names, key, _item(names, key)))
-            names[key] = tensor
-        yield
-    finally:
-        for names, key, tensor in reversed(before):
-            names[key] = tensor
-
-
-def _filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:
-    """Within it, places hold operands."""
-    return _filling(fill) if fill else _NOTHING

@@ -174,6 +174,11 @@ class Closure:
         self._functions[key] = _Function(old, defaults, kwdefaults, cells)
         return _Reference(key)
 
+    def flags(self) -> dict[int, types.CellType]:
+        """The cells that hold a number or the like: a context around a rerun may set a flag in one."""
+        cells = (c for c in self._begun if type(c) is types.CellType)
+        return {id(c): c for c in cells if type(self._contents[id(c)]) in ATOMS}
+
     def close(self) -> list[Any]:
         """Nothing more is taken apart. Gives back the `objects`."""
         objects, self.objects = self.objects, []
@@ -202,6 +207,10 @@ class Rebuilder:
         self._operands = operands
         self._cells: dict[int, types.CellType] = {}
         self._functions: dict[int, types.FunctionType] = {}
+
+    def keep(self, cells: dict[int, types.CellType]) -> None:
+        """Functions have these very cells again."""
+        self._cells.update(cells)
 
     def __call__(self, part: Any) -> Any:
         """What `part` stands for."""
@@ -235,6 +244,7 @@ class Rebuilder:
     def clear(self) -> None:
         """Break the cycle of a function that refers to itself. Other functions may be called later, by a hook, say."""
         if self._is_recursive:
-            for cell in self._cells.values():
-                with contextlib.suppress(ValueError):  # it is empty already
-                    del cell.cell_contents
+            for key, cell in self._cells.items():
+                if is_part(self._contents[key]):
+                    with contextlib.suppress(ValueError):  # it is empty already
+                        del cell.cell_contents

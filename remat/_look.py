@@ -315,12 +315,14 @@ class Look(TorchFunctionMode):
         for tensor in self._memory.get(internals.memory_of(written), ()):
             if id(tensor) in self.copies:
                 continue
-            value = self.values[id(tensor)]
-            if internals.requires_grad_at_any_level(value):
-                raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, call_site()))
-            self.copies[id(tensor)] = value.clone()
+            self.copies[id(tensor)] = self._copied(self.values[id(tensor)])
         if self.outer is not None:
             self.outer.before_write(written)
+
+    def _copied(self, value: Tensor) -> Tensor:
+        if internals.requires_grad_at_any_level(value):
+            raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, call_site()))
+        return value.clone()
 
     # What it makes.
 

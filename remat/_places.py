@@ -7,6 +7,7 @@ tensor.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import weakref
@@ -143,3 +144,29 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     """The names of globals and attributes in the code, and in functions that are defined in it."""
     inner = (names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return frozenset(code.co_names).union(*inner)
+
+
+def item(names: Any, key: Any) -> Any:
+    """What is in a place now, None where there is no such place any more."""
+    try:
+        return names[key]
+    except (KeyError, IndexError):
+        return None
+
+
+@contextlib.contextmanager
+def _filling(fill: list[tuple[Place, Tensor]]) -> Iterator[None]:
+    before = []
+    try:
+        for (names, key), tensor in fill:
+            before.append((names, key, item(names, key)))
+            names[key] = tensor
+        yield
+    finally:
+        for names, key, tensor in reversed(before):
+            names[key] = tensor
+
+
+def filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:
+    """Within it, places hold operands."""
+    return _filling(fill) if fill else contextlib.nullcontext()

@@ -202,14 +202,14 @@ def _check(fun: Any) -> None:
         if not callable(fun):
             raise TypeError(f"remat: fun must be callable; got {shown(fun)}.")
         called = type(fun).__call__
-    if _runs_later(called):
+    if runs_later(called):
         raise TypeError(
             f"remat: {_name(called)} is a generator or async function: its body runs after the call, out of remat's "
             "sight. Put under remat what computes in it."
         )
 
 
-def _runs_later(function: Any) -> bool:
+def runs_later(function: Any) -> bool:
     """Whether the body of a function or method runs after the call: it is a generator or async function."""
     if type(function) not in _FUNCTIONS:
         return False

@@ -1,0 +1,148 @@
+"""How checkpoints look at their runs.
+
+The graph of a checkpointed function stays, so nothing is out of sight: a run may call modules that `fully_shard` or
+`parallelize_module` has prepared, and may write to what is differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat._effects import Effects, written_by
+from remat._look import Look
+
+
+class ForwardLook(Look):
+    """Looks at the forward of a checkpoint: what it reads from outside, and what that was before it was written to.
+
+    **Attributes:**
+
+    - `gathered`: tensors that hooks gave other memory of another size, as those of ZeRO-3 do, by identity. They do it
+        in the rerun too.
+    """
+
+    def __init__(self, name: str, given: Iterable[tuple[Tensor, Tensor]], random: Any) -> None:
+        """A look at a run of the function `name`.
+
+        **Arguments:**
+
+        - `given`: the tensors that it is given, and what stands for them in a rerun of a function around.
+        - `random`: what to tell of explicit generators.
+        """
+        super().__init__(name, (), random)
+        self.gathered: set[int] = set()
+        for tensor, value in given:
+            self._add(tensor, value)
+
+    def forget(self) -> None:
+        """The run is over: hold nothing."""
+        self.outside.clear()
+        self.values.clear()
+        self._memory = None
+
+    def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or effects.moves_hooks:  # `torch.cond` is compiled under the active modes
+            return func(*args, **kwargs)
+        with internals.DisableTorchFunction():
+            if effects.writes or "out" in kwargs or kwargs.get("inplace"):
+                for t in written_by(func, args, kwargs):
+                    self.before_write(t)
+            elif effects.sets_data:
+                if args[0].shape == args[1].shape:
+                    self.before_write(args[0])
+                else:
+                    self.gathered.add(id(args[0]))
+            if effects.sets_hook:
+                args = self._with_hook(args)
+            if effects.draws:
+                self._mark_draw()
+            for x in kwargs.values() if effects.draws or kwargs.get("generator") is not None else ():
+                if isinstance(x, torch.Generator):
+                    self.notice(x)
+        out = func(*args, **kwargs)
+        with internals.DisableTorchFunction():
+            self.add_results(func, out)
+        return out
+
+    def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
+        key = id(tensor)
+        if key in self._known:
+            return self.values.get(key, tensor)
+        if internals.level_of(tensor) > self.depth:
+            self.read(internals.unwrapped(tensor), handed_on=True)
+            self._known.add(key)
+            return tensor
+        value = self._swaps.get(key, tensor) if self.outer is None else self.outer.read(tensor, handed_on)
+        if handed_on:
+            self.handed_on.add(key)
+        self._add(tensor, value)
+        return value
+
+    def _copied(self, value: Tensor) -> Tensor:
+        with torch.no_grad():
+            return value.clone().requires_grad_(value.requires_grad)
+
+    def _with_hook(self, args: Any) -> Any:
+        self.sets_hooks = self.sets_hooks or not self.has_made(args[0])
+        return args
+
+    def _note(self, func: Any, shape: int) -> None:
+        """Checkpoints compare what runs save, and not their calls."""
+
+
+class RerunLook(ForwardLook):
+    """Looks at a rerun: copies stand for what the forward wrote to, and what was read has to be as it was."""
+
+    is_rerun = True
+
+    def __init__(
+        self,
+        name: str,
+        given: Iterable[Tensor],
+        swaps: Iterable[tuple[Tensor, Tensor]],
+        stale: dict[int, RuntimeError],
+    ) -> None:
+        """A look at a rerun of the function `name`, which is given tensors.
+
+        **Arguments:**
+
+        - `swaps`: tensors, and what stands for them.
+        - `stale`: by identity, what to raise where tensors are read that were changed since the forward.
+        """
+        super().__init__(name, ((t, t) for t in given if id(t) not in stale), None)
+        self._swaps = {id(tensor): stand_in for tensor, stand_in in swaps}
+        self._originals = {id(stand_in): tensor for tensor, stand_in in swaps}
+        self._stale = stale
+
+    def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
+        out = super()._call(effects, func, args, kwargs)
+        return self._originals.get(id(out), out) if effects.writes else out  # `m.count += 1` assigns what it returns
+
+    def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
+        key = id(tensor)
+        if key in self._stale:
+            raise self._stale[key]
+        if key in self._known:
+            return tensor
+        stand_in = self._swaps.get(key)
+        if stand_in is not None:
+            return stand_in
+        self.outside[key] = tensor
+        self._known.add(key)
+        return tensor
+
+    def before_write(self, written: Tensor) -> None:
+        """What the forward wrote to is a copy here."""
+
+    def notice(self, generator: torch.Generator) -> None:
+        """It draws again what the forward drew."""
+
+    def _with_hook(self, args: Any) -> Any:
+        if id(args[0]) in self.outside:  # the forward has put it on the tensor itself
+            return (torch.empty(0, requires_grad=True), *args[1:])
+        return args
