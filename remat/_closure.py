@@ -116,6 +116,7 @@ class Closure:
         self._operand_of = operand_of
         self._functions: dict[int, _Function] = {}
         self._contents: dict[int, Any] = {}
+        self._whole: set[int] = set()  # functions with nothing to take apart
         self._is_recursive = False
         self._begun: list[Any] = []  # held, for keys are identities
         self.objects: list[Any] = []
@@ -154,6 +155,8 @@ class Closure:
         key = id(old)
         if key in self._functions:
             return _Reference(key)
+        if key in self._whole:
+            return old
         if any(old is f for f in self._begun):
             self._is_recursive = True
             return _Reference(key)
@@ -170,6 +173,7 @@ class Closure:
                 if _is_full(cell):
                     self._contents[id(cell)] = self.take_apart(cell.cell_contents)
         if not cells and not is_part(defaults) and not any(map(is_part, kwdefaults.values())):
+            self._whole.add(key)
             return old
         self._functions[key] = _Function(old, defaults, kwdefaults, cells)
         return _Reference(key)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.autograd import grad as grad_of
 
 import remat.compat
-from remat.compat import _checkpoint, _reentrant
 from tests.helpers import CountOps, Seen, assert_same, leaf, numbers
 
 MODULES = {"torch": torch.utils.checkpoint, "remat": remat.compat}

@@ -20,7 +20,6 @@ from torch.func import grad
 
 import remat.compat
 from remat import CheckpointError, _context
-from remat.compat import _checkpoint, _draws, _reentrant
 from remat.debug import LiveBytes
 from tests.helpers import UNIT, Seen, activation, assert_same, at_an_address_of, leaf, numbers
 from tests.test_compat_better import VARIANTS, both_variants, fails, of_torch, ours, right, wrong
