@@ -18,8 +18,8 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat import _tree
-from remat._closure import Closure, Operand, Rebuilder
-from remat._context import Ambient, KeptDraws, Modes, RandomState, replayed
+from remat._closure import ATOMS, Closure, Operand, Rebuilder
+from remat._context import Ambient, KeptDraws, Modes, OwnCasts, RandomState, replayed
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, layers, prove
 from remat._look import CHANGES, Look, RerunLook, Signature
@@ -89,13 +89,13 @@ def _matters(tensor: Tensor) -> bool:
 class _Original:
     """The tensor of the forward that an operand stands for."""
 
-    __slots__ = ("attributes", "in_place", "places", "ref", "written")
+    __slots__ = ("attributes", "handed_on", "places", "ref", "written")
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref = weakref.ref(tensor)
         self.places: list[Place] = []
         """Where modules and others hold it."""
-        self.in_place = False
+        self.handed_on = False
         """Whether reruns have to find the operand there: no torch call of the function's reads the tensor itself."""
         self.written = False
         """Whether the function writes to it. Each rerun is given a copy of what the forward found."""
@@ -113,6 +113,7 @@ class Call:
     - `random`: the draws to repeat, None where there were none.
     - `tape`: what a policy keeps, None without one.
     - `nests`: whether there are other calls in it.
+    - `leaves`: the operands that are differentiated, at any level.
     - `hooked`: the levels of the tensors that the function has put hooks on.
     - `since`: all autograd nodes with higher sequence numbers were made in the call, or later.
     """
@@ -120,6 +121,7 @@ class Call:
     level: int | None = None
     policy: Any = None
     nests = False
+    leaves: frozenset[int] = frozenset()
     last_rerun = False
     tape: Tape | None = None
     random: RandomState | KeptDraws | None = None
@@ -157,7 +159,7 @@ class Call:
         self._returned: list[tuple[int, torch.Size, torch.dtype]] = []
         self._rebuilders: list[Rebuilder] = []
         self._replays: list[Replay] = []
-        self._rerun_look: RerunLook | None = None
+        self._rerun_looks: list[RerunLook] = []
         self.hooked: frozenset[int] = frozenset()
 
     def _add(self, tensor: Tensor) -> Operand:
@@ -184,37 +186,39 @@ class Call:
         - `preserve_rng_state`: whether reruns draw what the forward draws.
         - `where`: tells the place in the user's code, for those who ask what is kept; or None.
         """
-        given = self.operands[: self._given]
-        keys = running()
-        position = None if keys is None else keys.position()
         tracing = internals.tracing()
-        random: Any = None
-        if preserve_rng_state:
-            random = KeptDraws() if tracing else RandomState(given, keyed=keys is not None)
-        recorder: Any = random if tracing and random is not None else _NOTHING
-        if policy is not None and not tracing:
-            self.policy = policy
-            recorder = self._recorder = Recorder(policy.start(), preserve_rng_state, where)
-        look = self._look = Look(self.name, given, random)
+        with internals.DisableTorchFunction():
+            given = self.operands[: self._given]
+            keys = running()
+            position = None if keys is None else keys.position()
+            random: Any = None
+            if preserve_rng_state:
+                random = KeptDraws() if tracing else RandomState(given, keyed=keys is not None)
+            recorder: Any = random if tracing and random is not None else _NOTHING
+            if policy is not None and not tracing:
+                self.policy = policy
+                recorder = self._recorder = Recorder(policy.start(), preserve_rng_state, where)
+            look = self._look = Look(self.name, given, random)
         self.since = internals.next_sequence_number()
-        with internals.without_saved_tensors_hooks(), recorder, look, self._ambient.without_cached_casts():
+        with internals.without_saved_tensors_hooks(), recorder, look, OwnCasts():
             out = fun(*args, **kwargs)
-        if random is not None:
-            self.random = random.drawn_since(look.drew)
-        if keys is not None and keys.position() != position:
-            self._drew_from = position
-            self._key = self._add(look.read(keys.key)).index
+        with internals.DisableTorchFunction():
+            if random is not None:
+                self.random = random.drawn_since(look.drew)
+            if keys is not None and keys.position() != position:
+                self._drew_from = position
+                self._key = self._add(look.read(keys.key)).index
         self._signature = look.signature
         self.nests = look.nests
-        self.hooked = frozenset(level for level in look.signature.hooks if level is not None)
+        self.hooked = frozenset([level for level in look.signature.hooks if level is not None])
         return out
 
     def results_of(self, out: Any) -> _tree.Picked:
         """What the function has computed and is differentiated, in the tree that it returned."""
         results = _tree.Picked(out, self._is_computed)
         for leaf in results.leaves:
-            if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__"):
-                held = (t for t in vars(leaf).values() if isinstance(t, Tensor))
+            if not isinstance(leaf, Tensor) and type(leaf) not in ATOMS:
+                held = (t for t in _attributes_of(leaf) if isinstance(t, Tensor))
                 if any(is_made_since(t, self.since) for t in held) and not is_rerunning():
                     warn(_NO_TREE.format(self.name, type(leaf).__name__))
         return results
@@ -225,7 +229,9 @@ class Call:
         A view keeps nothing alive but what it views.
         """
         assert self._look is not None
-        if id(result) in self._look.outside or not is_made_since(result, self.since):
+        if id(result) in self._look.outside:
+            return False
+        if not is_made_since(result, self.since) and not (internals.forward_ad_active() and self._look.has_made(result)):
             return False
         if not (result.is_floating_point() or result.is_complex()):
             return False
@@ -244,8 +250,10 @@ class Call:
             self._recorder = None
         self._find_operands(look)
         while True:
+            operands = self._values(look)
+            self.leaves = frozenset([i for i, t in enumerate(operands) if internals.requires_grad_at_any_level(t)])
             try:
-                return attach(results.tensors, self._values(look))
+                return attach(results.tensors, operands)
             except Stranger as stranger:
                 self._add_stranger(stranger)
 
@@ -263,13 +271,16 @@ class Call:
             elif key not in self._index:
                 constants[key] = tensor
         captured = {id(t): t for t in self.operands[self._held :]}
-        for key, places in places_in_modules(self._objects, [*captured.values(), *constants.values()]).items():
-            index = self._add(look.outside[key]).index
-            self._originals[index].places = places
-            constants.pop(key, None)
+        if captured or constants:
+            for key, places in places_in_modules(self._objects, [*captured.values(), *constants.values()]).items():
+                self._originals[self._add(look.outside[key]).index].places = places
+                captured.pop(key, None)
+                constants.pop(key, None)
+            for tensor, place in search(self._objects, captured, far=False) if captured else ():
+                self._originals[self._index[id(tensor)]].places.append(place)
+            for key in look.handed_on & captured.keys():
+                self._must_have_place(key)
         self._constants = [(weakref.ref(t), look.versions[key]) for key, t in constants.items()]
-        for key in look.handed_on & captured.keys():
-            self._must_be_in_place(key)
 
     def _values(self, look: Look) -> list[Tensor]:
         """The operands as the forward found them."""
@@ -293,12 +304,12 @@ class Call:
         if tensor is None or id(tensor) in self._index:
             raise RematError(_NOT_FOUND.format(self.name, stranger)) from None
         self._add(tensor)
-        self._must_be_in_place(id(tensor))
+        self._must_have_place(id(tensor))
 
-    def _must_be_in_place(self, key: int) -> None:
+    def _must_have_place(self, key: int) -> None:
         """Reruns have to find an operand where the forward found it: no torch call reads the tensor itself."""
         original, tensor = self._originals[self._index[key]], self.operands[self._index[key]]
-        original.in_place = True
+        original.handed_on = True
         if not original.places:
             original.places = places_in_modules(self._objects, [tensor]).get(key) or [
                 place for _, place in search(self._objects, {key})
@@ -319,8 +330,8 @@ class Call:
             internals.forget_saved(nodes)
 
     def made_by_rerun(self, leaf: Tensor) -> bool:
-        """Whether the last rerun has made a leaf itself."""
-        return self._rerun_look is not None and self._rerun_look.has_made(leaf)
+        """Whether a rerun has made a leaf itself."""
+        return any(look.has_made(leaf) for look in self._rerun_looks)
 
     def originals(self) -> list[Tensor]:
         """The tensors that operands stand for, those that are still there."""
@@ -355,13 +366,12 @@ class Call:
                     swaps[id(tensor)] = operand
                 if original.attributes:
                     vars(operand).update(original.attributes)
-            if original.in_place and not original.places and tensor is not operand:
+            if original.handed_on and not original.places and tensor is not operand:
                 raise RematError(_HANDED_ON.format(self.name, list(operand.shape), operand.dtype))
             for names, key in original.places:
-                now = item(names, key)
-                if now is not operand and (original.in_place or now is not tensor):
+                if item(names, key) is not operand:
                     fill.append(((names, key), operand))
-        look = self._rerun_look = RerunLook(
+        look = RerunLook(
             self.name,
             self._signature,
             swaps,
@@ -371,11 +381,12 @@ class Call:
             self.level,
             self.tape is None and not internals.tracing(),
         )
+        self._rerun_looks.append(look)
         draws = suspended() if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
         rebuild = self._closure.rebuilder(inputs)
         self._rebuilders.append(rebuild)
         modes = self._modes.entered() if self._modes.any else _NOTHING
-        with self._ambient.restored(), replayed(self.random), draws, modes, filled(fill), self._replay(operands):
+        with self._ambient.restored(), OwnCasts(), replayed(self.random), draws, modes, filled(fill), self._replay(operands):
             args, kwargs = _tree.unboxed(*_tree.unflatten(self._spec, [rebuild(x) for x in self._leaves]))
             fun = rebuild(self._fun)
             with look:
@@ -417,11 +428,13 @@ class Call:
 
     def clean(self) -> None:
         """Called when the rerun's graph is gone: nothing of the rerun may be left."""
-        self._rerun_look = None
+        looks, self._rerun_looks = self._rerun_looks, []
         self._replays.clear()
         for rebuild in self._rebuilders:
             rebuild.clear()
         self._rebuilders.clear()
+        for look in looks:
+            look.check_suspects()
 
     def settle(self) -> None:
         """Called when the derivative is attached and the forward's graph is gone: see what is still there."""
@@ -431,6 +444,12 @@ class Call:
         self._temporary = look.temporary()
         self._objects, self.operands = [], []
         self._index = {}
+
+
+def _attributes_of(obj: Any) -> list[Any]:
+    """What the attributes of an object hold, in a dict or in slots."""
+    slots = [name for kind in type(obj).__mro__ for name in vars(kind).get("__slots__", ())]
+    return [*getattr(obj, "__dict__", {}).values(), *(getattr(obj, name, None) for name in slots)]
 
 
 class _All:

@@ -38,26 +38,14 @@ class Ambient(NamedTuple):
         autocast = ((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache) for d in devices)
         return Ambient(dtype, device, tuple(autocast))
 
-    def without_cached_casts(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, autocast casts each time. A cast that it has kept was made before the call: none of its ops."""
-        return internals.autocast_cache_disabled() if self.autocast else _NOTHING
-
-    def restored(self, *, keeps_casts: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Within it, the settings are these again.
-
-        **Arguments:**
-
-        - `keeps_casts`: whether autocast may keep what it casts, so that the ops are those of the forward.
-        """
+    def restored(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, the settings are these again."""
         now = Ambient.current()
-        return _NOTHING if now == self and not self.autocast else self._restored(now, keeps_casts)
+        return _NOTHING if now == self else self._restored(now)
 
     @contextlib.contextmanager
-    def _restored(self, now: Ambient, keeps_casts: bool) -> Iterator[None]:
+    def _restored(self, now: Ambient) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            cuts_casts = bool(self.autocast) and not keeps_casts
-            if cuts_casts:  # it would keep casts of the rerun's leaves for as long as it lasts
-                stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
             if now.dtype != self.dtype:
                 stack.callback(torch.set_default_dtype, now.dtype)
                 torch.set_default_dtype(self.dtype)
@@ -65,9 +53,20 @@ class Ambient(NamedTuple):
                 stack.enter_context(self.device or torch.device("cpu"))
             if now.autocast != self.autocast:
                 stack.enter_context(internals.autocast(self.autocast or _off(now.autocast)))
-            if cuts_casts:
-                torch.set_autocast_cache_enabled(False)
             yield
+
+
+class OwnCasts:
+    """Within it, autocast finds none of the casts that it has kept from before, and after it none of these.
+
+    They belong to other graphs: a cast of a weight that was made before the call is none of the function's ops.
+    """
+
+    def __enter__(self) -> None:
+        torch.clear_autocast_cache()
+
+    def __exit__(self, *error: object) -> None:
+        torch.clear_autocast_cache()
 
 
 _USUAL = Ambient(torch.float32, None, ())  # not made anew for each call and rerun

@@ -99,7 +99,7 @@ def vjp(
         at_base = _may_run_at_base(call, operands, cotangents)
         if at_base and record and is_read and call.random is None:
             # A leaf of the rerun's own would make results require grad that do not.
-            at_base = all(operands[i].requires_grad for i in wrt)
+            at_base = all(operands[i].requires_grad for i in leaves if i < n)
         if at_base:
             # Some formulas of torch give tangents only where they are recorded: that of `slogdet` reads a saved `LU`.
             record = record and (is_read or internals.forward_ad_active())
@@ -160,17 +160,19 @@ def _may_run_at_base(call: RepeatableCall, operands: Sequence[Tensor], cotangent
 def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool) -> list[Tensor]:
     """The operands as inputs of a rerun: leaves of its graph, or connected to their own when that is recorded.
 
-    A leaf without hooks stands for itself, so there is nothing to swap for it. Hooks would be called twice.
+    A leaf without hooks, which would be called twice, stands for itself: then there is nothing to swap for it. In a
+    recorded rerun it does not, for other operands may depend on it.
     """
-    inputs = list(operands)
-    for i, t in enumerate(operands):
-        if t.is_leaf and t.requires_grad and i in leaves and not t._backward_hooks and not internals.forward_ad_active():
-            continue
-        if not record:
-            inputs[i] = _detached(t, i in leaves)
-        elif i in leaves:
-            inputs[i] = _alias(t) if t.requires_grad else _detached(t, leaf=True)
-    return inputs
+    if record:
+        return [
+            t if i not in leaves else _alias(t) if t.requires_grad else _detached(t, leaf=True)
+            for i, t in enumerate(operands)
+        ]
+    return [t if i in leaves and _is_bare_leaf(t) else _detached(t, i in leaves) for i, t in enumerate(operands)]
+
+
+def _is_bare_leaf(tensor: Tensor) -> bool:
+    return tensor.is_leaf and tensor.requires_grad and not tensor._backward_hooks and not internals.forward_ad_active()
 
 
 def _alias(tensor: Tensor) -> Tensor:

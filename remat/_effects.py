@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -72,6 +71,8 @@ class Effects(NamedTuple):
     """It is `x.data = ...`."""
     multiplies: bool = False
     """It is a matrix product or a convolution."""
+    is_custom: bool = False
+    """It is `autograd.Function.apply`, which is seen inside of transforms alone."""
     reads_no_value: bool = False
     """Neither its derivative nor what the caller learns depends on values: sums and views."""
 
@@ -85,12 +86,13 @@ def effects_of(func: Any) -> Effects:
     found = _effects.get(func)
     if found is None:
         found = Effects(
-            writes=may_write(func),
+            writes=may_write(func) or func is Tensor.requires_grad_,
             draws=getattr(func, "__name__", "") in _RANDOM,
             sets_hook=func is Tensor.register_hook,
             moves_hooks=internals.moves_hooks(func),
             sets_data=func == Tensor.data.__set__,  # type: ignore[attr-defined]
             multiplies=func in _PRODUCTS,
+            is_custom=internals.is_custom_function_call(func),
             reads_no_value=_reads_no_value(func),
         )
         if len(_effects) < 10_000:  # custom functions may be made anew for each call
@@ -113,7 +115,6 @@ def reads_numbers_alone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     return not any(isinstance(n, Tensor) for x in numbers for n in (x if isinstance(x, (list, tuple)) else (x,)))
 
 
-@functools.cache
 def may_write(func: Any) -> bool:
     """Whether a torch function writes to an argument, by its name or, of an op, by its schema."""
     if isinstance(func, internals.OP_KINDS):
@@ -124,7 +125,6 @@ def may_write(func: Any) -> bool:
     return func in _STATISTICS or name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__"))
 
 
-@functools.cache
 def _written_positions(op: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that an op writes to: positions and names."""
     overloads = [getattr(op, name) for name in op.overloads()] if hasattr(op, "overloads") else [op]

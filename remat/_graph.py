@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from remat import _torch_internals as internals
 
@@ -56,20 +55,14 @@ def edges_of(tensor: Tensor, since: int) -> list[tuple[Any, int]]:
         return []
     edge = (node, tensor.output_nr)
     found = [edge]
-    while forward_ad_aliases(edge[0], since):
+    while _is_since(edge[0], since) and len(edge[0].next_functions) == 1:
         edge = edge[0].next_functions[0]
         found.append(edge)
     return found
 
 
-def forward_ad_aliases(node: Any, since: int) -> bool:
-    """Whether a node may be an alias that forward-mode AD has made since `since`."""
-    return (
-        node is not None
-        and since <= internals.sequence_number(node) < internals.LEAF_NUMBER
-        and len(node.next_functions) == 1
-        and node.name() in ("AliasBackward0", "ViewBackward0")
-    )
+def _is_since(node: Any, since: int) -> bool:
+    return node is not None and since <= internals.sequence_number(node) < internals.LEAF_NUMBER
 
 
 def prove(
@@ -105,32 +98,32 @@ def prove(
             node = edge[0]
             if node is None or node in seen or edge in ends:
                 continue
-            if since <= internals.sequence_number(node) < internals.LEAF_NUMBER:
+            if _is_since(node, since):
                 seen.add(node)
                 nodes.append(node)
                 continue
             leaf = getattr(node, "variable", None)
-            if leaf is None or not (id(leaf) in leaves or is_own(leaf)):
+            if leaf is None or not (id(leaf) in leaves or is_own(leaf) or _is_of_one(node, operands)):
                 raise Stranger(edge, reader)
     return nodes
 
 
+def _is_of_one(accumulator: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether gradients of one of the tensors are added up by this node. One that hooks have saved is a copy."""
+    return any(t.requires_grad and t.is_leaf and internals.gradient_edge(t).node is accumulator for t in tensors)
+
+
 def layers(tensor: Tensor) -> list[Tensor]:
-    """A tensor and those below its wrappers, with the tangents that they carry and those below."""
+    """A tensor and those below its wrappers."""
     found = [tensor]
-    for t in found:  # it grows
-        if internals.is_wrapper(t):
-            found.append(internals.unwrapped(t))
-        if internals.forward_ad_active():
-            tangent = forward_ad.unpack_dual(t).tangent
-            if tangent is not None:
-                found.append(tangent)
+    while internals.is_wrapper(found[-1]):
+        found.append(internals.unwrapped(found[-1]))
     return found
 
 
 def is_made_since(tensor: Tensor, since: int) -> bool:
     """Whether autograd knows, at any level, that a tensor was made since `since`, of what is differentiated."""
-    for t in layers(tensor) if internals.is_wrapper(tensor) or internals.forward_ad_active() else (tensor,):
+    for t in layers(tensor) if internals.is_wrapper(tensor) else (tensor,):
         node = t.grad_fn
         if node is not None and since <= internals.sequence_number(node):
             return True

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, resolve_name
 
@@ -26,6 +27,7 @@ from remat import _torch_internals as internals
 from remat._context import RandomState
 from remat._effects import ORDINARY, Effects, effects_of, reads_numbers_alone, written_by
 from remat._errors import PURITY, CheckpointError, RematError, call_site
+from remat._graph import is_made_since
 from remat._tail import is_large, without_products
 
 _SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
@@ -106,7 +108,7 @@ class Look(TorchFunctionMode):
     - `outside`: the tensors that it has read from outside, or was given, by identity.
     - `values`: what stood for them: in the rerun of an outer function another tensor may.
     - `versions`: how often each had been written to, at the first read.
-    - `handed_on`: those that a transform inside of the function has wrapped before any torch call read them.
+    - `handed_on`: those that a transform inside of the function has wrapped, or that an autograd.Function was given.
     - `copies`: those that the function has written to, as they were before.
     - `drew`: whether a torch call may have drawn random numbers.
     - `nests`: whether there were other calls in it.
@@ -136,11 +138,12 @@ class Look(TorchFunctionMode):
         self.tail_number = 0
         """The autograd sequence number after the last product."""
         self._known: set[int] = set()
+        self._read: set[int] = set()
+        """Tensors that a rerun reads and that it may have made out of sight."""
         self._swaps: dict[int, Tensor] = {}
         self._unkept: list[weakref.ref[Tensor]] = []
         self._memory: dict[int, list[Tensor]] | None = None
-        for t in given:
-            self._add(t, t)
+        self._given = given
 
     # As a mode.
 
@@ -149,6 +152,9 @@ class Look(TorchFunctionMode):
         self.outer = None if self.is_rerun else before[0]
         if self.outer is not None:
             self._swaps = self.outer._swaps
+        with internals.DisableTorchFunction():
+            for t in self._given:
+                self._add(t, t if self.outer is None else self.outer.read(t))
         mode = before[1]
         self._delegate_before = None if mode is None else mode.delegate
         if mode is not None and internals.top_function_mode() is mode:
@@ -172,6 +178,8 @@ class Look(TorchFunctionMode):
             _current.mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_compiling():  # `torch.cond` is compiled under the active modes
+            return func(*args, **(kwargs or {}))
         delegate = self.delegate
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
@@ -197,13 +205,15 @@ class Look(TorchFunctionMode):
                 self._note(func, hash(out.shape))
             else:
                 self._unkept.append(weakref.ref(out))
+            if internals.level_of(out) > self.depth:
+                self._know_layers(out)
         elif type(out) not in _SCALARS:
             self.add_results(func, out)
         return out
 
     def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         """A call with keyword arguments, or of a function that may do more than compute."""
-        if torch.compiler.is_compiling() or effects.moves_hooks:  # `torch.cond` is compiled under the active modes
+        if effects.moves_hooks:
             return func(*args, **kwargs)
         with internals.DisableTorchFunction():
             if effects.writes or "out" in kwargs or kwargs.get("inplace"):
@@ -214,6 +224,8 @@ class Look(TorchFunctionMode):
                     raise RematError(_LAZY.format(self.name))
                 if not internals.requires_grad_at_any_level(args[0]):
                     self.before_write(args[0])
+            if effects.is_custom:
+                self.handed_on.update(id(a) for a in args if id(a) in self.outside)
             if effects.sets_hook:
                 args = self._with_hook(args)
             if effects.draws:
@@ -229,7 +241,7 @@ class Look(TorchFunctionMode):
         position = len(signature.calls)
         out = self._run(effects, func, args, kwargs)
         with internals.DisableTorchFunction():
-            self.add_results(func, out)
+            self.add_results(func, out, not (effects.is_custom or func is Tensor.requires_grad_))
             if effects.multiplies and len(signature.calls) > position and "out" not in kwargs and is_large(out, args):
                 signature.last_product = position
                 self.tail_number = internals.next_sequence_number()
@@ -265,11 +277,11 @@ class Look(TorchFunctionMode):
         key = id(tensor)
         if key in self._known:
             return self.values.get(key, tensor)
-        if internals.level_of(tensor) > self.depth:
+        value = self._swaps.get(key, tensor)  # in a rerun, which may run below the level of the original
+        if value is tensor and internals.level_of(tensor) > self.depth:
             self.read(internals.unwrapped(tensor), handed_on=True)
             self._known.add(key)
             return tensor
-        value = self._swaps.get(key, tensor)
         if self.outer is not None:
             value = self.outer.read(tensor, handed_on)
         if not value.requires_grad and internals.dtensor_at_work():
@@ -335,20 +347,27 @@ class Look(TorchFunctionMode):
         self.signature.last_product = None
         self.add_results(name, out)
 
-    def add_results(self, func: Any, out: Any) -> None:
-        """A call has returned `out`."""
+    def add_results(self, func: Any, out: Any, listed: bool = True) -> None:
+        """A call has returned `out`. `listed`: whether the signature has it."""
         found = _tensors_in(out)
         if not found:
             return
         differentiated = False
         for t in found:
-            self._known.add(id(t))
+            self._know_layers(t)
             if internals.requires_grad_at_any_level(t):
                 differentiated = True
             else:
                 self._unkept.append(weakref.ref(t))
-        if differentiated and func is not Tensor.requires_grad_:  # the rerun may find that it is so already
+        if differentiated and listed:
             self._note(func, hash(tuple(() if t.is_nested else t.shape for t in found)))
+
+    def _know_layers(self, tensor: Tensor) -> None:
+        """A tensor was made, and so were those that it wraps: a transform inside of the function may unwrap it."""
+        self._known.add(id(tensor))
+        while internals.level_of(tensor) > self.depth:
+            tensor = internals.unwrapped(tensor)
+            self._known.add(id(tensor))
 
     def _with_hook(self, args: Any) -> Any:
         """The arguments of `register_hook`: in a rerun, a hook that is not for its derivative gets another tensor."""
@@ -361,7 +380,7 @@ class Look(TorchFunctionMode):
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run has made a tensor."""
-        return id(tensor) in self._known and id(tensor) not in self.outside
+        return id(tensor) in self._known and id(tensor) not in self.outside and id(tensor) not in self._read
 
     def temporary(self) -> set[Any]:
         """Shapes and dtypes of the tensors that were read from outside and are gone: the function makes them anew."""
@@ -408,7 +427,9 @@ class RerunLook(Look):
         self._swaps = swaps
         self._known.update(allowed)
         self._temporary = temporary
+        self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
         self._forward = forward
+        self._since = internals.next_sequence_number()
         self._position = 0
         self._hook = 0
         self._level = level
@@ -428,8 +449,9 @@ class RerunLook(Look):
                     f"remat: the rerun of {self.name} hands a captured tensor of shape {list(inner.shape)} straight to "
                     "a transform, where its forward did not. Pass it as an argument."
                 )
-        elif (tensor.shape, tensor.dtype) not in self._temporary:
-            raise stranger(self.name, tensor)
+        elif not (is_made_since(tensor, self._since) or internals.is_fake(tensor)):
+            self._suspects.append((weakref.ref(tensor), tensor.shape, tensor.dtype, call_site()))
+            self._read.add(key)
         self._known.add(key)
         return tensor
 
@@ -466,6 +488,12 @@ class RerunLook(Look):
             f"{_name_of(func)}, at {call_site()}, where the forward {then}. {PURITY}"
         )
 
+    def check_suspects(self) -> None:
+        """Called when the rerun's graph is gone. What it has made itself, out of sight, is gone as well."""
+        for ref, shape, dtype, where in () if internals.tracing() else self._suspects:  # what is written down is kept
+            if ref() is not None and (shape, dtype) not in self._temporary:
+                raise CheckpointError(_STRANGER.format(self.name, list(shape), dtype, where, PURITY))
+
     def finish(self) -> None:
         """Check that the rerun went as far as the forward."""
         calls = self._forward.calls
@@ -474,11 +502,6 @@ class RerunLook(Look):
                 f"remat: the rerun of {self.name} ended after {self._position} of {len(calls)} torch calls; the "
                 f"forward went on with {_name_of(calls[self._position][0])}. {PURITY}"
             )
-
-
-def stranger(name: str, tensor: Tensor) -> CheckpointError:
-    """The rerun of a function reads what its forward did not."""
-    return CheckpointError(_STRANGER.format(name, list(tensor.shape), tensor.dtype, call_site(), PURITY))
 
 
 def _name_of(func: Any) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import types
 import weakref
+from collections import deque
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
@@ -22,8 +24,10 @@ from remat._closure import ATOMS, parts_of
 Place = tuple[Any, Any]
 """A dict or list, and a key of it."""
 
-_DEPTH = 6
-_MOST_OBJECTS = 20_000
+MISSING: Any = object()
+_NEAR = 2, 300
+_FAR = 6, 20_000
+"""How deep a search goes, and how many objects it looks at."""
 _MOST_NEAR = 100
 
 
@@ -33,8 +37,8 @@ class _Index:
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = weakref.ref(root)
         self._places: dict[int, list[Place]] = {}
-        self._others: weakref.WeakSet[Tensor] = weakref.WeakSet()
-        """Tensors that no module has."""
+        self._others: dict[int, weakref.ref[Tensor]] = {}
+        """Tensors that no module has, by identity."""
 
     def look_up(self, tensors: Iterable[Tensor]) -> dict[int, list[Place]]:
         """The places of those of the tensors that modules have, by identity."""
@@ -43,7 +47,8 @@ class _Index:
             self._renew()
             more, missing = self._known(missing)
             found.update(more)
-            self._others.update(missing)
+            self._others = {key: ref for key, ref in self._others.items() if ref() is not None}
+            self._others.update((id(t), weakref.ref(t)) for t in missing)
         return found
 
     def _known(self, tensors: Iterable[Tensor]) -> tuple[dict[int, list[Place]], list[Tensor]]:
@@ -53,7 +58,7 @@ class _Index:
             places = self._places.get(id(t))
             if places is not None and all(names.get(name) is t for names, name in places):
                 found[id(t)] = places
-            elif t not in self._others:
+            elif (other := self._others.get(id(t))) is None or other() is not t:
                 missing.append(t)
         return found, missing
 
@@ -99,12 +104,13 @@ def _modules_near(objects: Iterable[Any]) -> Iterator[torch.nn.Module]:
                 yield from (m for m in items if isinstance(m, torch.nn.Module))
 
 
-def search(objects: Iterable[Any], wanted: Container[int]) -> Iterator[tuple[Tensor, Place]]:
-    """Each place in reach of the objects with a tensor whose identity is wanted. This is bounded."""
+def search(objects: Iterable[Any], wanted: Container[int], far: bool = True) -> Iterator[tuple[Tensor, Place]]:
+    """Each place in reach of the objects with a tensor whose identity is wanted, the nearest first. This is bounded."""
     seen: set[int] = set()
-    todo = [(obj, _DEPTH) for obj in objects]
-    while todo and len(seen) < _MOST_OBJECTS:
-        obj, depth = todo.pop()
+    depth, most = _FAR if far else _NEAR
+    todo = deque((obj, depth) for obj in objects)
+    while todo and len(seen) < most:
+        obj, depth = todo.popleft()
         if type(obj) in ATOMS or isinstance(obj, (Tensor, type, types.ModuleType)) or id(obj) in seen:
             continue
         seen.add(id(obj))
@@ -147,24 +153,33 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 
 def item(names: Any, key: Any) -> Any:
-    """What is in a place now, None where there is no such place any more."""
+    """What is in a place now."""
     try:
         return names[key]
     except (KeyError, IndexError):
-        return None
+        return MISSING
+
+
+_places_lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def _filling(fill: list[tuple[Place, Tensor]]) -> Iterator[None]:
-    before = []
-    try:
-        for (names, key), tensor in fill:
-            before.append((names, key, item(names, key)))
-            names[key] = tensor
-        yield
-    finally:
-        for names, key, tensor in reversed(before):
-            names[key] = tensor
+    with _places_lock:  # they belong to all threads
+        before = [(names, key, item(names, key)) for (names, key), _ in fill]
+        try:
+            for (names, key), tensor in fill:
+                if not (isinstance(names, list) and key >= len(names)):
+                    names[key] = tensor
+            yield
+        finally:
+            for names, key, tensor in reversed(before):
+                if isinstance(names, list) and key >= len(names):
+                    continue
+                if tensor is MISSING:
+                    names.pop(key, None)
+                else:
+                    names[key] = tensor
 
 
 def filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:

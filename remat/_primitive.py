@@ -36,6 +36,18 @@ Values = list[Tensor]
 # Nodes.
 
 
+def _saved(ctx: Any, link: Link) -> tuple[Tensor, ...]:
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise CheckpointError(
+            f"remat: a tensor that {link.fn.call.name} was given or captured was changed in place between its forward "
+            f"run and the backward, where it runs again. Change a copy instead: x = x.clone(). {error}"
+        ) from None
+
+
 class Link:
     """What a node knows besides its saved operands."""
 
@@ -44,8 +56,8 @@ class Link:
         self.fn = fn
         self.outs = outs
         self.level = level
-        self.leaves = frozenset([i for i, t in enumerate(operands) if t.requires_grad])
-        """The operands that are differentiated at this level. They are in each rerun, which is then like the forward."""
+        self.leaves = fn.call.leaves.union([i for i, t in enumerate(operands) if t.requires_grad])
+        """The operands that are differentiated. They are in each rerun, so that its signature is that of the forward."""
         self.thread = threading.get_ident()
         self.versions = internals.memory_versions(operands)
 
@@ -55,7 +67,7 @@ class Link:
             if now != before:
                 raise CheckpointError(
                     f"remat: a tensor of shape {list(tensor.shape)}, {tensor.dtype} that {self.fn.call.name} was given "
-                    "or captured was changed in place between its forward run and the backward, where it runs again. "
+                    "or captured has been modified by an inplace operation between its forward run and the backward, where it runs again. "
                     "Change a copy instead: x = x.clone()."
                 )
 
@@ -91,7 +103,7 @@ class RematNode(internals.SingleLevelFunction):
         grads: list[Any] = [None] * len(needed)
         if any(c is not None for c in cotangents):  # else a function cuts the graph, and the node may have been freed
             link: Link = ctx.link
-            operands: tuple[Tensor, ...] = ctx.saved_tensors
+            operands = _saved(ctx, link)
             with internals.DisableTorchFunction():
                 link.check_versions(operands)
             grads = gradients(link, operands, needed, cotangents)
@@ -234,7 +246,7 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
     kept = [values[i] for i in outs]
     fn.prove(kept, operands)
     if not any(t.requires_grad for t in operands):
-        return _replace(values, outs, [v.detach() for v in kept])
+        return values  # they depend on a leaf that the function has made
     with internals.forward_ad_disabled():  # for the node, the tangents of its operands are constants
         nodes = RematNode.apply(
             Link(fn, outs, operands), [v.detach() for v in kept], internals.sharing_memory(kept, operands), *operands

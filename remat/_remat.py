@@ -75,7 +75,8 @@ class Remat(Generic[P, R]):
 
     @internals.left_alone_by_dynamo
     def _call(self, fun: Callable[P, R], args: Any, kwargs: Any) -> R:
-        if internals.tracing() and not internals.differentiating():
+        outer = current_look()
+        if outer is None and internals.tracing() and not internals.differentiating():
             return fun(*args, **kwargs)  # what `make_fx` and `torch.export` write down can be differentiated later
         watch = watching.get() or (watchers[-1] if watchers else None)
         boxed = self._static.boxed(args, kwargs) if self._has_static else (args, kwargs)
@@ -85,9 +86,9 @@ class Remat(Generic[P, R]):
         out = call.run(fun, args, kwargs, self._policy, self._options.preserve_rng_state, where)
         see = None if watch is None else watch(fun, call, out, args, kwargs)
         out = _with_derivative(call, out)
-        outer = current_look()
         if outer is not None:
-            outer.add_call(self._name, out)
+            with internals.DisableTorchFunction():
+                outer.add_call(self._name, out)
         if see is not None:
             see(out)
         return out

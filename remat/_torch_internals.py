@@ -39,6 +39,7 @@ from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_clear_interpreter_stack
 from torch._guards import TracingContext
 from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
+from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad as fwad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
@@ -171,6 +172,11 @@ unwrapped: Callable[[Tensor], Tensor] = _C.get_unwrapped
 
 
 is_dead: Callable[[Tensor], bool] = _C.is_dead_tensor_wrapper  # the transform that made this wrapper is over
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether it is a compiler's, without values."""
+    return isinstance(tensor, FakeTensor)
 
 
 def unwrap_dead(tensor: Tensor) -> Tensor:
@@ -608,15 +614,6 @@ def autocast(settings: Iterable[tuple[str, bool, torch.dtype, bool]]) -> Iterato
         use(before)
 
 
-@contextlib.contextmanager
-def autocast_cache_disabled() -> Iterator[None]:
-    """Within it, autocast keeps no casts."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def saved_tensors_hooks_refused() -> bool:

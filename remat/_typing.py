@@ -21,6 +21,8 @@ class RepeatableCall(Protocol):
     """During a rerun: the level whose derivative it is for, 0 below all transforms."""
     last_rerun: bool
     """Where there is a tape: whether the rerun that is about to come is known to be the last."""
+    leaves: AbstractSet[int]
+    """The operands that were differentiated in the forward, at any level."""
     hooked: AbstractSet[int]
     """The levels of the tensors that the function has put hooks on."""
 
@@ -35,7 +37,7 @@ class RepeatableCall(Protocol):
         """See that the results of the forward depend on nothing but operands. Raises `Stranger`."""
 
     def made_by_rerun(self, leaf: Tensor) -> bool:
-        """Whether the last rerun has made a leaf itself."""
+        """Whether a rerun has made a leaf itself."""
 
     def clean(self) -> None:
         """Called when the rerun's graph is gone: nothing of the rerun may be left."""

@@ -626,25 +626,6 @@ def test_a_place_that_was_filled_anew_is_right_or_an_error(place: Any, transform
     assert other.grad is None
 
 
-@pytest.mark.parametrize("transform", SOME_TRANSFORMS)
-def test_names_that_the_function_assigns_to_are_as_without_remat(transform: str) -> None:
-    """A count in a cell, an attribute: a rerun starts from what the forward found, and leaves no trace."""
-    results = []
-    for ck in (remat, plain):
-        calls = 0
-        holder = Holder(calls=0)
-
-        def fun(x: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
-            holder.calls += 1
-            return x.sin() * calls * holder.calls
-
-        value = TRANSFORMS[transform](lambda x: ck(fun)(ck(fun)(x)), numbers(3, 3))
-        results.append((value, calls, holder.calls))
-    assert_same(*results)
-
-
 def test_functions_that_call_each_other() -> None:
     def even(n: int, x: Tensor) -> Tensor:
         return x if n == 0 else odd(n - 1, x.sin() * w)

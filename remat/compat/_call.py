@@ -116,6 +116,7 @@ class Call:
         self.outside: list[Outside] = []
         self._places: dict[int, list[Place]] = {}
         self._needs_look = False
+        self._forward: ForwardLook | None = None
         self.last_look: RerunLook | None = None
         self._shared: tuple[list[int], list[int]] | None = None
 
@@ -133,9 +134,8 @@ class Call:
         if self._preserves:
             self.random = RandomState(self.operands)
         self._since = internals.next_sequence_number()
-        around = self._around
-        given = [(t, t if around is None else around.read(t)) for t in self.operands]
-        return ForwardLook(self.name, given, self.random)
+        self._forward = ForwardLook(self.name, self.operands, self.random)
+        return self._forward
 
     def undo(self, look: ForwardLook) -> None:
         """Take back what the forward drew and wrote to tensors, so that another engine can run the function."""
@@ -147,12 +147,12 @@ class Call:
 
     def finish(self, look: ForwardLook) -> None:
         """The forward is over: note what it has read from outside, and what it has written to."""
-        around, self._around = self._around, None
+        around, self._around, self._forward = self._around, None, None
         if self.random is not None:
             self.random = self.random.drawn_since(look.drew)
         copies, outside, values = look.copies, look.outside, look.values
         if copies:
-            self.written = {key: (weakref.ref(outside[key]), before) for key, before in copies.items()}
+            self.written = self._written_by(look)
             shared = internals.two_that_share_memory([outside[key] for key in copies])
             self._shared = None if shared is None else (list(shared[0].shape), list(shared[1].shape))
         for t in self.operands[self.arguments :]:
@@ -175,6 +175,9 @@ class Call:
             look.forget()
         self._needs_look = look.nests or look.sets_hooks
         self._objects, self.operands = [], []
+
+    def _written_by(self, look: ForwardLook) -> dict[int, tuple[weakref.ref[Tensor], Tensor]]:
+        return {key: (weakref.ref(look.outside[key]), before) for key, before in look.copies.items()}
 
     # The rerun.
 
@@ -208,7 +211,7 @@ class Call:
             rebuild = self._closure.rebuilder(inputs)
             flags = [(key, cell, cell.cell_contents) for key, cell in self._flags.items()]
             try:
-                with self._ambient.restored(keeps_casts=True), draws, keys, modes, context, filled(fill):
+                with self._ambient.restored(), draws, keys, modes, context, filled(fill):
                     if flags:  # the context may have set one, for the function to see
                         rebuild.keep({key: cell for key, cell, before in flags if cell.cell_contents is not before})
                     leaves = [*map(rebuild, self._leaves)]
@@ -233,13 +236,17 @@ class Call:
         swaps: list[tuple[Tensor, Tensor]] = []
         stale: dict[int, RuntimeError] = {}
         fill: list[tuple[Place, Tensor]] = []
+        written = self.written
+        if self._forward is not None:  # a backward inside of the forward
+            inputs += self.operands[self.arguments :]
+            written = self._written_by(self._forward)
         for o in self.held:
             inputs.append(None if o is None else self._value_of(o, stand_ins, stale, swaps))
         for o in self.outside:
             value = self._value_of(o, stand_ins, stale, swaps)
             tensor = o.ref()
             fill += [(place, value) for place in self._places.get(o.key, ()) if item(*place) is not tensor]
-        for key, (ref, before) in self.written.items():
+        for key, (ref, before) in written.items():
             copy = before.clone()
             if key in self._index:
                 inputs[self._index[key]] = copy

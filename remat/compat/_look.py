@@ -24,20 +24,14 @@ class ForwardLook(Look):
 
     - `gathered`: tensors that hooks gave other memory of another size, as those of ZeRO-3 do, by identity. They do it
         in the rerun too.
+    - `saves_unwritten`: whether an op saves memory that its kernel is yet to write: a rerun can't stop before that.
     """
 
-    def __init__(self, name: str, given: Iterable[tuple[Tensor, Tensor]], random: Any) -> None:
-        """A look at a run of the function `name`.
-
-        **Arguments:**
-
-        - `given`: the tensors that it is given, and what stands for them in a rerun of a function around.
-        - `random`: what to tell of explicit generators.
-        """
-        super().__init__(name, (), random)
+    def __init__(self, name: str, given: Iterable[Tensor], random: Any) -> None:
+        """A look at a run of the function `name`, which is given tensors. `random`: what to tell of generators."""
+        super().__init__(name, given, random)
         self.gathered: set[int] = set()
-        for tensor, value in given:
-            self._add(tensor, value)
+        self.saves_unwritten = False
 
     def forget(self) -> None:
         """The run is over: hold nothing."""
@@ -61,6 +55,7 @@ class ForwardLook(Look):
                 args = self._with_hook(args)
             if effects.draws:
                 self._mark_draw()
+                self.saves_unwritten = self.saves_unwritten or "rrelu" in func.__name__
             for x in kwargs.values() if effects.draws or kwargs.get("generator") is not None else ():
                 if isinstance(x, torch.Generator):
                     self.notice(x)
@@ -114,7 +109,7 @@ class RerunLook(ForwardLook):
         - `swaps`: tensors, and what stands for them.
         - `stale`: by identity, what to raise where tensors are read that were changed since the forward.
         """
-        super().__init__(name, ((t, t) for t in given if id(t) not in stale), None)
+        super().__init__(name, [t for t in given if id(t) not in stale], None)
         self._swaps = {id(tensor): stand_in for tensor, stand_in in swaps}
         self._originals = {id(stand_in): tensor for tensor, stand_in in swaps}
         self._stale = stale

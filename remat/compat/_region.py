@@ -149,6 +149,7 @@ class Region:
         self._metas: list[Meta] = []
         self._recomputed: weakref.ref[_Recomputed] | None = None
         self._is_complete = False
+        self._early_stop = options.early_stop
 
     @property
     def name(self) -> str:
@@ -162,7 +163,6 @@ class Region:
         call = self._call
         with internals.DisableTorchFunction():
             look = call.look()
-        operands = call.operands
         returned = False
         internals.push_saved_tensors_hooks(self._pack, _unpack)
         try:
@@ -179,10 +179,10 @@ class Region:
         if not returned:
             raise RuntimeError(_SWALLOWED)
         with internals.DisableTorchFunction():
-            for i, t in enumerate(operands[: call.arguments]):
-                if id(t) in look.copies:  # it may lead to this region
+            for i, key in enumerate([*map(id, call.operands[: call.arguments])] if look.copies else ()):
+                if key in look.copies:  # it may lead to this region
                     self._saved[i] = None
-            del t, operands
+            self._early_stop = self._options.early_stop and not look.saves_unwritten
             call.finish(look)
         self._is_complete = True
         return out
@@ -239,7 +239,7 @@ class Region:
         """Run the function again: what its graph saves."""
         with internals.base_level() if internals.transforms_active() else NOTHING:
             arguments = [None if s is None else s.unpack() for s in self._saved]
-            collector = _Collector(self._holders, self._options.early_stop)
+            collector = _Collector(self._holders, self._early_stop)
             context = self.rerun_context
             if context is not NOTHING and not self._is_complete:  # a backward inside of the forward, and of its context
                 context = internals.DisableTorchDispatch()
