@@ -901,36 +901,41 @@ def test_a_group_after_a_rerun_that_raised() -> None:
 # The stop signal.
 
 
-def test_the_user_does_not_see_the_stop_signal() -> None:
+def test_the_stop_signal_is_no_exception() -> None:
+    """What catches all exceptions, and goes on, does not catch it."""
+
     def run(ck: Any) -> tuple[Any, list[Any]]:
-        seen = Seen()
-
-        class Sees:
-            def __enter__(self) -> None:
-                pass
-
-            def __exit__(self, kind: Any, *_: Any) -> None:
-                seen.append(kind)
+        seen = []
 
         def fun(x: Tensor) -> Tensor:
             try:
-                with Sees():
-                    y = x.sin().exp()
-                    y = (y @ y) * y
-            except BaseException as error:
-                seen.append(type(error))
-                raise
-            finally:
-                seen.append("end")
-            return y + 1
+                return (x.sin().exp() @ x) * x
+            except Exception as error:
+                seen.append(error)
+                return x
 
         x = leaf(numbers(50, 50))
         ck(fun, x).sum().backward()
         return x.grad, seen
 
-    assert run(ours)[1] == [None, "end"] * 2
-    assert run(of_torch)[1] != [None, "end"] * 2
+    assert len(run(of_torch)[1]) == 1
+    assert run(ours)[1] == []
     assert_same(run(ours)[0], run(plain)[0])
+
+
+def test_what_catches_the_stop_signal_may_go_on() -> None:
+    def fun(x: Tensor) -> Tensor:
+        try:
+            return (x @ x).sin() @ x
+        except BaseException:
+            return x.exp().exp()
+
+    def run(ck: Any) -> Any:
+        x = leaf(numbers(50, 50))
+        ck(fun, x).sum().backward()
+        return x.grad
+
+    right(run)
 
 
 def test_a_function_that_swallows_exceptions() -> None:
@@ -1233,7 +1238,7 @@ def test_batch_norm_statistics(variant: str) -> None:
 
 
 @both_variants
-@pytest.mark.parametrize("how", ["in place", "replaced", "foreach", "read"])
+@pytest.mark.parametrize("how", ["in place", "foreach", "read"])
 def test_other_buffers(variant: str, how: str) -> None:
     torchs, own = VARIANTS[variant]
 
@@ -1247,8 +1252,6 @@ def test_other_buffers(variant: str, how: str) -> None:
             with torch.no_grad():
                 if how == "in place":
                     self.mean.mul_(0.9).add_(x.detach())
-                elif how == "replaced":
-                    self.mean = 0.9 * self.mean + x.detach()
                 elif how == "foreach":
                     torch._foreach_add_([self.mean], [x.detach()])
                 else:
@@ -1265,22 +1268,6 @@ def test_other_buffers(variant: str, how: str) -> None:
 
     wrong(run, torchs)
     right(run, own)
-
-
-def test_gradients_that_are_accumulated_inside() -> None:
-    def run(ck: Any) -> Any:
-        x, w = leaf(numbers(3)), leaf(numbers(3, seed=1))
-
-        def fun(x: Tensor) -> Tensor:
-            y = (x * w).sin()
-            y.sum().backward(inputs=[w], retain_graph=True)
-            return y.exp() * x
-
-        ck(fun, x).sum().backward(inputs=[x])
-        return x.grad, w.grad
-
-    wrong(run)
-    right(run)
 
 
 # Warnings.
@@ -1405,13 +1392,10 @@ MATRICES = [(64, 64), (2, 32, 64)]
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("kept", [None, (), ("mm",), ("sin",), "order"], ids=str)
 def test_what_follows_the_last_product_in_place(kept: Any, end: Any, size: tuple[int, ...]) -> None:
-    results: deque[Tensor] = deque()
     orders = Order(), Order()
 
     def fun(x: Tensor) -> Tensor:
-        y = end(x.sin() @ W64, x + 1.0)
-        results.append(y.detach())
-        return y
+        return end(x.sin() @ W64, x + 1.0)
 
     contexts: dict[str, Any] = {}
     if kept == "order":
@@ -1425,8 +1409,6 @@ def test_what_follows_the_last_product_in_place(kept: Any, end: Any, size: tuple
     expected = end(z.sin() @ W64, z + 1.0)
     expected.square().sum().backward()
     assert_same(x.grad, z.grad)
-    assert len(results) == 2
-    assert_same([*results], [expected.detach()] * 2)
     if kept == "order":
         assert orders[1].ops == orders[0].ops[: len(orders[1].ops)]
 
