@@ -163,9 +163,9 @@ class Call:
                 for key, t in outside.items()
                 if key not in self._index and key not in copies and not is_made_since(t, self._since)
             ]
-            others = [t for ref, _ in refs if (t := ref()) is not None]
-            self._places = places_in_modules(self._objects, others)
-            t, others = None, []
+            found = [t for ref, _ in refs if (t := ref()) is not None]
+            self._places = places_in_modules(self._objects, [*found, *(outside[key] for key in copies)])
+            t, found = None, []
             look.forget()
             for ref, value in refs:
                 tensor = ref()
@@ -253,6 +253,7 @@ class Call:
             original = ref()
             if original is not None:
                 swaps.append((original, copy))
+            fill += [(place, copy) for place in self._places.get(key, ()) if item(*place) is not original]
         if swaps or stale or self._needs_look or looks:
             look = RerunLook(self.name, inputs, swaps, stale)
             if looks:

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
 from remat._effects import Effects, written_by
+from remat._graph import is_made_since
 from remat._look import Look
 
 
@@ -32,6 +34,9 @@ class ForwardLook(Look):
         super().__init__(name, given, random)
         self.gathered: set[int] = set()
         self.saves_unwritten = False
+        self._was_lazy: set[int] = set()
+        """Parameters that have got their memory in this run. A rerun finds them as they are."""
+        self._since = internals.next_sequence_number()
 
     def forget(self) -> None:
         """The run is over: hold nothing."""
@@ -45,9 +50,12 @@ class ForwardLook(Look):
         with internals.DisableTorchFunction():
             if effects.writes or "out" in kwargs or kwargs.get("inplace"):
                 for t in written_by(func, args, kwargs):
-                    self.before_write(t)
+                    if id(t) not in self._was_lazy:
+                        self.before_write(t)
             elif effects.sets_data:
-                if args[0].shape == args[1].shape:
+                if is_lazy(args[0]):
+                    self._was_lazy.add(id(args[0]))
+                elif args[0].shape == args[1].shape:
                     self.before_write(args[0])
                 else:
                     self.gathered.add(id(args[0]))
@@ -77,6 +85,12 @@ class ForwardLook(Look):
             self.handed_on.add(key)
         self._add(tensor, value)
         return value
+
+    def has_made(self, tensor: Tensor) -> bool:
+        # Another tensor may have got the identity of one that has died.
+        return super().has_made(tensor) and (
+            is_made_since(tensor, self._since) or any(ref() is tensor for ref in self._unkept)
+        )
 
     def _copied(self, value: Tensor) -> Tensor:
         with torch.no_grad():
