@@ -392,7 +392,7 @@ class Look(TorchFunctionMode):
     def survivors(self) -> list[weakref.ref[Tensor]]:
         """What the run has made without a derivative and somebody keeps: a table that is computed on first use, say."""
         refs, self._unkept = self._unkept, []
-        return [ref for ref in refs if ref() is not None]
+        return [ref for ref in refs if (t := ref()) is not None and id(t) not in self.outside]  # `x.add_()` is `x`
 
 
 class RerunLook(Look):
