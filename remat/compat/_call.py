@@ -163,7 +163,8 @@ class Call:
                 for key, t in outside.items()
                 if key not in self._index and key not in copies and not is_made_since(t, self._since)
             ]
-            found = [t for ref, _ in refs if (t := ref()) is not None]
+            look.gathered |= internals.gathered_by_fully_shard()
+            found = [t for ref, _ in refs if (t := ref()) is not None and id(t) not in look.gathered]
             self._places = places_in_modules(self._objects, [*found, *(outside[key] for key in copies)])
             t, found = None, []
             look.forget()

@@ -24,8 +24,8 @@ class ForwardLook(Look):
 
     **Attributes:**
 
-    - `gathered`: tensors that hooks gave other memory of another size, as those of ZeRO-3 do, by identity. They do it
-        in the rerun too.
+    - `gathered`: by identity, tensors that hooks gather whole, as those of ZeRO-3 and FSDP2 do. They do it in the
+        rerun too.
     - `saves_unwritten`: whether an op saves memory that its kernel is yet to write: a rerun can't stop before that.
     """
 
@@ -39,7 +39,7 @@ class ForwardLook(Look):
         self._since = internals.next_sequence_number()
 
     def forget(self) -> None:
-        """The run is over: hold nothing."""
+        """What it has seen was noted: hold nothing."""
         self.outside.clear()
         self.values.clear()
         self._memory = None
@@ -49,8 +49,8 @@ class ForwardLook(Look):
             return func(*args, **kwargs)
         with internals.DisableTorchFunction():
             if effects.writes or "out" in kwargs or kwargs.get("inplace"):
-                for t in written_by(func, args, kwargs):
-                    if id(t) not in self._was_lazy:
+                for t in () if internals.fully_shard_at_work() else written_by(func, args, kwargs):
+                    if id(t) not in self._was_lazy:  # what FSDP2's hooks write, they write again
                         self.before_write(t)
             elif effects.sets_data:
                 if is_lazy(args[0]):
@@ -79,6 +79,8 @@ class ForwardLook(Look):
         if internals.level_of(tensor) > self.depth:
             self.read(internals.unwrapped(tensor), handed_on=True)
             self._known.add(key)
+            return tensor
+        if internals.fully_shard_at_work():
             return tensor
         value = self._swaps.get(key, tensor) if self.outer is None else self.outer.read(tensor, handed_on)
         if handed_on:

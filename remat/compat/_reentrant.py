@@ -78,7 +78,7 @@ class CheckpointFunction(torch.autograd.Function):
                 for v in (out if isinstance(out, tuple) else (out,))
             ]
             call.finish(look)
-            gathered = look.gathered | internals.gathered_by_fully_shard()
+            gathered = look.gathered
             captured = [o for o in (*call.held, *call.outside) if o is not None and o.requires_grad]
             operands = [o for o in captured if o.key not in gathered]
             rest = [o for o in captured if o.key in gathered]
