@@ -888,6 +888,11 @@ def left_alone_by_dynamo(fun: F) -> F:
     return fun
 
 
+def may_run_compiled_code() -> bool:
+    """Whether dynamo is in use. What it compiles depends on the active modes: a rerun needs those of its forward."""
+    return "torch._dynamo" in sys.modules
+
+
 def is_compiled(function: Any) -> bool:
     """Whether `torch.compile` has made a function, or what was copied from one by `functools.wraps` (2.13)."""
     return hasattr(function, "_torchdynamo_orig_callable")

@@ -255,7 +255,7 @@ class Call:
             if original is not None:
                 swaps.append((original, copy))
             fill += [(place, copy) for place in self._places.get(key, ()) if item(*place) is not original]
-        if swaps or stale or self._needs_look or looks:
+        if swaps or stale or self._needs_look or looks or internals.may_run_compiled_code():
             look = RerunLook(self.name, inputs, swaps, stale)
             if looks:
                 self.last_look = look
