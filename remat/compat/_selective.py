@@ -30,6 +30,9 @@ _BYPASSED = (
 )
 _SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
+_KEEP = (*_SAVE, *_OFFLOAD)
+_NAMES = torch.ops.aten.alias.default
+"""What `checkpoint_name` calls."""
 
 SAC_IGNORED_OPS: set[Any] = {
     torch.ops.aten.detach.default,  # autograd calls it as often as it likes
@@ -82,6 +85,8 @@ class _Kept:
 
     def __init__(self, tensor: Tensor, offload: bool) -> None:
         self._device = tensor.device
+        self._unpack: Callable[[Any], Tensor] | None = None
+        self._packed: Any = None
         self._tensor = tensor.cpu() if offload else internals.alias(tensor)
         self.storage = self._tensor.untyped_storage()._cdata
         self._changes = False
@@ -101,8 +106,16 @@ class _Kept:
         """The function has changed it in place: by `unsafe_chunk`, say, that does not show in its version."""
         self._version = -1
 
+    def pack(self, hooks: Hooks) -> None:
+        """The run is over: have the user's hooks make something else of it."""
+        pack, self._unpack = hooks
+        self._packed = pack(self._tensor)
+        del self._tensor
+
     def get(self, func: Any) -> Tensor:
         """The tensor, for the rerun to have as its own."""
+        if self._unpack is not None:
+            return internals.alias(self._unpack(self._packed))
         if self._tensor._version != self._version:
             raise CheckpointError(
                 "checkpoint: Tensor cached during selective activation checkpoint has been mutated: a result of "
@@ -167,6 +180,8 @@ class Selective(_Counter):
         self._decide: Any = None
         self._error: TypeError | None = None
         self._unsettled: list[_Kept] = []
+        self._makers: dict[int, tuple[Any, torch.Size]] = {}
+        """By storage, the op that has written to it last, and the shape of what it returned."""
 
     def __enter__(self) -> Any:
         self._decide = self.policy.start()
@@ -175,8 +190,12 @@ class Selective(_Counter):
 
     def __exit__(self, *args: Any) -> Any:
         self._settle()
-        self.cache.kept = []
         super().__exit__(*args)
+        if self._hooks is not None:
+            with torch.no_grad():
+                for kept in self.cache.kept:
+                    kept.pack(self._hooks)
+        self.cache.kept, self._makers = [], {}
         if self._error is not None:  # Python takes it for an unknown operand of `@`, and hides it
             error, self._error = self._error, None
             raise error from None
@@ -206,10 +225,23 @@ class Selective(_Counter):
         except TypeError as error:
             self._error = error
             raise
-        if (decision in _SAVE or decision in _OFFLOAD) and _can_be_kept(func) and _is_strided(out):
+        if context.name is not None and func is _NAMES:
+            if decision is not CheckpointPolicy.PREFER_RECOMPUTE:
+                self._decide_of_named(out, decision, key)
+            return out
+        if decision in _KEEP and _can_be_kept(func) and _is_strided(out):
             drawn = drawn_from(args, kwargs) if schema_of(func).draws else None
             self.cache.entries[key] = _signature(args, kwargs), drawn, *self._keep(out, decision in _OFFLOAD, mutable)
+        if type(out) is Tensor and out.layout is torch.strided and not schema_of(func).draws:
+            self._makers[out.untyped_storage()._cdata] = key, out.shape
         return out
+
+    def _decide_of_named(self, tensor: Tensor, decision: CheckpointPolicy, key: Any) -> None:
+        """A decision on a named value is about the op that computed it: the name itself computes nothing."""
+        maker, shape = self._makers.get(tensor.untyped_storage()._cdata, (key, tensor.shape))
+        key = maker if shape == tensor.shape else key
+        keeps = decision in _KEEP and _is_strided(tensor)
+        self.cache.entries[key] = (None, None, *self._keep(tensor, decision in _OFFLOAD, False)) if keeps else None
 
     def _keep(self, out: Any, offload: bool, mutable: bool) -> Any:
         leaves, spec = _tree.flatten(out)
@@ -252,7 +284,7 @@ class GivenBack(_Counter):
         if entry is None:
             return func(*args, **kwargs)
         signature, drawn, kept, spec = entry
-        if signature != _signature(args, kwargs):
+        if signature is not None and signature != _signature(args, kwargs):
             raise CheckpointError(
                 f"checkpoint: call {key[1] + 1} of {func} in the rerun has other arguments than in the forward: the "
                 "function is not deterministic, or depends on something that changed in the meantime."
