@@ -69,6 +69,8 @@ class Effects(NamedTuple):
     """It is how autograd moves hooks to a new node: with a lock that looking at `grad_fn` waits for."""
     sets_data: bool = False
     """It is `x.data = ...`."""
+    acts: bool = False
+    """Any of these."""
     multiplies: bool = False
     """It is a matrix product or a convolution."""
     is_custom: bool = False
@@ -85,12 +87,16 @@ def effects_of(func: Any) -> Effects:
     """What `func` may do. `ORDINARY` itself, where that is nothing."""
     found = _effects.get(func)
     if found is None:
+        acts = {
+            "writes": may_write(func) or func is Tensor.requires_grad_,
+            "draws": getattr(func, "__name__", "") in _RANDOM,
+            "sets_hook": func is Tensor.register_hook,
+            "moves_hooks": internals.moves_hooks(func),
+            "sets_data": func == Tensor.data.__set__,  # type: ignore[attr-defined]
+        }
         found = Effects(
-            writes=may_write(func) or func is Tensor.requires_grad_,
-            draws=getattr(func, "__name__", "") in _RANDOM,
-            sets_hook=func is Tensor.register_hook,
-            moves_hooks=internals.moves_hooks(func),
-            sets_data=func == Tensor.data.__set__,  # type: ignore[attr-defined]
+            **acts,
+            acts=any(acts.values()),
             multiplies=func in _PRODUCTS,
             is_custom=internals.is_custom_function_call(func),
             reads_no_value=_reads_no_value(func),

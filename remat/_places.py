@@ -56,7 +56,11 @@ class _Index:
         missing = []
         for t in tensors:
             places = self._places.get(id(t))
-            if places is not None and all(names.get(name) is t for names, name in places):
+            for names, name in places or ():
+                if names.get(name) is not t:
+                    places = None
+                    break
+            if places is not None:
                 found[id(t)] = places
             elif (other := self._others.get(id(t))) is None or other() is not t:
                 missing.append(t)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from remat import _torch_internals as internals
 from remat import _tree
@@ -25,7 +27,7 @@ from remat.random._keyed import running, suspended
 
 Context = contextlib.AbstractContextManager[Any]
 NOTHING: Context = contextlib.nullcontext()
-_PLAIN = ATOMS | {Tensor, torch.nn.Parameter}
+_PLAIN = ATOMS | {Tensor, Parameter}
 _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: [{} {}], which {} "
     "was given, reads from outside or saves for its rerun, is at version {}; expected version {} instead. Change it "
@@ -79,19 +81,45 @@ class Call:
     - `random`: the draws to repeat, None where there were none.
     - `written`: by identity, the tensors from outside that the function writes to, and what they were before.
     - `held`: the other operands; None for those that are written to.
-    - `outside`: what else the function reads from outside.
+    - `parameters`, `outside`: what else the function reads from outside, parameters and others.
     - `last_look`: what has looked at the rerun, for the caller to take.
     """
 
+    random: RandomState | None = None
+    written: Mapping[int, tuple[weakref.ref[Tensor], Tensor]] = types.MappingProxyType({})
+    held: Sequence[Outside | None] = ()
+    outside: Sequence[Outside] = ()
+    parameters: Sequence[Tensor] = ()
+    last_look: RerunLook | None = None
+    _spec: Any = None
+    _flags: Mapping[int, types.CellType] = types.MappingProxyType({})
+    _states: Sequence[tuple[int, bool]] = ()
+    """Of the parameters, how often each had been written to, and whether it required grad."""
+    _places: Mapping[int, list[Place]] = types.MappingProxyType({})
+    """Where modules had tensors, by identity."""
+    _forward: ForwardLook | None = None
+    _needs_look = False
+    _shared: tuple[list[int], list[int]] | None = None
+
     def __init__(
-        self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        preserve_rng_state: bool,
+        watches_cells: bool = False,
     ) -> None:
+        """A call that is about to run.
+
+        **Arguments:**
+
+        - `watches_cells`: whether a context around the rerun may set a flag in a cell of the function.
+        """
         self.name = getattr(fun, "__qualname__", None) or type(fun).__qualname__
         self.operands: list[Tensor] = []
         self._index: dict[int, int] = {}
         self._around = current_look()
         closure = self._closure = Closure(self._operand)
-        self._spec: Any = None
         leaves: Sequence[Any] = args
         if kwargs or not _PLAIN.issuperset(map(type, args)):
             for x in args:
@@ -104,21 +132,13 @@ class Call:
             self._leaves = [self._operand(x) if isinstance(x, Tensor) else x for x in leaves]
             self.arguments = len(self.operands)
         self._fun = closure.take_apart(fun)
-        self._flags = closure.flags()
+        if watches_cells:
+            self._flags = closure.flags()
         self._objects = closure.close()
         self._ambient = Ambient.current()
         self._modes = Modes.current()
         self._variables = contextvars.copy_context()
         self._preserves = preserve_rng_state
-        self.random: RandomState | None = None
-        self.written: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-        self.held: list[Outside | None] = []
-        self.outside: list[Outside] = []
-        self._places: dict[int, list[Place]] = {}
-        self._needs_look = False
-        self._forward: ForwardLook | None = None
-        self.last_look: RerunLook | None = None
-        self._shared: tuple[list[int], list[int]] | None = None
 
     def _operand(self, tensor: Tensor) -> Operand:
         index = self._index.get(id(tensor))
@@ -150,32 +170,44 @@ class Call:
         around, self._around, self._forward = self._around, None, None
         if self.random is not None:
             self.random = self.random.drawn_since(look.drew)
-        copies, outside, values = look.copies, look.outside, look.values
+        copies, outside, values, index = look.copies, look.outside, look.values, self._index
         if copies:
             self.written = self._written_by(look)
             shared = internals.two_that_share_memory([outside[key] for key in copies])
             self._shared = None if shared is None else (list(shared[0].shape), list(shared[1].shape))
-        for t in self.operands[self.arguments :]:
-            self.held.append(None if id(t) in copies else Outside(t, values[id(t)], around))
-        if len(outside) > len(self.operands):
-            refs = [
-                (weakref.ref(t), None if (value := values[key]) is t else value)
-                for key, t in outside.items()
-                if key not in self._index and key not in copies and not is_made_since(t, self._since)
+        if len(self.operands) > self.arguments:
+            self.held = [
+                None if id(t) in copies else Outside(t, values[id(t)], around) for t in self.operands[self.arguments :]
             ]
-            look.gathered |= internals.gathered_by_fully_shard()
-            found = [t for ref, _ in refs if (t := ref()) is not None and id(t) not in look.gathered]
-            self._places = places_in_modules(self._objects, [*found, *(outside[key] for key in copies)])
-            t, found = None, []
-            look.forget()
-            for ref, value in refs:
-                tensor = ref()
-                if tensor is not None:  # what is gone was made out of sight
-                    self.outside.append(Outside(tensor, tensor if value is None else value, around))
-        else:
-            look.forget()
+        if len(outside) > len(index):
+            self._note_outside(look, around)
+        look.forget()
         self._needs_look = look.nests or look.sets_hooks
         self._objects, self.operands = [], []
+
+    def _note_outside(self, look: ForwardLook, around: Look | None) -> None:
+        parameters, others = [], []
+        copies, values, index = look.copies, look.values, self._index
+        for key, t in look.outside.items():
+            if key in index or key in copies:
+                continue
+            value = values[key]
+            if type(t) is Parameter and value is t and not t.is_inference():
+                parameters.append(t)
+            elif not is_made_since(t, self._since):
+                others.append((weakref.ref(t), None if value is t else value))
+        look.gathered |= internals.gathered_by_fully_shard()
+        near = [*parameters, *(ref() for ref, _ in others), *(look.outside[key] for key in copies)]
+        if look.gathered:
+            near = [t for t in near if id(t) not in look.gathered]
+        self._places = places_in_modules(self._objects, near)
+        self.parameters, self._states = parameters, [(t._version, t.requires_grad) for t in parameters]
+        near.clear()
+        value = None
+        look.forget()
+        if others:  # what is gone by now was made out of sight
+            found = ((ref(), value) for ref, value in others)
+            self.outside = [Outside(t, t if value is None else value, around) for t, value in found if t is not None]
 
     def _written_by(self, look: ForwardLook) -> dict[int, tuple[weakref.ref[Tensor], Tensor]]:
         return {key: (weakref.ref(look.outside[key]), before) for key, before in look.copies.items()}
@@ -207,7 +239,7 @@ class Call:
         with internals.grad_enabled():
             inputs, look, fill = self._prepared(arguments, stand_ins, looks)
             modes = self._modes.entered() if self._modes.any else NOTHING
-            draws = replayed(self.random) if self._preserves else NOTHING
+            draws = NOTHING if self.random is None else replayed(self.random)
             keys = suspended() if internals.function_modes_active() and running() is not None else NOTHING
             rebuild = self._closure.rebuilder(inputs)
             flags = [(key, cell, cell.cell_contents) for key, cell in self._flags.items()]
@@ -243,24 +275,39 @@ class Call:
             written = self._written_by(self._forward)
         for o in self.held:
             inputs.append(None if o is None else self._value_of(o, stand_ins, stale, swaps))
+        if stand_ins or self._states != [(t._version, t.requires_grad) for t in self.parameters]:
+            self._see_parameters(stand_ins, stale, swaps)
+        places = self._places
+        for t in self.parameters if places else ():
+            fill += [((names, key), stand_ins.get(id(t), t)) for names, key in places.get(id(t), ()) if names.get(key) is not t]
         for o in self.outside:
-            value = self._value_of(o, stand_ins, stale, swaps)
-            tensor = o.ref()
-            fill += [(place, value) for place in self._places.get(o.key, ()) if item(*place) is not tensor]
+            value, tensor = self._value_of(o, stand_ins, stale, swaps), o.ref()
+            fill += [(place, value) for place in places.get(o.key, ()) if item(*place) is not tensor]
         for key, (ref, before) in written.items():
-            copy = before.clone()
+            copy, tensor = before.clone(), ref()
             if key in self._index:
                 inputs[self._index[key]] = copy
-            original = ref()
-            if original is not None:
-                swaps.append((original, copy))
-            fill += [(place, copy) for place in self._places.get(key, ()) if item(*place) is not original]
-        if swaps or stale or self._needs_look or looks or internals.may_run_compiled_code():
+            if tensor is not None:
+                swaps.append((tensor, copy))
+            fill += [(place, copy) for place in places.get(key, ()) if item(*place) is not tensor]
+        if swaps or stale or looks or self._needs_look or internals.may_run_compiled_code():
             look = RerunLook(self.name, inputs, swaps, stale)
             if looks:
                 self.last_look = look
             return inputs, look, fill
         return inputs, unseen() if internals.function_modes_active() else NOTHING, fill
+
+    def _see_parameters(
+        self, stand_ins: dict[int, Tensor], stale: dict[int, RuntimeError], swaps: list[tuple[Tensor, Tensor]]
+    ) -> None:
+        for t, (version, required_grad) in zip(self.parameters, self._states, strict=True):
+            value = stand_ins.get(id(t), t)
+            if t._version != version:
+                stale[id(t)] = modified(t, version, self.name)
+            if value.requires_grad and not required_grad:
+                value = value.detach()
+            if value is not t:
+                swaps.append((t, value))
 
     def _value_of(
         self,

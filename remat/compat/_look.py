@@ -6,17 +6,29 @@ The graph of a checkpointed function stays, so nothing is out of sight: a run ma
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
-from remat._effects import Effects, written_by
+from remat._effects import Effects, effects_of, written_by
 from remat._graph import is_made_since
 from remat._look import Look
+
+_SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
+_TREES = frozenset({list, tuple, dict})
+_ACTING = frozenset({"out", "inplace", "generator"})
+"""Keyword arguments by which a function does more than compute."""
+
+
+def _has_tensors(tree: Any) -> bool:
+    items = tree.values() if type(tree) is dict else tree
+    return any(isinstance(x, Tensor) or type(x) in _TREES for x in items)
 
 
 class ForwardLook(Look):
@@ -44,8 +56,40 @@ class ForwardLook(Look):
         self.values.clear()
         self._memory = None
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_compiling():  # `torch.cond` is compiled under the active modes
+            return func(*args, **(kwargs or {}))
+        delegate = self.delegate
+        if delegate is not None:
+            return delegate.__torch_function__(func, types, args, kwargs)
+        known = self._known
+        for a in args:
+            if id(a) not in known if isinstance(a, Tensor) else type(a) in _TREES and _has_tensors(a):
+                args = self._seen(args)
+                break
+        effects = effects_of(func)
+        if kwargs:
+            for a in kwargs.values():
+                if id(a) not in known if isinstance(a, Tensor) else type(a) in _TREES and _has_tensors(a):
+                    kwargs = {k: self._seen_in(v) for k, v in kwargs.items()}
+                    break
+            if effects.acts or not kwargs.keys().isdisjoint(_ACTING):
+                return self._call(effects, func, args, kwargs)
+            out = func(*args, **kwargs)
+        elif effects.acts:
+            return self._call(effects, func, args, {})
+        else:
+            out = func(*args)
+        if type(out) is Tensor and internals.level_of(out) <= self.depth:
+            known.add(id(out))
+            if not out.requires_grad:
+                self._unkept.append(weakref.ref(out))
+        elif type(out) not in _SCALARS:
+            self.add_results(func, out)
+        return out
+
     def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or effects.moves_hooks:  # `torch.cond` is compiled under the active modes
+        if effects.moves_hooks:
             return func(*args, **kwargs)
         with internals.DisableTorchFunction():
             if effects.writes or "out" in kwargs or kwargs.get("inplace"):

@@ -12,7 +12,7 @@ from remat import _torch_internals as internals
 from remat._errors import RematError
 from remat._graph import Stranger, prove
 from remat._look import current_look
-from remat.compat._call import NOTHING, Call, Outside
+from remat.compat._call import NOTHING, Call
 from remat.compat._devices import warn_without_grad
 from remat.compat._look import ForwardLook
 from remat.compat._region import UsesTransforms
@@ -79,11 +79,10 @@ class CheckpointFunction(torch.autograd.Function):
             ]
             call.finish(look)
             gathered = look.gathered
-            captured = [o for o in (*call.held, *call.outside) if o is not None and o.requires_grad]
-            operands = [o for o in captured if o.key not in gathered]
-            rest = [o for o in captured if o.key in gathered]
-            others = [o.unpack() for o in operands]
-            results = super().apply(call, operands, rest, values, len(arguments), *arguments, *others)
+            captured = {id(t): t for t in call.parameters if t.requires_grad}
+            captured.update((o.key, o.unpack()) for o in (*call.held, *call.outside) if o is not None and o.requires_grad)
+            rest = [captured.pop(key) for key in gathered if key in captured]
+            results = super().apply(call, captured, rest, values, len(arguments), *arguments, *captured.values())
             outer = current_look()
             if outer is not None:
                 outer.add_call(call.name, results)
@@ -93,14 +92,14 @@ class CheckpointFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         call: Call,
-        operands: list[Outside],
-        gathered: list[Outside],
+        captured: dict[int, Tensor],
+        gathered: list[Tensor],
         values: list[Any],
         count: int,
         *inputs: Tensor | None,
     ) -> Any:
         """Attach the node to the values of the forward run, which is over."""
-        ctx.call, ctx.operands, ctx.gathered = call, operands, gathered
+        ctx.call, ctx.captured, ctx.gathered = call, captured, gathered
         ctx.save_for_backward(*(None if t is None else internals.savable(t) for t in inputs[:count]))
         results = tuple(values)
         values.clear()
@@ -111,10 +110,10 @@ class CheckpointFunction(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """Run the function again, and differentiate that."""
         with internals.base_level() if internals.transforms_active() else NOTHING:
-            given = ctx.call, ctx.saved_tensors, ctx.operands, ctx.gathered, cotangents
+            given = ctx.call, ctx.saved_tensors, ctx.captured, ctx.gathered, cotangents
             found = internals.with_subclasses(lambda: _gradients(*given))
         if not internals.graph_is_retained():  # as for what is saved: the call may hold what leads to this node
-            ctx.call, ctx.operands, ctx.gathered = None, [], []
+            ctx.call, ctx.captured, ctx.gathered = None, {}, []
         return (None, None, None, None, None, *found)
 
 
@@ -143,11 +142,11 @@ def _stand_in(operand: Tensor, create_graph: bool) -> Tensor:
 def _gradients(
     call: Call,
     saved: Sequence[Tensor | None],
-    operands: Sequence[Outside],
-    gathered: Sequence[Outside],
+    captured: dict[int, Tensor],
+    gathered: Sequence[Tensor],
     cotangents: Sequence[Any],
 ) -> list[Tensor | None]:
-    """The gradients of the arguments and of the operands.
+    """The gradients of the arguments and of what was captured.
 
     NOTE [gathered parameters]: hooks inside of the function gather whole parameters for it and, in the backward pass of
     the rerun, reduce their `.grad` and free them. So they are no operands, whose gradients come later: the rerun reads
@@ -157,10 +156,10 @@ def _gradients(
     accumulates = not create_graph and internals.accumulates_into_all_leaves()
     if gathered:
         if not accumulates:
-            raise RematError(_GATHERED.format(list(gathered[0].unpack().shape)))
+            raise RematError(_GATHERED.format(list(gathered[0].shape)))
         internals.begin_forward_of_fully_shard()
     arguments = [None if t is None else _stand_in(t, create_graph) for t in saved]
-    stand_ins = {o.key: _stand_in(o.unpack(), create_graph) for o in operands}
+    stand_ins = {key: _stand_in(t, create_graph) for key, t in captured.items()}
     own = [*arguments, *stand_ins.values()]
     since = internals.next_sequence_number()
     out = call.rerun(arguments, stand_ins=stand_ins, looks=not accumulates)

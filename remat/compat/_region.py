@@ -143,7 +143,8 @@ class Region:
     ) -> None:
         self.forward_context, self.rerun_context = contexts
         self._options = options
-        self._call = Call(fun, args, kwargs, options.preserve_rng_state)
+        custom = contexts is not NO_CONTEXTS
+        self._call = Call(fun, args, kwargs, options.preserve_rng_state, custom)
         self._saved: list[Any] = [internals.save(t) for t in self._call.operands[: self._call.arguments]]
         self._holders: list[weakref.ref[Holder]] = []
         self._metas: list[Meta] = []
