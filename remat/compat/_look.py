@@ -22,8 +22,6 @@ from remat._look import Look
 
 _SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
 _TREES = frozenset({list, tuple, dict})
-_ACTING = frozenset({"out", "inplace", "generator"})
-"""Keyword arguments by which a function does more than compute."""
 
 
 def _has_tensors(tree: Any) -> bool:
@@ -73,24 +71,22 @@ class ForwardLook(Look):
                 if id(a) not in known if isinstance(a, Tensor) else type(a) in _TREES and _has_tensors(a):
                     kwargs = {k: self._seen_in(v) for k, v in kwargs.items()}
                     break
-            if effects.acts or not kwargs.keys().isdisjoint(_ACTING):
+            if effects.acts or kwargs.get("inplace") or "out" in kwargs or kwargs.get("generator") is not None:
                 return self._call(effects, func, args, kwargs)
             out = func(*args, **kwargs)
         elif effects.acts:
             return self._call(effects, func, args, {})
         else:
             out = func(*args)
-        if type(out) is Tensor and internals.level_of(out) <= self.depth:
-            known.add(id(out))
-            if not out.requires_grad:
-                self._unkept.append(weakref.ref(out))
-        elif type(out) not in _SCALARS:
-            self.add_results(func, out)
+        self._add_result(func, out)
         return out
 
     def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         if effects.moves_hooks:
             return func(*args, **kwargs)
+        if effects.draws:
+            self._mark_draw()
+            self.saves_unwritten = self.saves_unwritten or "rrelu" in func.__name__
         with internals.DisableTorchFunction():
             if effects.writes or "out" in kwargs or kwargs.get("inplace"):
                 for t in () if internals.fully_shard_at_work() else written_by(func, args, kwargs):
@@ -105,16 +101,21 @@ class ForwardLook(Look):
                     self.gathered.add(id(args[0]))
             if effects.sets_hook:
                 args = self._with_hook(args)
-            if effects.draws:
-                self._mark_draw()
-                self.saves_unwritten = self.saves_unwritten or "rrelu" in func.__name__
             for x in kwargs.values() if effects.draws or kwargs.get("generator") is not None else ():
                 if isinstance(x, torch.Generator):
                     self.notice(x)
         out = func(*args, **kwargs)
-        with internals.DisableTorchFunction():
-            self.add_results(func, out)
+        self._add_result(func, out)
         return out
+
+    def _add_result(self, func: Any, out: Any) -> None:
+        if type(out) is Tensor and internals.level_of(out) <= self.depth:
+            self._known.add(id(out))
+            if not out.requires_grad:
+                self._unkept.append(weakref.ref(out))
+        elif type(out) not in _SCALARS:
+            with internals.DisableTorchFunction():
+                self.add_results(func, out)
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
@@ -131,6 +132,14 @@ class ForwardLook(Look):
             self.handed_on.add(key)
         self._add(tensor, value)
         return value
+
+    def _add(self, tensor: Tensor, value: Tensor) -> None:
+        key = id(tensor)
+        self.outside[key] = tensor
+        self.values[key] = value
+        self._known.add(id(value))
+        if self._memory is not None:
+            self._memory.setdefault(internals.memory_of(value), []).append(tensor)
 
     def has_made(self, tensor: Tensor) -> bool:
         # Another tensor may have got the identity of one that has died.
