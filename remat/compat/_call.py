@@ -275,11 +275,12 @@ class Call:
             written = self._written_by(self._forward)
         for o in self.held:
             inputs.append(None if o is None else self._value_of(o, stand_ins, stale, swaps))
-        if stand_ins or self._states != [(t._version, t.requires_grad) for t in self.parameters]:
-            self._see_parameters(stand_ins, stale, swaps)
         places = self._places
+        if stand_ins or self._states != [(t._version, t.requires_grad) for t in self.parameters]:
+            self._see_parameters(stand_ins, stale, swaps, looks)
         for t in self.parameters if places else ():
-            fill += [((names, key), stand_ins.get(id(t), t)) for names, key in places.get(id(t), ()) if names.get(key) is not t]
+            value = stand_ins.get(id(t), t)
+            fill += [((names, key), value) for names, key in places.get(id(t), ()) if names.get(key) is not value]
         for o in self.outside:
             value, tensor = self._value_of(o, stand_ins, stale, swaps), o.ref()
             fill += [(place, value) for place in places.get(o.key, ()) if item(*place) is not tensor]
@@ -298,15 +299,19 @@ class Call:
         return inputs, unseen() if internals.function_modes_active() else NOTHING, fill
 
     def _see_parameters(
-        self, stand_ins: dict[int, Tensor], stale: dict[int, RuntimeError], swaps: list[tuple[Tensor, Tensor]]
+        self,
+        stand_ins: dict[int, Tensor],
+        stale: dict[int, RuntimeError],
+        swaps: list[tuple[Tensor, Tensor]],
+        looks: bool,
     ) -> None:
         for t, (version, required_grad) in zip(self.parameters, self._states, strict=True):
             value = stand_ins.get(id(t), t)
             if t._version != version:
                 stale[id(t)] = modified(t, version, self.name)
             if value.requires_grad and not required_grad:
-                value = value.detach()
-            if value is not t:
+                swaps.append((t, value.detach()))
+            elif value is not t and (looks or id(t) not in self._places):  # else modules have the value for a while
                 swaps.append((t, value))
 
     def _value_of(
