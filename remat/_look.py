@@ -323,11 +323,11 @@ class Look(TorchFunctionMode):
         if self._memory is None:
             self._memory = {}
             for tensor in self.outside.values():
-                self._memory.setdefault(internals.memory_of(self.values[id(tensor)]), []).append(tensor)
+                self._memory.setdefault(internals.memory_of(self.values.get(id(tensor), tensor)), []).append(tensor)
         for tensor in self._memory.get(internals.memory_of(written), ()):
             if id(tensor) in self.copies:
                 continue
-            self.copies[id(tensor)] = self._copied(self.values[id(tensor)])
+            self.copies[id(tensor)] = self._copied(self.values.get(id(tensor), tensor))
         if self.outer is not None:
             self.outer.before_write(written)
 

@@ -177,7 +177,7 @@ class Call:
             self._shared = None if shared is None else (list(shared[0].shape), list(shared[1].shape))
         if len(self.operands) > self.arguments:
             self.held = [
-                None if id(t) in copies else Outside(t, values[id(t)], around) for t in self.operands[self.arguments :]
+                None if id(t) in copies else Outside(t, values.get(id(t), t), around) for t in self.operands[self.arguments :]
             ]
         if len(outside) > len(index):
             self._note_outside(look, around)
@@ -191,7 +191,7 @@ class Call:
         for key, t in look.outside.items():
             if key in index or key in copies:
                 continue
-            value = values[key]
+            value = values.get(key, t)
             if type(t) is Parameter and value is t and not t.is_inference():
                 parameters.append(t)
             elif not is_made_since(t, self._since):

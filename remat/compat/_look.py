@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
@@ -22,6 +23,9 @@ from remat._look import Look
 
 _SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
 _TREES = frozenset({list, tuple, dict})
+_acts: dict[Any, bool] = {}
+"""Whether a function does more than compute."""
+level_of = internals.level_of
 
 
 def _has_tensors(tree: Any) -> bool:
@@ -47,6 +51,13 @@ class ForwardLook(Look):
         self._was_lazy: set[int] = set()
         """Parameters that have got their memory in this run. A rerun finds them as they are."""
         self._since = internals.next_sequence_number()
+        self._is_alone = True
+        """Whether nothing can stand for a tensor, and nobody else gathers any."""
+
+    def __enter__(self) -> Look:
+        look = super().__enter__()
+        self._is_alone = self.outer is None and not self.is_rerun and not internals.uses_fully_shard()
+        return look
 
     def forget(self) -> None:
         """What it has seen was noted: hold nothing."""
@@ -62,23 +73,39 @@ class ForwardLook(Look):
             return delegate.__torch_function__(func, types, args, kwargs)
         known = self._known
         for a in args:
-            if id(a) not in known if isinstance(a, Tensor) else type(a) in _TREES and _has_tensors(a):
+            kind = type(a)
+            if kind in _SCALARS or id(a) in known:
+                continue
+            if kind is Parameter and self._is_alone and self._memory is None:
+                self.outside[id(a)] = a
+                known.add(id(a))
+            elif isinstance(a, Tensor) or (kind in _TREES and _has_tensors(a)):
                 args = self._seen(args)
                 break
-        effects = effects_of(func)
+        acts = _acts.get(func)
+        if acts is None:
+            acts = effects_of(func).acts
+            if len(_acts) < 10_000:  # custom functions may be made anew for each call
+                _acts[func] = acts
         if kwargs:
             for a in kwargs.values():
                 if id(a) not in known if isinstance(a, Tensor) else type(a) in _TREES and _has_tensors(a):
                     kwargs = {k: self._seen_in(v) for k, v in kwargs.items()}
                     break
-            if effects.acts or kwargs.get("inplace") or "out" in kwargs or kwargs.get("generator") is not None:
-                return self._call(effects, func, args, kwargs)
+            if acts or kwargs.get("inplace") or "out" in kwargs or kwargs.get("generator") is not None:
+                return self._call(effects_of(func), func, args, kwargs)
             out = func(*args, **kwargs)
-        elif effects.acts:
-            return self._call(effects, func, args, {})
+        elif acts:
+            return self._call(effects_of(func), func, args, {})
         else:
             out = func(*args)
-        self._add_result(func, out)
+        kind = type(out)
+        if kind is Tensor and level_of(out) <= self.depth:
+            known.add(id(out))
+            if not out.requires_grad:
+                self._unkept.append(weakref.ref(out))
+        elif kind not in _SCALARS:
+            self._add_result(func, out)
         return out
 
     def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
@@ -109,7 +136,7 @@ class ForwardLook(Look):
         return out
 
     def _add_result(self, func: Any, out: Any) -> None:
-        if type(out) is Tensor and internals.level_of(out) <= self.depth:
+        if type(out) is Tensor and level_of(out) <= self.depth:
             self._known.add(id(out))
             if not out.requires_grad:
                 self._unkept.append(weakref.ref(out))
