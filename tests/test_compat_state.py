@@ -1,11 +1,9 @@
 """What a checkpointed function changes, assigns and reads besides its arguments: gradients, memory, messages."""
 
-import contextlib
 import enum
 import functools
 import gc
 import random
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ from remat.debug import LiveBytes
 from tests.helpers import UNIT, Seen, activation, assert_same, at_an_address_of, leaf, numbers
 from tests.test_compat_better import VARIANTS, both_variants, fails, of_torch, ours, right, wrong
 from tests.test_compat_same import plain
-
 
 # In-place changes.
 
@@ -1320,4 +1317,3 @@ def test_values_of_a_function_of_which_the_kernel_was_spared(read: Any) -> None:
         return x.grad
 
     right(run)
-

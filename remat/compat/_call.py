@@ -177,7 +177,8 @@ class Call:
             self._shared = None if shared is None else (list(shared[0].shape), list(shared[1].shape))
         if len(self.operands) > self.arguments:
             self.held = [
-                None if id(t) in copies else Outside(t, values.get(id(t), t), around) for t in self.operands[self.arguments :]
+                None if id(t) in copies else Outside(t, values.get(id(t), t), around)
+                for t in self.operands[self.arguments :]
             ]
         if len(outside) > len(index):
             self._note_outside(look, around)
@@ -186,28 +187,30 @@ class Call:
         self._objects, self.operands = [], []
 
     def _note_outside(self, look: ForwardLook, around: Look | None) -> None:
-        parameters, others = [], []
-        copies, values, index = look.copies, look.values, self._index
-        for key, t in look.outside.items():
-            if key in index or key in copies:
-                continue
-            value = values.get(key, t)
-            if type(t) is Parameter and value is t and not t.is_inference():
-                parameters.append(t)
-            elif not is_made_since(t, self._since):
-                others.append((weakref.ref(t), None if value is t else value))
-        look.gathered |= internals.gathered_by_fully_shard()
-        near = [*parameters, *(ref() for ref, _ in others), *(look.outside[key] for key in copies)]
-        if look.gathered:
-            near = [t for t in near if id(t) not in look.gathered]
-        self._places = places_in_modules(self._objects, near)
-        self.parameters, self._states = parameters, [(t._version, t.requires_grad) for t in parameters]
-        near.clear()
-        value = None
+        others = self._others_than_parameters(look)
         look.forget()
         if others:  # what is gone by now was made out of sight
             found = ((ref(), value) for ref, value in others)
             self.outside = [Outside(t, t if value is None else value, around) for t, value in found if t is not None]
+
+    def _others_than_parameters(self, look: ForwardLook) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
+        """Note the parameters that were read from outside. The others, and what stood for them."""
+        parameters, others, near = [], [], []
+        look.gathered |= internals.gathered_by_fully_shard()
+        for key, t in look.outside.items():
+            is_operand, is_written = key in self._index, key in look.copies
+            if key not in look.gathered and (is_written or not is_operand):
+                near.append(t)
+            if is_operand or is_written:
+                continue
+            value = look.values.get(key, t)
+            if type(t) is Parameter and value is t and not t.is_inference():
+                parameters.append(t)
+            elif not is_made_since(t, self._since):
+                others.append((weakref.ref(t), None if value is t else value))
+        self.parameters, self._states = parameters, [(t._version, t.requires_grad) for t in parameters]
+        self._places = places_in_modules(self._objects, near)
+        return others
 
     def _written_by(self, look: ForwardLook) -> dict[int, tuple[weakref.ref[Tensor], Tensor]]:
         return {key: (weakref.ref(look.outside[key]), before) for key, before in look.copies.items()}

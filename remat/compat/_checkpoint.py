@@ -58,7 +58,7 @@ def checkpoint(
         arguments requires grad; the function has no keyword arguments.
 
     The function runs again with all its side effects: `remat.is_rerunning()` tells. Arguments, its closure, random
-    draws, autocast and the like are as at the call, and what it writes in place to tensors from outside is written once.
+    draws, autocast and the like are as at the call, and what it writes in place to tensors from outside it writes once.
     Under the transforms of `torch.func`, and for a function that uses them, it is `remat(function)(*args, **kwargs)`.
 
     **Arguments:**

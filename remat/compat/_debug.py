@@ -38,6 +38,9 @@ class _Op(NamedTuple):
         return self.stack[0] if self.stack else "unknown"
 
 
+_FORWARD = "Operations executed during the original forward:"
+_RERUN = "Operations executed during recomputation:"
+_BECAUSE = "You are seeing this error because you passed `debug=True` to checkpoint, or have set it by a context."
 _INTERNAL = ("torch", "remat", "contextlib")
 
 
@@ -118,8 +121,9 @@ def trace(region: Region) -> None:
 
 def _explained(error: CheckpointError, forward: list[_Op], rerun: list[_Op]) -> CheckpointError:
     message = str(error).partition("\nTo find the cause")[0]
-    traced = TracedCheckpointError(f"{message}\n{_first_difference(forward, rerun)}")
-    traced.trace = f"Ops of the forward:\n{_listed(forward)}\n\nOps of the rerun:\n{_listed(rerun)}"
+    streams = f"{_FORWARD}\n{_listed(forward, False)}\n\n{_RERUN}\n{_listed(rerun, False)}"
+    traced = TracedCheckpointError(f"{message}\n\n{streams}\n\n{_BECAUSE}\n{_first_difference(forward, rerun)}")
+    traced.trace = f"{_FORWARD}\n{_listed(forward, True)}\n\n{_RERUN}\n{_listed(rerun, True)}"
     return traced
 
 
@@ -139,5 +143,9 @@ def _at(ops: list[_Op], number: int) -> str:
     return f"{ops[number].text}, at {ops[number].site}" if number < len(ops) else f"had ended, after {len(ops)} ops"
 
 
-def _listed(ops: list[_Op]) -> str:
-    return "\n".join("\n".join((f"{i + 1}. {op.text}", *(f"     {s}" for s in op.stack))) for i, op in enumerate(ops))
+def _listed(ops: list[_Op], with_stacks: bool) -> str:
+    lines = []
+    for number, op in enumerate(ops, 1):
+        lines.append(f"{number}. {op.text}")
+        lines += [f"     {site}" for site in op.stack] if with_stacks else ()
+    return "\n".join(lines)

@@ -22,7 +22,6 @@ from remat._errors import CheckpointError
 from remat._holder import Holder
 from remat.compat._call import NOTHING, Call, Context, modified
 from remat.compat._group import recomputed_in
-from remat.compat._look import ForwardLook
 
 Contexts = tuple[Context, Context]
 NO_CONTEXTS: Contexts = (NOTHING, NOTHING)

@@ -169,9 +169,7 @@ class _Counter(internals.DispatchMode):
 class Selective(_Counter):
     """The context of the forward: asks the policy about each op, and keeps what it returned."""
 
-    def __init__(
-        self, policy: Policy, allow_cache_entry_mutation: bool, cache: _Cache, hooks: Hooks | None
-    ) -> None:
+    def __init__(self, policy: Policy, allow_cache_entry_mutation: bool, cache: _Cache, hooks: Hooks | None) -> None:
         super().__init__()
         self._hooks = hooks
         self.policy = policy
