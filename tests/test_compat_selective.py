@@ -762,12 +762,10 @@ def test_hooks_of_the_user_and_what_is_kept(respects: bool | None) -> None:
     packed: list[Any] = []
     x = leaf(numbers(3, 3))
     context_fn = functools.partial(REMAT.create_selective_checkpoint_contexts, [mm])
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t.clone(), lambda t: t)
     warns = pytest.warns(FutureWarning, match="respect_saved_tensors_hooks=True")
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t.clone(), lambda t: t):
-        with warns if respects is None else contextlib.nullcontext():
-            y = REMAT.checkpoint(
-                block, x, use_reentrant=False, context_fn=context_fn, respect_saved_tensors_hooks=respects
-            )
+    with hooks, warns if respects is None else contextlib.nullcontext():
+        y = REMAT.checkpoint(block, x, use_reentrant=False, context_fn=context_fn, respect_saved_tensors_hooks=respects)
     assert len(packed) == (1 + 3 if respects else 1)
     with CountOps() as ops:
         y.sum().backward()
