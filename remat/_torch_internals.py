@@ -889,8 +889,9 @@ def left_alone_by_dynamo(fun: F) -> F:
 
 
 def may_run_compiled_code() -> bool:
-    """Whether dynamo is in use. What it compiles depends on the active modes: a rerun needs those of its forward."""
-    return "torch._dynamo" in sys.modules
+    """Whether dynamo has compiled anything. What it makes of code depends on the modes that are active (2.13)."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    return dynamo is not None and getattr(dynamo, "FRAME_COUNTER", 1) > 0
 
 
 def is_compiled(function: Any) -> bool:
