@@ -19,21 +19,19 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import ATOMS, Closure, Operand, Rebuilder
-from remat._context import Ambient, KeptDraws, Modes, OwnCasts, RandomState, replayed
+from remat._context import NOTHING, Ambient, KeptDraws, Modes, OwnCasts, RandomState, all_of, replayed
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, layers, prove
 from remat._look import CHANGES, Look, RerunLook, Signature
 from remat._places import Place, filled, item, places_in_modules, search
 from remat._recorder import Recorder
-from remat._spare import Replay, is_recorded
 from remat._tail import keep_no_tensors
-from remat._tape import Tape
+from remat._tape import Origin, Replay, Tape
 from remat.random._keyed import Position, resumed, running, suspended
 
 _TENSORS = (Tensor, torch.nn.Parameter)
 rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)
 
-_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 _NOT_FOUND = (
     "remat: in {}, {}, that the function takes from outside, and remat can't find it: no torch function was seen to "
     "read it, and no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
@@ -89,7 +87,7 @@ def _matters(tensor: Tensor) -> bool:
 class _Original:
     """The tensor of the forward that an operand stands for."""
 
-    __slots__ = ("attributes", "handed_on", "places", "ref", "written")
+    __slots__ = ("attributes", "handed_on", "origin", "places", "ref", "written")
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref = weakref.ref(tensor)
@@ -97,9 +95,12 @@ class _Original:
         """Where modules and others hold it."""
         self.handed_on = False
         """Whether reruns have to find the operand there: no torch call of the function's reads the tensor itself."""
+        self.origin: Origin | None = None
+        """What the tape of a policy knows it by, where it is written to."""
         self.written = False
         """Whether the function writes to it. Each rerun is given a copy of what the forward found."""
-        self.attributes = vars(tensor).copy() if type(tensor) in _TENSORS else None
+        attributes = tensor.__dict__ if type(tensor) in _TENSORS else None
+        self.attributes = attributes.copy() if attributes else None
         """What somebody has given to it."""
 
 
@@ -128,9 +129,10 @@ class Call:
     _drew_from: Position | None = None
     _key = 0
     _recorder: Recorder | None = None
+    _result: tuple[list[Any], _tree.PyTreeSpec] | None = None
     _look: Look | None = None
 
-    def __init__(self, fun: Callable[..., Any], name: str, leaves: list[Any], spec: _tree.PyTreeSpec) -> None:
+    def __init__(self, fun: Callable[..., Any], name: str, leaves: list[Any], spec: _tree.PyTreeSpec | None) -> None:
         """A call with arguments.
 
         **Arguments:**
@@ -141,6 +143,8 @@ class Call:
         self.operands: list[Tensor] = []
         self._index: dict[int, int] = {}
         self._originals: list[_Original] = []
+        self._positions: list[int] = []
+        """For each original, the operand that stands for it."""
         closure = self._closure = Closure(self._operand_of)
         self._leaves = [self._add(x) if isinstance(x, Tensor) else closure.take_apart(x) for x in leaves]
         self._given = len(self.operands)
@@ -194,10 +198,10 @@ class Call:
             random: Any = None
             if preserve_rng_state:
                 random = KeptDraws() if tracing else RandomState(given, keyed=keys is not None)
-            recorder: Any = random if tracing and random is not None else _NOTHING
+            recorder: Any = random if tracing and random is not None else NOTHING
             if policy is not None and not tracing:
                 self.policy = policy
-                recorder = self._recorder = Recorder(policy.start(), preserve_rng_state, where)
+                recorder = self._recorder = Recorder(policy.start(), where)
             look = self._look = Look(self.name, given, random)
         self.since = internals.next_sequence_number()
         with internals.without_saved_tensors_hooks(), recorder, look, OwnCasts():
@@ -237,7 +241,8 @@ class Call:
             return False
         if result._is_view():
             base = result._base
-            return not any(base is t or base is t._base for t in (*self.operands, *self._look.values.values()))
+            outside = (*self.operands, *(read.value for read in self._look.outside.values()))
+            return not any(base is t or base is t._base for t in outside)
         return True
 
     def attach(self, results: _tree.Picked, attach: Callable[[list[Tensor], list[Tensor]], Any]) -> Any:
@@ -245,6 +250,9 @@ class Call:
         look = self._look
         assert look is not None
         self._returned = [(i, t.shape, t.dtype) for i, t in zip(results.positions, results.tensors, strict=True)]
+        others = [x for i, x in enumerate(results.leaves) if i not in results.positions]
+        if not any(isinstance(x, Tensor) or type(x) not in ATOMS for x in others):
+            self._result = [None if isinstance(x, Tensor) else x for x in results.leaves], results.spec
         if self._recorder is not None:
             self.tape = self._recorder.tape([t for t in results.leaves if isinstance(t, Tensor)])
             self._recorder = None
@@ -257,30 +265,73 @@ class Call:
             except Stranger as stranger:
                 self._add_stranger(stranger)
 
+    @property
+    def can_stand_in(self) -> bool:
+        """Whether the results can be had in a rerun of an outer function without running this one: `stand_in`."""
+        plain = self.random is None and self.tape is None and self._drew_from is None and not self.hooked
+        return plain and self._result is not None and not any(o.written for o in self._originals)
+
+    def stand_in(self, forward: Call, outer: Look) -> Any:
+        """The results that the call had in the forward of an outer one, where nobody reads their values. None: run it.
+
+        They are filled with NaN, so that a mistake would be loud, and have the derivative that the call would have.
+        """
+        captured = [original.ref() for original in forward._originals[forward._held :]]
+        captured += [ref() for ref, _ in forward._constants]
+        if len(self.operands) != forward._held or any(t is None for t in captured):
+            return None
+        look = self._look = Look(self.name, self.operands[: self._given], None)
+        look.begin(outer)
+        for t in (*self.operands, *captured, *(original.ref() for original in forward._originals[: forward._held])):
+            if t is not None:
+                look.read(t)
+        self._survivors, self._temporary = [*forward._survivors], {*forward._temporary}
+        self.since = internals.next_sequence_number()
+        self._signature = forward._signature
+        self.nests = forward.nests
+        zeros = [
+            t.flatten()[:0].sum()
+            for _, t, _ in look.outside.values()
+            if _matters(t) and (t.is_floating_point() or t.is_complex())
+        ]
+        assert forward._result is not None
+        leaves, spec = forward._result
+        leaves = list(leaves)
+        for i, shape, dtype in forward._returned:
+            zero = sum((z if dtype.is_complex or not z.is_complex() else z.real).to(dtype) for z in zeros)
+            # Derivatives of every order depend on all operands, as those of the results do.
+            leaves[i] = torch.full(shape, float("nan"), dtype=dtype, device=zeros[0].device) + torch.exp(zero)
+        return _tree.unflatten(spec, leaves)
+
     def _find_operands(self, look: Look) -> None:
         """Add to the operands what the run was seen to read, and note what else it depends on."""
         constants = {}
-        for key, tensor in look.outside.items():
-            value = look.values[key]
+        index = self._index
+        for key, (tensor, value, version) in look.outside.items():
             if key in look.copies:
-                self._originals[self._add(tensor).index].written = True
-            elif internals.version(value) != look.versions[key]:
+                original = self._originals[self._add(tensor).index]
+                original.written = True
+                original.origin = None if self.tape is None else self.tape.origin(tensor)
+            elif internals.version(value) != version:
                 raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, "a place out of sight"))
-            elif (_matters(value) and not is_made_since(value, self.since)) or value is not tensor:
+            elif key in index:
+                continue
+            elif value is not tensor or (_matters(value) and not is_made_since(value, self.since)):
                 self._add(tensor)
-            elif key not in self._index:
+            else:
                 constants[key] = tensor
         captured = {id(t): t for t in self.operands[self._held :]}
         if captured or constants:
             for key, places in places_in_modules(self._objects, [*captured.values(), *constants.values()]).items():
-                self._originals[self._add(look.outside[key]).index].places = places
-                captured.pop(key, None)
-                constants.pop(key, None)
+                tensor = captured.pop(key, None)
+                if tensor is None:
+                    self._add(constants.pop(key))
+                self._originals[index[key]].places = places
             for tensor, place in search(self._objects, captured, far=False) if captured else ():
                 self._originals[self._index[id(tensor)]].places.append(place)
             for key in look.handed_on & captured.keys():
                 self._must_have_place(key)
-        self._constants = [(weakref.ref(t), look.versions[key]) for key, t in constants.items()]
+        self._constants = [(weakref.ref(t), look.outside[key].version) for key, t in constants.items()]
 
     def _values(self, look: Look) -> list[Tensor]:
         """The operands as the forward found them."""
@@ -288,9 +339,14 @@ class Call:
         for key, tensor in zip(self._index, self.operands, strict=True):
             value = look.copies.get(key)
             if value is None:
-                value = internals.unwrap_dead(look.values.get(key, tensor))
+                read = look.outside.get(key)
+                value = internals.unwrap_dead(tensor if read is None else read.value)
             found.append(value.clone() if value.is_inference() else value)  # an inference tensor can't be saved
-        return found
+        # In the rerun of an outer function, one tensor may stand for several.
+        unique = {id(t): t for t in found}
+        position = {key: i for i, key in enumerate(unique)}
+        self._positions = [position[id(t)] for t in found]
+        return [*unique.values()]
 
     def _add_stranger(self, stranger: Stranger) -> None:
         """Make an operand of a tensor that no torch call was seen to read."""
@@ -322,10 +378,10 @@ class Call:
         look = self._look
         assert look is not None
         nodes = prove(values, operands, since, look.has_made)
-        if look.signature.last_product is not None:
+        if look.signature.tail is not None:
             later = [n for n in nodes if internals.sequence_number(n) >= look.tail_number]
             if not keep_no_tensors(later):
-                look.signature.last_product = None
+                look.signature.tail = None
         if look.sets_hooks:  # they may hold the graph
             internals.forget_saved(nodes)
 
@@ -352,44 +408,28 @@ class Call:
 
     def _rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
         rerunning.set(True)
-        inputs = list(operands)
-        originals = []  # held, for they are known by their identities
-        swaps: dict[int, Tensor] = {}
-        fill: list[tuple[Place, Tensor]] = []
-        for i, original in enumerate(self._originals):
-            if original.written:
-                inputs[i] = inputs[i].clone()
-            operand, tensor = inputs[i], original.ref()
-            if tensor is not operand:
-                if tensor is not None:
-                    originals.append(tensor)
-                    swaps[id(tensor)] = operand
-                if original.attributes:
-                    vars(operand).update(original.attributes)
-            if original.handed_on and not original.places and tensor is not operand:
-                raise RematError(_HANDED_ON.format(self.name, list(operand.shape), operand.dtype))
-            for names, key in original.places:
-                if item(names, key) is not operand:
-                    fill.append(((names, key), operand))
-        look = RerunLook(
-            self.name,
-            self._signature,
-            swaps,
-            inputs,
-            self._allowed(),
-            self._temporary,
-            self.level,
-            self.tape is None and not internals.tracing(),
-        )
+        inputs = [operands[i] for i in self._positions]
+        swaps, fill, originals = self._place(inputs)  # the originals are held, for they are known by their identities
+        look = RerunLook(self.name, self._signature, swaps, inputs, self.level)
+        look.allow(self._allowed(), self._temporary)
+        look.spares_tail = self.tape is None and not internals.tracing()
         self._rerun_looks.append(look)
-        draws = suspended() if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
         rebuild = self._closure.rebuilder(inputs)
         self._rebuilders.append(rebuild)
-        modes = self._modes.entered() if self._modes.any else _NOTHING
-        with self._ambient.restored(), OwnCasts(), replayed(self.random), draws, modes, filled(fill), self._replay(operands):
-            args, kwargs = _tree.unboxed(*_tree.unflatten(self._spec, [rebuild(x) for x in self._leaves]))
+        draws = NOTHING if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
+        keys = suspended() if self._drew_from is None and running() is not None else NOTHING
+        with all_of(
+            self._ambient.restored(),
+            replayed(self.random),
+            draws,
+            keys,
+            self._modes.entered(),
+            filled(fill),
+            self._replay(operands, inputs),
+        ):
+            args, kwargs = _tree.unflatten_call(self._spec, [rebuild(x) for x in self._leaves])
             fun = rebuild(self._fun)
-            with look:
+            with OwnCasts(), look:
                 try:
                     out = fun(*args, **kwargs)
                 except Exception as error:
@@ -397,14 +437,38 @@ class Call:
                         raise RematError(_DEAD.format(self.name)) from error
                     note_rerun(error, self.name)
                     raise
+        del originals
         look.finish()
         leaves, _ = _tree.flatten(out)
-        found = [leaves[i] if i < len(leaves) else None for i, _, _ in self._returned]
-        if [(i, getattr(t, "shape", None), getattr(t, "dtype", None)) for (i, _, _), t in zip(self._returned, found)] != (
-            self._returned
-        ):
-            raise CheckpointError(f"remat: the rerun of {self.name} returned another structure. {PURITY}")
+        found = []
+        for i, shape, dtype in self._returned:
+            t = leaves[i] if i < len(leaves) else None
+            if not isinstance(t, Tensor) or t.shape != shape or t.dtype is not dtype:
+                raise CheckpointError(f"remat: the rerun of {self.name} returned another structure. {PURITY}")
+            found.append(t)
         return found
+
+    def _place(self, inputs: list[Tensor]) -> tuple[dict[int, Tensor], list[tuple[Place, Tensor]], list[Tensor]]:
+        """What stands for which tensor in a rerun, by identity; which places are to be filled; the tensors."""
+        swaps: dict[int, Tensor] = {}
+        fill: list[tuple[Place, Tensor]] = []
+        originals = []
+        for i, original in enumerate(self._originals):
+            if original.written:
+                inputs[i] = inputs[i].clone()
+            operand, tensor = inputs[i], original.ref()
+            if original.places:
+                fill += [(place, operand) for place in original.places if item(*place) is not operand]
+            if tensor is operand:
+                continue
+            if tensor is not None:
+                originals.append(tensor)
+                swaps[id(tensor)] = operand
+            if original.attributes:
+                vars(operand).update(original.attributes)
+            if original.handed_on and not original.places:
+                raise RematError(_HANDED_ON.format(self.name, list(operand.shape), operand.dtype))
+        return swaps, fill, originals
 
     def _allowed(self) -> Iterator[int]:
         """The identities of tensors that reruns may read besides operands."""
@@ -419,12 +483,22 @@ class Call:
             if tensor is not None:
                 yield id(tensor)
 
-    def _replay(self, operands: Iterable[Tensor]) -> Any:
+    def _replay(self, operands: Iterable[Tensor], inputs: Iterable[Tensor]) -> Any:
         if self.tape is None or internals.tracing():
-            return _NOTHING
-        replay = Replay(self.tape, self.name, self.last_rerun and not is_recorded(operands))
+            return NOTHING
+        again = any(t.grad_fn is not None or internals.requires_grad_below(t) for t in operands)  # in a derivative of it
+        replay = Replay(self.tape, self.name, self.last_rerun and not again)
+        for original, operand in zip(self._originals, inputs, strict=True):
+            if original.written:
+                replay.stands_for(operand, original.origin)
         self._replays.append(replay)
         return replay
+
+    def settle(self) -> None:
+        """Called when the results of a rerun are gone and only its graph is left."""
+        for replay in self._replays:
+            replay.settle()
+        self._replays.clear()
 
     def clean(self) -> None:
         """Called when the rerun's graph is gone: nothing of the rerun may be left."""
@@ -436,12 +510,13 @@ class Call:
         for look in looks:
             look.check_suspects()
 
-    def settle(self) -> None:
+    def let_go(self) -> None:
         """Called when the derivative is attached and the forward's graph is gone: see what is still there."""
         look, self._look = self._look, None
         assert look is not None
-        self._survivors = look.survivors()
-        self._temporary = look.temporary()
+        self._survivors += look.survivors()
+        self._temporary |= look.temporary()
+        self._constants = [(ref, version) for ref, version in self._constants if ref() is not None]
         self._objects, self.operands = [], []
         self._index = {}
 

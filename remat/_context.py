@@ -13,11 +13,27 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError
-from remat._values import OpMode, flat, schema_of, tensors
+from remat._ops import facts_of, flat, tensors
 from remat.random._generators import global_state, same_state, set_global_state
 from remat.random._keyed import Threading
 
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+def all_of(*contexts: contextlib.AbstractContextManager[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Several contexts at once, without those that are `NOTHING`."""
+    found = [c for c in contexts if c is not NOTHING]
+    if len(found) > 1:
+        return _entered(found)
+    return found[0] if found else NOTHING
+
+
+@contextlib.contextmanager
+def _entered(contexts: list[contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 class Ambient(NamedTuple):
@@ -41,7 +57,7 @@ class Ambient(NamedTuple):
     def restored(self) -> contextlib.AbstractContextManager[None]:
         """Within it, the settings are these again."""
         now = Ambient.current()
-        return _NOTHING if now == self else self._restored(now)
+        return NOTHING if now == self else self._restored(now)
 
     @contextlib.contextmanager
     def _restored(self, now: Ambient) -> Iterator[None]:
@@ -157,11 +173,13 @@ def drawn_from(args: Any, kwargs: Any) -> RandomState:
     return state
 
 
-class KeptDraws(OpMode):
+class KeptDraws(internals.DispatchMode):
     """What a run drew, where its ops are written down (`make_fx`): the written ones would draw anew in a rerun.
 
     The forward runs in this mode; `replayed` gives each op that draws its result again, in the same order.
     """
+
+    is_about_functions = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +187,7 @@ class KeptDraws(OpMode):
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        if schema_of(func).draws:
+        if facts_of(func).draws:
             self._drawn.append((func, [t.clone() for t in flat(out)]))
         return out
 
@@ -185,19 +203,21 @@ class KeptDraws(OpMode):
         return _Redraw(self._drawn)
 
 
-class _Redraw(OpMode):
+class _Redraw(internals.DispatchMode):
+    is_about_functions = True
+
     def __init__(self, drawn: Iterable[tuple[Any, list[Tensor]]]) -> None:
         super().__init__()
         self._left = iter(drawn)
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        schema = schema_of(func)
-        if not schema.draws:
+        facts = facts_of(func)
+        if not facts.draws:
             return func(*args, **kwargs)
         expected, results = next(self._left, (None, []))
         if func is not expected:
             raise CheckpointError(f"remat: a rerun draws from {func}, where the forward run drew from {expected}.")
-        changed = schema.written(args, kwargs)
+        changed = facts.written(args, kwargs)
         for tensor, result in zip(changed, results, strict=False):
             tensor.copy_(result)
         results = changed or [t.clone() for t in results]  # the function may write to them
@@ -210,11 +230,6 @@ class Modes(NamedTuple):
     function: tuple[Any, ...]
     dispatch: tuple[Any, ...]
 
-    @property
-    def any(self) -> bool:
-        """Whether there are some."""
-        return bool(self.function or self.dispatch)
-
     @staticmethod
     def current() -> Modes:
         """Those of here and now, without remat's own and torch's meters, which measure what runs inside of them."""
@@ -223,9 +238,12 @@ class Modes(NamedTuple):
         function = (m for m in internals.function_modes() if not isinstance(m, (Threading, internals.DeviceContext)))
         return Modes(tuple(filter(_is_of_user, function)), tuple(filter(_is_of_user, internals.dispatch_mode_stack())))
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> contextlib.AbstractContextManager[None]:
         """Within it, they are active, also those that the user has left since."""
+        return self._entered() if self.function or self.dispatch else NOTHING
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
         active = [*internals.function_modes(), *internals.dispatch_mode_stack()]
         with contextlib.ExitStack() as stack:
             for mode in (*self.dispatch, *self.function):
@@ -244,19 +262,12 @@ def _is_of_user(mode: Any) -> bool:
 _replaying = threading.RLock()
 
 
-@contextlib.contextmanager
-def replayed(state: RandomState | KeptDraws | None) -> Iterator[None]:
-    """`state.replayed()`. Where the run drew nothing, see that it leaves no trace: it may seed.
+def replayed(state: RandomState | KeptDraws | None) -> contextlib.AbstractContextManager[None]:
+    """`state.replayed()`, if there is anything to repeat."""
+    return NOTHING if state is None else _replayed(state)
 
-    The global generators belong to all threads: one at a time.
-    """
-    if state is None:
-        seed = torch.default_generator.get_state()
-        try:
-            yield
-        finally:
-            if not same_state(seed, torch.default_generator.get_state()):
-                torch.default_generator.set_state(seed)
-        return
-    with _replaying, state.replayed():
+
+@contextlib.contextmanager
+def _replayed(state: RandomState | KeptDraws) -> Iterator[None]:
+    with _replaying, state.replayed():  # the global generators belong to all threads: one at a time
         yield

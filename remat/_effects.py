@@ -69,12 +69,15 @@ class Effects(NamedTuple):
     """It is how autograd moves hooks to a new node: with a lock that looking at `grad_fn` waits for."""
     sets_data: bool = False
     """It is `x.data = ...`."""
-    acts: bool = False
-    """Any of these."""
-    multiplies: bool = False
-    """It is a matrix product or a convolution."""
     is_custom: bool = False
     """It is `autograd.Function.apply`, which is seen inside of transforms alone."""
+    is_unlisted: bool = False
+    """It is no part of a signature: `apply`; `requires_grad_`, which a rerun may find done; `view_as`, by which hooks look
+    for the node of a leaf."""
+    acts: bool = False
+    """It does one of these."""
+    multiplies: bool = False
+    """It is a matrix product or a convolution."""
     reads_no_value: bool = False
     """Neither its derivative nor what the caller learns depends on values: sums and views."""
 
@@ -87,20 +90,18 @@ def effects_of(func: Any) -> Effects:
     """What `func` may do. `ORDINARY` itself, where that is nothing."""
     found = _effects.get(func)
     if found is None:
-        acts = {
-            "writes": may_write(func) or func is Tensor.requires_grad_,
-            "draws": getattr(func, "__name__", "") in _RANDOM,
-            "sets_hook": func is Tensor.register_hook,
-            "moves_hooks": internals.moves_hooks(func),
-            "sets_data": func == Tensor.data.__set__,  # type: ignore[attr-defined]
-        }
         found = Effects(
-            **acts,
-            acts=any(acts.values()),
-            multiplies=func in _PRODUCTS,
+            writes=may_write(func),
+            draws=getattr(func, "__name__", "") in _RANDOM,
+            sets_hook=func is Tensor.register_hook,
+            moves_hooks=internals.moves_hooks(func),
+            sets_data=func == Tensor.data.__set__,  # type: ignore[attr-defined]
             is_custom=internals.is_custom_function_call(func),
+            is_unlisted=internals.is_custom_function_call(func) or func in (Tensor.requires_grad_, Tensor.view_as),
+            multiplies=func in _PRODUCTS,
             reads_no_value=_reads_no_value(func),
         )
+        found = found._replace(acts=any(found[:7]))
         if len(_effects) < 10_000:  # custom functions may be made anew for each call
             _effects[func] = found = ORDINARY if found == ORDINARY else found
     return found
@@ -113,10 +114,10 @@ def _reads_no_value(func: Any) -> bool:
 
 
 def reads_numbers_alone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of a sum or view gets no tensor where a number would do: the derivative would read it."""
+    """Whether a call of a sum or view gets no tensor where a number would do, which its derivative would read."""
     operands = 2 if func in _SUMS else 1
     if func is Tensor.register_hook:
-        return True
+        return str(getattr(args[1], "__module__", "")).startswith("torch.")  # a hook of the user's may hold values
     numbers = (*args[operands:], *(v for k, v in kwargs.items() if k not in ("input", "other")))
     return not any(isinstance(n, Tensor) for x in numbers for n in (x if isinstance(x, (list, tuple)) else (x,)))
 

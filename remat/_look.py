@@ -11,11 +11,10 @@ for what it does not know itself.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from remat import _torch_internals as internals
-from remat._context import RandomState
 from remat._effects import ORDINARY, Effects, effects_of, reads_numbers_alone, written_by
 from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._graph import is_made_since
@@ -87,17 +85,29 @@ class Signature:
     **Attributes:**
 
     - `calls`: a function and a hash of the result's shapes for each call.
-    - `last_product`: the position of the last matrix product, if no later call reads values.
+    - `tail`: the position of the last matrix product or call of a function under remat, if no later call reads values.
+    - `tail_call`: that call, if it is one.
     - `hooks`: for each hook that the function sets, the level of its tensor; None for one inside of a transform of
         its own.
     """
 
-    __slots__ = ("calls", "hooks", "last_product")
+    __slots__ = ("calls", "hooks", "tail", "tail_call")
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, int]] = []
-        self.last_product: int | None = None
+        self.tail: int | None = None
+        self.tail_call: Any = None
         self.hooks: list[int | None] = []
+
+
+class Read(NamedTuple):
+    """A tensor that a run was given, or has read from outside."""
+
+    tensor: Tensor
+    value: Tensor
+    """What stood for it: in the rerun of an outer function that may be another tensor."""
+    version: int
+    """How often it had been written to, at the first read."""
 
 
 class Look(TorchFunctionMode):
@@ -106,66 +116,65 @@ class Look(TorchFunctionMode):
     **Attributes:**
 
     - `outside`: the tensors that it has read from outside, or was given, by identity.
-    - `values`: what stood for them: in the rerun of an outer function another tensor may.
-    - `versions`: how often each had been written to, at the first read.
     - `handed_on`: those that a transform inside of the function has wrapped, or that an autograd.Function was given.
     - `copies`: those that the function has written to, as they were before.
     - `drew`: whether a torch call may have drawn random numbers.
     - `nests`: whether there were other calls in it.
     - `sets_hooks`: whether it has put a hook on a tensor.
+    - `tail_number`: the autograd sequence number after the tail.
     """
 
     delegate: Any = None
     """The look that has taken the place of this one. See NOTE [one mode at a time]."""
     is_rerun = False
+    outer: Look | None = None
+    drew = False
+    nests = False
+    sets_hooks = False
+    tail_number = 0
+    _memory: dict[int, list[int]] | None = None
 
-    def __init__(self, name: str, given: Iterable[Tensor], random: RandomState | None) -> None:
-        """A look at a run of the function `name`, which is given tensors."""
-        super().__init__()
+    def __init__(self, name: str, given: Iterable[Tensor], random: Any) -> None:
+        """A look at a run of the function `name`, which is given tensors. `random`: is told of explicit generators."""
         self.name = name
-        self.outer: Look | None = None
-        self.depth = internals.stack_depth()
         self.random = random
-        self.outside: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
-        self.versions: dict[int, int] = {}
+        self.depth = internals.stack_depth()
+        self.outside: dict[int, Any] = {}
         self.handed_on: set[int] = set()
         self.copies: dict[int, Tensor] = {}
         self.signature = Signature()
-        self.drew = False
-        self.sets_hooks = False
-        self.nests = False
-        self.tail_number = 0
-        """The autograd sequence number after the last product."""
+        self._given = given
         self._known: set[int] = set()
-        self._read: set[int] = set()
-        """Tensors that a rerun reads and that it may have made out of sight."""
         self._swaps: dict[int, Tensor] = {}
         self._unkept: list[weakref.ref[Tensor]] = []
-        self._memory: dict[int, list[Tensor]] | None = None
-        self._given = given
 
     # As a mode.
 
     def __enter__(self) -> Look:
-        self._before = before = _current.look, _current.mode
-        self.outer = None if self.is_rerun else before[0]
-        if self.outer is not None:
-            self._swaps = self.outer._swaps
+        self._before = look, mode = _current.look, _current.mode
         with internals.DisableTorchFunction():
-            for t in self._given:
-                self._add(t, t if self.outer is None else self.outer.read(t))
-        mode = before[1]
-        self._delegate_before = None if mode is None else mode.delegate
-        if mode is not None and internals.top_function_mode() is mode:
-            mode.delegate = self
-        else:
-            if mode is not None:
-                mode.delegate = _BLIND
-            super().__enter__()
+            self.begin(None if self.is_rerun else look)
+        if mode is None:
+            internals.push_function_mode(self)
             _current.mode = self
+        else:
+            self._delegate_before = mode.delegate
+            if internals.top_function_mode() is mode:
+                mode.delegate = self
+            else:
+                mode.delegate = _BLIND
+                internals.push_function_mode(self)
+                _current.mode = self
         _current.look = self
         return self
+
+    def begin(self, outer: Look | None) -> None:
+        """Take what the run is given. `outer`: the look at the run around it."""
+        for t in self._given:
+            self._add(t, t)
+        if outer is not None:
+            self.outer = outer
+            self._swaps = outer._swaps
 
     def __exit__(self, *error: Any) -> None:
         _current.look, mode = self._before
@@ -174,7 +183,7 @@ class Look(TorchFunctionMode):
         if mode is not None:
             mode.delegate = self._delegate_before
         if _current.mode is self:
-            super().__exit__(*error)
+            internals.pop_function_mode()
             _current.mode = mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,26 +202,27 @@ class Look(TorchFunctionMode):
                 args = self._seen(args)
                 break
         effects = effects_of(func)
-        if kwargs:
-            return self._call(effects, func, args, {k: self._seen_in(v) for k, v in kwargs.items()})
-        if effects is not ORDINARY:
-            return self._call(effects, func, args, {})
-        self.signature.last_product = None
-        out = func(*args)
-        if type(out) is Tensor:
+        if kwargs or effects.acts:
+            named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
+            return self._call(effects, func, args, named)
+        if effects is ORDINARY:
+            self.signature.tail = None
+            out = func(*args)
+        else:
+            out = self._maybe_tail(effects, func, args, {})
+        if type(out) is Tensor and not internals.is_wrapper(out):
             known.add(id(out))
-            if out.requires_grad or (internals.is_wrapper(out) and internals.requires_grad_at_any_level(out)):
+            if out.requires_grad:
                 self._note(func, hash(out.shape))
-            else:
+            elif id(out) not in self.outside:
                 self._unkept.append(weakref.ref(out))
-            if internals.level_of(out) > self.depth:
-                self._know_layers(out)
         elif type(out) not in _SCALARS:
-            self.add_results(func, out)
+            with internals.DisableTorchFunction():
+                self.add_results(func, out)
         return out
 
     def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call with keyword arguments, or of a function that may do more than compute."""
+        """A call with keyword arguments, or of a function that does more than compute."""
         if effects.moves_hooks:
             return func(*args, **kwargs)
         with internals.DisableTorchFunction():
@@ -233,20 +243,23 @@ class Look(TorchFunctionMode):
             for x in kwargs.values() if effects.draws or kwargs.get("generator") is not None else ():
                 if isinstance(x, torch.Generator):
                     self.notice(x)
-        signature = self.signature
-        if effects.multiplies or not (effects.reads_no_value and reads_numbers_alone(func, args, kwargs) and torch.is_grad_enabled()):
-            signature.last_product = None
-        position = len(signature.calls)
-        out = self._run(effects, func, args, kwargs)
-        with internals.DisableTorchFunction():
-            self.add_results(func, out, not (effects.is_custom or func is Tensor.requires_grad_))
-            if effects.multiplies and len(signature.calls) > position and "out" not in kwargs and is_large(out, args):
-                signature.last_product = position
-                self.tail_number = internals.next_sequence_number()
+        out = self._maybe_tail(effects, func, args, kwargs)
+        if type(out) not in _SCALARS:
+            with internals.DisableTorchFunction():
+                self.add_results(func, out, not effects.is_unlisted)
         return out
 
-    def _run(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        return func(*args, **kwargs)
+    def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function, and see whether it begins the tail or ends it."""
+        signature = self.signature
+        position = len(signature.calls)
+        if not (effects.reads_no_value and reads_numbers_alone(func, args, kwargs) and torch.is_grad_enabled()):
+            signature.tail = None
+        out = func(*args, **kwargs)
+        if effects.multiplies and is_large(out, args) and "out" not in kwargs and torch.is_grad_enabled():
+            signature.tail, signature.tail_call = position, None
+            self.tail_number = internals.next_sequence_number()
+        return out
 
     # What it reads.
 
@@ -274,7 +287,7 @@ class Look(TorchFunctionMode):
         """
         key = id(tensor)
         if key in self._known:
-            return self.values.get(key, tensor)
+            return tensor
         value = self._swaps.get(key, tensor)  # in a rerun, which may run below the level of the original
         if value is tensor and internals.level_of(tensor) > self.depth:
             self.read(internals.unwrapped(tensor), handed_on=True)
@@ -290,15 +303,10 @@ class Look(TorchFunctionMode):
         return value
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
-        key = id(tensor)
-        self.outside[key] = tensor
-        self.values[key] = value
-        self.versions[key] = internals.version(value)
-        if value is tensor:
-            self._known.add(key)
+        self.outside[id(tensor)] = Read(tensor, value, internals.version(value))
         self._known.add(id(value))
         if self._memory is not None:
-            self._memory.setdefault(internals.memory_of(value), []).append(tensor)
+            self._memory.setdefault(internals.memory_of(value), []).append(id(tensor))
 
     def _mark_draw(self) -> None:
         look: Look | None = self
@@ -320,12 +328,11 @@ class Look(TorchFunctionMode):
         """Keep the value that a tensor from outside had before this run changed it: the rerun starts from it."""
         if self._memory is None:
             self._memory = {}
-            for tensor in self.outside.values():
-                self._memory.setdefault(internals.memory_of(self.values.get(id(tensor), tensor)), []).append(tensor)
-        for tensor in self._memory.get(internals.memory_of(written), ()):
-            if id(tensor) in self.copies:
-                continue
-            self.copies[id(tensor)] = self._copied(self.values.get(id(tensor), tensor))
+            for key, read in self.outside.items():
+                self._memory.setdefault(internals.memory_of(read.value), []).append(key)
+        for key in self._memory.get(internals.memory_of(written), ()):
+            if key not in self.copies:
+                self.copies[key] = self._copied(self.outside[key].value)
         if self.outer is not None:
             self.outer.before_write(written)
 
@@ -337,13 +344,23 @@ class Look(TorchFunctionMode):
     # What it makes.
 
     def _note(self, func: Any, shape: int) -> None:
-        self.signature.calls.append((func, shape))
+        if not (internals.forward_ad_active() and internals.inside_jvp_of_function()):  # its ops are no calls of ours
+            self.signature.calls.append((func, shape))
 
-    def add_call(self, name: str, out: Any) -> None:
+    def add_call(self, name: str, out: Any, call: Any) -> None:
         """A call inside of this one, which had a look of its own, has returned `out`."""
         self.nests = True
-        self.signature.last_product = None
+        signature = self.signature
+        position = len(signature.calls)
+        signature.tail = None
         self.add_results(name, out)
+        if call.can_stand_in and len(signature.calls) > position:
+            signature.tail, signature.tail_call = position, call
+            self.tail_number = internals.next_sequence_number()
+
+    def spared_call(self, name: str) -> Any:
+        """The call of the forward whose results are enough here, without their values. None: it has to run."""
+        return None
 
     def add_results(self, func: Any, out: Any, listed: bool = True) -> None:
         """A call has returned `out`. `listed`: whether the signature has it."""
@@ -355,10 +372,11 @@ class Look(TorchFunctionMode):
             self._know_layers(t)
             if internals.requires_grad_at_any_level(t):
                 differentiated = True
-            else:
+            elif id(t) not in self.outside:
                 self._unkept.append(weakref.ref(t))
         if differentiated and listed:
-            self._note(func, hash(tuple(() if t.is_nested else t.shape for t in found)))
+            shapes = [() if t.is_nested else t.shape for t in found]  # those of nested ones are new symbols each time
+            self._note(func, hash(shapes[0] if out is found[0] else tuple(shapes)))
 
     def _know_layers(self, tensor: Tensor) -> None:
         """A tensor was made, and so were those that it wraps: a transform inside of the function may unwrap it."""
@@ -378,25 +396,30 @@ class Look(TorchFunctionMode):
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run has made a tensor."""
-        return id(tensor) in self._known and id(tensor) not in self.outside and id(tensor) not in self._read
+        return id(tensor) in self._known and id(tensor) not in self.outside
 
     def temporary(self) -> set[Any]:
         """Shapes and dtypes of the tensors that were read from outside and are gone: the function makes them anew."""
-        refs = [(weakref.ref(t), t.shape, t.dtype) for t in self.outside.values()]
+        refs = [(weakref.ref(t), t.shape, t.dtype) for t, _, _ in self.outside.values()]
         self.outside.clear()
-        self.values.clear()
         return {(shape, dtype) for ref, shape, dtype in refs if ref() is None}
 
     def survivors(self) -> list[weakref.ref[Tensor]]:
         """What the run has made without a derivative and somebody keeps: a table that is computed on first use, say."""
         refs, self._unkept = self._unkept, []
-        return [ref for ref in refs if (t := ref()) is not None and id(t) not in self.outside]  # `x.add_()` is `x`
+        return [ref for ref in refs if ref() is not None]
 
 
 class RerunLook(Look):
-    """Looks at a rerun: operands stand for the tensors that the function finds, and its signature is compared."""
+    """Looks at a rerun: operands stand for the tensors that the function finds, and its signature is compared.
+
+    **Attributes:**
+
+    - `spares_tail`: whether the tail need not be computed.
+    """
 
     is_rerun = True
+    spares_tail = False
 
     def __init__(
         self,
@@ -404,10 +427,7 @@ class RerunLook(Look):
         forward: Signature,
         swaps: dict[int, Tensor],
         operands: Sequence[Tensor],
-        allowed: Iterable[int],
-        temporary: set[Any],
         level: int | None,
-        spares_product: bool,
     ) -> None:
         """A look at a rerun of the function `name`.
 
@@ -416,22 +436,34 @@ class RerunLook(Look):
         - `forward`: the signature of the forward.
         - `swaps`: what stands for tensors, by identity.
         - `operands`: what the rerun is given.
-        - `allowed`: identities of other tensors that it may read.
-        - `temporary`: shapes and dtypes of tensors that the forward read and that were gone at its end.
         - `level`: that whose derivative the rerun is for.
-        - `spares_product`: whether the last product need not be computed.
         """
         super().__init__(name, operands, None)
         self._swaps = swaps
-        self._known.update(allowed)
-        self._temporary = temporary
-        self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
         self._forward = forward
         self._since = internals.next_sequence_number()
         self._position = 0
         self._hook = 0
         self._level = level
-        self._tail = forward.last_product if spares_product else None
+        self._read: set[int] = set()
+        """Tensors that it reads and may have made out of sight."""
+        self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
+
+    def begin(self, outer: Look | None) -> None:
+        identities = [id(t) for t in self._given]
+        self._known.update(identities)
+        self.outside = dict.fromkeys(identities, None)
+
+    def allow(self, others: Iterable[int], temporary: set[Any]) -> None:
+        """Say what it may read besides operands.
+
+        **Arguments:**
+
+        - `others`: identities of tensors.
+        - `temporary`: shapes and dtypes of tensors that the forward read and that were gone at its end.
+        """
+        self._known.update(others)
+        self._temporary = temporary
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
@@ -453,10 +485,20 @@ class RerunLook(Look):
         self._known.add(key)
         return tensor
 
-    def _run(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        if effects.multiplies and self._position == self._tail and func is self._forward.calls[self._position][0]:
+    def has_made(self, tensor: Tensor) -> bool:
+        return super().has_made(tensor) and id(tensor) not in self._read
+
+    def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
+        forward = self._forward
+        at_tail = self.spares_tail and self._position == forward.tail
+        if at_tail and effects.multiplies and func is forward.calls[self._position][0]:
             return without_products(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def spared_call(self, name: str) -> Any:
+        forward, position = self._forward, self._position
+        at_tail = self.spares_tail and position == forward.tail
+        return forward.tail_call if at_tail and forward.calls[position][0] == name else None
 
     def before_write(self, written: Tensor) -> None:
         """What the forward wrote to is a copy here."""
@@ -470,6 +512,8 @@ class RerunLook(Look):
         return args
 
     def _note(self, func: Any, shape: int) -> None:
+        if internals.forward_ad_active() and internals.inside_jvp_of_function():
+            return
         position = self._position
         calls = self._forward.calls
         if position < len(calls) and calls[position] == (func, shape):
@@ -514,17 +558,17 @@ def _tensors_in(out: Any) -> list[Tensor]:
     return [t for x in out.values() for t in _tensors_in(x)] if isinstance(out, dict) else []
 
 
-@contextlib.contextmanager
-def unseen() -> Iterator[None]:
-    """Within it, no look sees what happens: it is autograd's, or remat's own."""
-    mode = _current.mode
-    if mode is None:
-        yield
-        return
-    before, mode.delegate = mode.delegate, _BLIND
-    look, _current.look = _current.look, None
-    try:
-        yield
-    finally:
-        mode.delegate = before
-        _current.look = look
+class unseen:  # noqa: N801
+    """Within it, no look sees what happens: it is autograd's, or remat's own. Written out: generators take longer."""
+
+    __slots__ = ("_delegate", "_look", "_mode")
+
+    def __enter__(self) -> None:
+        self._mode = mode = _current.mode
+        if mode is not None:
+            self._look, self._delegate = _current.look, mode.delegate
+            _current.look, mode.delegate = None, _BLIND
+
+    def __exit__(self, *error: object) -> None:
+        if self._mode is not None:
+            _current.look, self._mode.delegate = self._look, self._delegate

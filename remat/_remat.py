@@ -23,7 +23,7 @@ from remat._errors import call_site, shown
 from remat._look import current_look
 from remat._primitive import attach
 from remat._static import StaticArguments, as_tuple
-from remat.policies import Policy, as_policy, nothing_saveable
+from remat.policies import Policy, as_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,8 +56,7 @@ class Remat(Generic[P, R]):
         functools.update_wrapper(self, fun, updated=("__dict__",) if isinstance(fun, types.FunctionType) else ())
         self._options = options
         self._name = _name(fun)
-        policy = None if options.policy is None or _compile.tracing() else as_policy(options.policy)
-        self._policy = None if policy == nothing_saveable else policy
+        self._policy = None if options.policy is None or _compile.tracing() else as_policy(options.policy)
         self._static = StaticArguments(fun, self._name, options.static_argnums, options.static_argnames)
         self._has_static = bool(options.static_argnums or options.static_argnames)
 
@@ -81,14 +80,25 @@ class Remat(Generic[P, R]):
         watch = watching.get() or (watchers[-1] if watchers else None)
         boxed = self._static.boxed(args, kwargs) if self._has_static else (args, kwargs)
         with internals.DisableTorchFunction():
-            call = Call(fun, self._name, *_tree.flatten(boxed))
+            leaves, spec = _tree.flatten_call(*boxed)
+            if outer is not None:
+                given = [outer.read(x) if isinstance(x, Tensor) else x for x in leaves]
+                if any(x is not y for x, y in zip(given, leaves, strict=True)):  # the rerun of the outer function
+                    leaves = given
+                    args, kwargs = _tree.unflatten_call(spec, leaves)
+            call = Call(fun, self._name, leaves, spec)
+            spared = None if outer is None else outer.spared_call(self._name)
+            if spared is not None and (out := call.stand_in(spared, outer)) is not None:
+                out = _with_derivative(call, out)
+                outer.add_call(self._name, out, call)
+                return out
         where = None if watch is None else call_site
         out = call.run(fun, args, kwargs, self._policy, self._options.preserve_rng_state, where)
         see = None if watch is None else watch(fun, call, out, args, kwargs)
         out = _with_derivative(call, out)
         if outer is not None:
             with internals.DisableTorchFunction():
-                outer.add_call(self._name, out)
+                outer.add_call(self._name, out, call)
         if see is not None:
             see(out)
         return out
@@ -160,7 +170,7 @@ def _with_derivative(call: Call, out: Any) -> Any:
             out = results.replaced(attached)
         values.clear()
         results = None
-        call.settle()
+        call.let_go()
         return out
 
 

@@ -29,8 +29,8 @@ def below(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     went: list[bool] = []
     run = _unwatched.UnwatchedCall._run_below
 
-    def seen(call: Any, level: int, policy: Any) -> Any:
-        result = run(call, level, policy)
+    def seen(call: Any, level: int, *options: Any) -> Any:
+        result = run(call, level, *options)
         went.append(result is not None)
         return result
 

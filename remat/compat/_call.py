@@ -85,6 +85,8 @@ class Call:
     - `last_look`: what has looked at the rerun, for the caller to take.
     """
 
+    can_stand_in = False
+    """Its results are needed in a rerun around: their graph is."""
     random: RandomState | None = None
     written: Mapping[int, tuple[weakref.ref[Tensor], Tensor]] = types.MappingProxyType({})
     held: Sequence[Outside | None] = ()
@@ -163,21 +165,21 @@ class Call:
             self.random.put_back()
         with torch.no_grad():
             for key, before in look.copies.items():
-                look.outside[key].copy_(before)
+                look.outside[key].value.copy_(before)
 
     def finish(self, look: ForwardLook) -> None:
         """The forward is over: note what it has read from outside, and what it has written to."""
         around, self._around, self._forward = self._around, None, None
         if self.random is not None:
             self.random = self.random.drawn_since(look.drew)
-        copies, outside, values, index = look.copies, look.outside, look.values, self._index
+        copies, outside, index = look.copies, look.outside, self._index
         if copies:
             self.written = self._written_by(look)
-            shared = internals.two_that_share_memory([outside[key] for key in copies])
+            shared = internals.two_that_share_memory([outside[key].tensor for key in copies])
             self._shared = None if shared is None else (list(shared[0].shape), list(shared[1].shape))
         if len(self.operands) > self.arguments:
             self.held = [
-                None if id(t) in copies else Outside(t, values.get(id(t), t), around)
+                None if id(t) in copies else Outside(t, outside[id(t)].value, around)
                 for t in self.operands[self.arguments :]
             ]
         if len(outside) > len(index):
@@ -197,13 +199,12 @@ class Call:
         """Note the parameters that were read from outside. The others, and what stood for them."""
         parameters, others, near = [], [], []
         look.gathered |= internals.gathered_by_fully_shard()
-        for key, t in look.outside.items():
+        for key, (t, value, _) in look.outside.items():
             is_operand, is_written = key in self._index, key in look.copies
             if key not in look.gathered and (is_written or not is_operand):
                 near.append(t)
             if is_operand or is_written:
                 continue
-            value = look.values.get(key, t)
             if type(t) is Parameter and value is t and not t.is_inference():
                 parameters.append(t)
             elif not is_made_since(t, self._since):
@@ -213,7 +214,7 @@ class Call:
         return others
 
     def _written_by(self, look: ForwardLook) -> dict[int, tuple[weakref.ref[Tensor], Tensor]]:
-        return {key: (weakref.ref(look.outside[key]), before) for key, before in look.copies.items()}
+        return {key: (weakref.ref(look.outside[key].tensor), before) for key, before in look.copies.items()}
 
     # The rerun.
 
@@ -241,7 +242,7 @@ class Call:
         rerunning.set(True)
         with internals.grad_enabled():
             inputs, look, fill = self._prepared(arguments, stand_ins, looks)
-            modes = self._modes.entered() if self._modes.any else NOTHING
+            modes = self._modes.entered()
             draws = NOTHING if self.random is None else replayed(self.random)
             keys = suspended() if internals.function_modes_active() and running() is not None else NOTHING
             rebuild = self._closure.rebuilder(inputs)

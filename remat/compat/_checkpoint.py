@@ -195,7 +195,7 @@ def _non_reentrant(
     outer = current_look()
     if outer is not None:
         with internals.DisableTorchFunction():
-            outer.add_call(region.name, out)
+            outer.add_call(region.name, out, region)
     return out
 
 

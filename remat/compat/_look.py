@@ -19,13 +19,13 @@ from torch.nn.parameter import is_lazy
 from remat import _torch_internals as internals
 from remat._effects import Effects, effects_of, written_by
 from remat._graph import is_made_since
-from remat._look import Look
+from remat._look import Look, Read
 
 _SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
 _TREES = frozenset({list, tuple, dict})
 _acts: dict[Any, bool] = {}
 """Whether a function does more than compute."""
-level_of = internals.level_of
+is_wrapper = internals.is_wrapper
 
 
 def _has_tensors(tree: Any) -> bool:
@@ -54,15 +54,13 @@ class ForwardLook(Look):
         self._is_alone = True
         """Whether nothing can stand for a tensor, and nobody else gathers any."""
 
-    def __enter__(self) -> Look:
-        look = super().__enter__()
-        self._is_alone = self.outer is None and not self.is_rerun and not internals.uses_fully_shard()
-        return look
+    def begin(self, outer: Look | None) -> None:
+        super().begin(outer)
+        self._is_alone = outer is None and not self.is_rerun and not internals.uses_fully_shard()
 
     def forget(self) -> None:
         """What it has seen was noted: hold nothing."""
         self.outside.clear()
-        self.values.clear()
         self._memory = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,7 +75,7 @@ class ForwardLook(Look):
             if kind in _SCALARS or id(a) in known:
                 continue
             if kind is Parameter and self._is_alone and self._memory is None:
-                self.outside[id(a)] = a
+                self.outside[id(a)] = Read(a, a, 0)
                 known.add(id(a))
             elif isinstance(a, Tensor) or (kind in _TREES and _has_tensors(a)):
                 args = self._seen(args)
@@ -100,9 +98,9 @@ class ForwardLook(Look):
         else:
             out = func(*args)
         kind = type(out)
-        if kind is Tensor and level_of(out) <= self.depth:
+        if kind is Tensor and not is_wrapper(out):
             known.add(id(out))
-            if not out.requires_grad:
+            if not out.requires_grad and id(out) not in self.outside:
                 self._unkept.append(weakref.ref(out))
         elif kind not in _SCALARS:
             self._add_result(func, out)
@@ -136,9 +134,9 @@ class ForwardLook(Look):
         return out
 
     def _add_result(self, func: Any, out: Any) -> None:
-        if type(out) is Tensor and level_of(out) <= self.depth:
+        if type(out) is Tensor and not is_wrapper(out):
             self._known.add(id(out))
-            if not out.requires_grad:
+            if not out.requires_grad and id(out) not in self.outside:
                 self._unkept.append(weakref.ref(out))
         elif type(out) not in _SCALARS:
             with internals.DisableTorchFunction():
@@ -147,7 +145,7 @@ class ForwardLook(Look):
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
         if key in self._known:
-            return self.values.get(key, tensor)
+            return tensor
         if internals.level_of(tensor) > self.depth:
             self.read(internals.unwrapped(tensor), handed_on=True)
             self._known.add(key)
@@ -159,14 +157,6 @@ class ForwardLook(Look):
             self.handed_on.add(key)
         self._add(tensor, value)
         return value
-
-    def _add(self, tensor: Tensor, value: Tensor) -> None:
-        key = id(tensor)
-        self.outside[key] = tensor
-        self.values[key] = value
-        self._known.add(id(value))
-        if self._memory is not None:
-            self._memory.setdefault(internals.memory_of(value), []).append(tensor)
 
     def has_made(self, tensor: Tensor) -> bool:
         # Another tensor may have got the identity of one that has died.
@@ -223,8 +213,7 @@ class RerunLook(ForwardLook):
         stand_in = self._swaps.get(key)
         if stand_in is not None:
             return stand_in
-        self.outside[key] = tensor
-        self._known.add(key)
+        self._add(tensor, tensor)
         return tensor
 
     def before_write(self, written: Tensor) -> None:

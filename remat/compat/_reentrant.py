@@ -87,7 +87,7 @@ class CheckpointFunction(torch.autograd.Function):
             results = super().apply(call, captured, rest, values, len(arguments), *arguments, *captured.values())
             outer = current_look()
             if outer is not None:
-                outer.add_call(call.name, results)
+                outer.add_call(call.name, results, call)
         return _rebuilt(type(out), results) if isinstance(out, tuple) else results[0]
 
     @staticmethod

@@ -129,6 +129,8 @@ def _same(tensor: Tensor) -> Tensor:
 class Region:
     """One checkpointed call."""
 
+    can_stand_in = False
+    """Its results are needed in a rerun around: their graph is."""
     explain: Callable[[CheckpointError], CheckpointError] | None = None
     """What makes a more detailed error of one: for debugging."""
 

@@ -15,7 +15,7 @@ from remat._context import drawn_from
 from remat._errors import CheckpointError, shown, warn
 from remat._names import current_name
 from remat._remat import remat
-from remat._values import schema_of
+from remat._ops import facts_of
 from remat.compat._devices import noop_context_fn
 from remat.compat._named_ops import named_in_vain, policy_of_ops, warn_in_vain
 from remat.compat._region import Contexts
@@ -228,9 +228,9 @@ class Selective(_Counter):
                 self._decide_of_named(out, decision, key)
             return out
         if decision in _KEEP and _can_be_kept(func) and _is_strided(out):
-            drawn = drawn_from(args, kwargs) if schema_of(func).draws else None
+            drawn = drawn_from(args, kwargs) if facts_of(func).draws else None
             self.cache.entries[key] = _signature(args, kwargs), drawn, *self._keep(out, decision in _OFFLOAD, mutable)
-        if type(out) is Tensor and out.layout is torch.strided and not schema_of(func).draws:
+        if type(out) is Tensor and out.layout is torch.strided and not facts_of(func).draws:
             self._makers[out.untyped_storage()._cdata] = key, out.shape
         return out
 
@@ -252,7 +252,7 @@ class Selective(_Counter):
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> list[_Kept]:
         """What of that which was kept an op writes to."""
-        storages = {x.untyped_storage()._cdata for x in schema_of(func).written(args, kwargs)}
+        storages = {x.untyped_storage()._cdata for x in facts_of(func).written(args, kwargs)}
         return [kept for kept in self.cache.kept if kept.storage in storages]
 
 
@@ -315,7 +315,7 @@ def _is_mutable(func: Any) -> bool:
 
 def _is_repeatable(func: Any, draws_again: bool) -> bool:
     """Whether an op may run again. `draws_again`: whether it draws what it has drawn."""
-    return getattr(func, "namespace", "") == "aten" and (draws_again or not schema_of(func).draws)
+    return getattr(func, "namespace", "") == "aten" and (draws_again or not facts_of(func).draws)
 
 
 @functools.cache
