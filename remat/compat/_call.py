@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._call import rerunning
-from remat._closure import ATOMS, Closure, Operand
+from remat._closure import Closure, Operand
 from remat._context import Ambient, Modes, RandomState, replayed
 from remat._errors import CheckpointError, note_rerun
 from remat._graph import is_made_since
@@ -27,7 +27,6 @@ from remat.random._keyed import running, suspended
 
 Context = contextlib.AbstractContextManager[Any]
 NOTHING: Context = contextlib.nullcontext()
-_PLAIN = ATOMS | {Tensor, Parameter}
 _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: [{} {}], which {} "
     "was given, reads from outside or saves for its rerun, is at version {}; expected version {} instead. Change it "
@@ -93,7 +92,6 @@ class Call:
     outside: Sequence[Outside] = ()
     parameters: Sequence[Tensor] = ()
     last_look: RerunLook | None = None
-    _spec: Any = None
     _flags: Mapping[int, types.CellType] = types.MappingProxyType({})
     _states: Sequence[tuple[int, bool]] = ()
     """Of the parameters, how often each had been written to, and whether it required grad."""
@@ -122,17 +120,12 @@ class Call:
         self._index: dict[int, int] = {}
         self._around = current_look()
         closure = self._closure = Closure(self._operand)
-        leaves: Sequence[Any] = args
-        if kwargs or not _PLAIN.issuperset(map(type, args)):
-            for x in args:
-                if isinstance(x, Tensor):
-                    self._operand(x)
-            self.arguments = len(self.operands)
-            leaves, self._spec = _tree.flatten((args, kwargs))
-            self._leaves = [*map(closure.take_apart, leaves)]
-        else:
-            self._leaves = [self._operand(x) if isinstance(x, Tensor) else x for x in leaves]
-            self.arguments = len(self.operands)
+        leaves, self._spec = _tree.flatten_call(args, kwargs)
+        for x in args:
+            if isinstance(x, Tensor):
+                self._operand(x)
+        self.arguments = len(self.operands)
+        self._leaves = [*map(closure.take_apart, leaves)]
         self._fun = closure.take_apart(fun)
         if watches_cells:
             self._flags = closure.flags()
@@ -251,10 +244,8 @@ class Call:
                 with self._ambient.restored(), draws, keys, modes, context, filled(fill):
                     if flags:  # the context may have set one, for the function to see
                         rebuild.keep({key: cell for key, cell, before in flags if cell.cell_contents is not before})
-                    leaves = [*map(rebuild, self._leaves)]
-                    args, kwargs = (leaves, {}) if self._spec is None else _tree.unflatten(self._spec, leaves)
+                    args, kwargs = _tree.unflatten_call(self._spec, [*map(rebuild, self._leaves)])
                     fun = rebuild(self._fun)
-                    del leaves
                     with look:
                         return fun(*args, **kwargs)
             except Exception as error:

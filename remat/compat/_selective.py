@@ -14,8 +14,8 @@ from remat import _torch_internals as internals
 from remat._context import drawn_from
 from remat._errors import CheckpointError, shown, warn
 from remat._names import current_name
-from remat._remat import remat
 from remat._ops import facts_of
+from remat._remat import remat
 from remat.compat._devices import noop_context_fn
 from remat.compat._named_ops import named_in_vain, policy_of_ops, warn_in_vain
 from remat.compat._region import Contexts
