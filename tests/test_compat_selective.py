@@ -389,10 +389,6 @@ def packet_in_a_cell(packets: Any) -> Any:
     return lambda ctx, op, *args, **kwargs: op in packets
 
 
-def packet_in_a_default(ctx: Any, op: Any, packet: Any = torch.ops.aten.mm, *args: Any, **kwargs: Any) -> Any:
-    return op == torch.ops.aten.mm
-
-
 VAIN: dict[str, Any] = {
     "code": packet_in_code,
     "alias": packet_by_an_alias,

@@ -1,16 +1,13 @@
 """What a checkpointed function changes, assigns and reads besides its arguments: gradients, memory, messages."""
 
-import enum
 import functools
 import gc
 import random
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -171,21 +168,6 @@ def test_what_outlives_the_rerun_has_a_graph() -> None:
     assert_same(x.grad, (3 * -x.sin().sin() * x.cos()).detach())
 
 
-class Cell:
-    """Something that is no module."""
-
-    def __init__(self) -> None:
-        self.state: Any = torch.zeros(2, 4)
-
-
-STATES: dict[str, tuple[Callable[[Any], Tensor], Callable[[Any, Tensor], Any]]] = {
-    "dict": (lambda s: s["h"], lambda s, h: s.__setitem__("h", h)),
-    "item of a list": (lambda s: s["list"][0], lambda s, h: s["list"].__setitem__(0, h)),
-    "attribute": (lambda s: s["cell"].state, lambda s, h: setattr(s["cell"], "state", h)),
-}
-CAPTURED: dict[str, Any] = {}
-
-
 def test_memory_that_is_not_computed_is_not_held() -> None:
     def inner(x: Tensor) -> Tensor:
         for _ in range(10):
@@ -302,113 +284,6 @@ def test_a_policy_that_keeps_all_with_a_sparse_tensor() -> None:
 
 
 # What the first call sets up.
-
-
-class FillsBuffer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_ready = False
-        self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.is_ready:
-            self.scale.copy_(x.detach().mean(0))
-            self.is_ready = True
-        return torch.sin(x / self.scale)
-
-
-class ReplacesBuffer(FillsBuffer):
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.is_ready:
-            self.scale = x.detach().mean(0)
-            self.is_ready = True
-        return torch.sin(x / self.scale)
-
-
-class FillsParameter(nn.Module):
-    """As Glow's ActNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("is_ready", torch.tensor(False))
-        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.is_ready:
-            self.scale.data.copy_(x.detach().mean(0))
-            self.is_ready.fill_(True)
-        return torch.sin(x / self.scale)
-
-
-class FillsParameterWithoutGrad(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_ready = False
-        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.is_ready:
-            with torch.no_grad():
-                self.scale.copy_(x.mean(0))
-            self.is_ready = True
-        return torch.sin(x / self.scale)
-
-
-class ReplacesParameter(FillsParameterWithoutGrad):
-    """By one that gets its identity, if that is free."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.is_ready:
-            mean, before = x.detach().mean(0), id(self.scale)
-            del self.scale
-            made = [nn.Parameter(mean) for _ in range(200)]
-            self.scale = next((p for p in made if id(p) == before), made[0])
-            self.is_ready = True
-        return torch.sin(x / self.scale)
-
-
-class FillsTable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.size = 0
-        self.register_buffer("table", torch.zeros(8, 3, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) > self.size:
-            self.size = len(x)
-            self.table[: self.size] = torch.arange(self.size, dtype=x.dtype)[:, None].cos()
-        return (x * self.table[: len(x)]).sin()
-
-
-class MakesLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.layers:
-            self.layers.append(nn.Linear(3, 3, dtype=torch.float64))
-        return self.layers[0](x).sin()
-
-
-FIRST_CALLS: dict[str, Callable[[], nn.Module]] = {
-    "a buffer": FillsBuffer,
-    "another buffer": ReplacesBuffer,
-    "a parameter's data": FillsParameter,
-    "a parameter": FillsParameterWithoutGrad,
-    "another parameter": ReplacesParameter,
-    "a table": FillsTable,
-    "a layer": MakesLayers,
-    "the shape of a layer": lambda: nn.LazyLinear(4, dtype=torch.float64),
-    "statistics and the shape of a layer": lambda: nn.Sequential(
-        nn.BatchNorm1d(3, dtype=torch.float64), FillsBuffer(), nn.LazyLinear(4, dtype=torch.float64)
-    ),
-}
-REACHED: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
-    "called": lambda module: module,
-    "captured": lambda module: lambda x: module(x),
-    "in a list": lambda module: functools.partial(lambda modules, x: modules[0](x), [module]),
-}
 
 
 @pytest.mark.parametrize("how", EMA)
@@ -573,107 +448,6 @@ class Stateful(nn.Module):
         return self.fun(self, x)
 
 
-def every_second_call(m: Any, x: Tensor) -> Tensor:
-    y = (x * m.mean.clone()).sin()
-    if m.calls % 2 == 0:
-        m.mean.mul_(0.5)
-    m.calls += 1
-    return y
-
-
-def by_turns(m: Any, x: Tensor) -> Tensor:
-    m.bufs = m.bufs or [m.mean, m.other]
-    now, then = m.bufs
-    y = (x * now.clone()).sin()
-    then.copy_(y.detach().mean(0))
-    m.bufs = [then, now]
-    return y
-
-
-def through_an_alias(m: Any, x: Tensor) -> Tensor:
-    mean = m.mean.to(x.dtype).contiguous()
-    y = (x * mean.clone()).sin()
-    m.mean.data.mul_(0.5)
-    return y
-
-
-def by_its_shape(m: Any, x: Tensor) -> Tensor:
-    if m.mean.shape[0] == 0:
-        m.mean.resize_(3).copy_(x.detach().mean(0))
-    else:
-        m.mean.mul_(0.5).add_(x.detach().mean(0))
-    return (x * m.mean.clone()).sin()
-
-
-def with_statistics(m: Any, x: Tensor) -> Tensor:
-    return torch.batch_norm(x, m.mean.abs(), None, m.mean, m.other, True, 0.1, 1e-5, False).sin()
-
-
-def accumulates(m: Any, x: Tensor) -> Tensor:
-    y = (x - m.mean.clone()).sin()
-    m.mean.add_(x.detach().mean(0))
-    return y
-
-
-def set_up_once(m: Any, x: Tensor) -> Tensor:
-    if not m.calls:
-        m.mean.copy_(x.detach().mean(0))
-        m.calls = 1
-    y = (x * m.mean.clone()).sin()
-    m.mean.mul_(0.5)
-    return y
-
-
-def set_up_and_replaced(m: Any, x: Tensor) -> Tensor:
-    if not m.calls:
-        m.mean = x.detach().mean(0)
-        m.calls = 1
-    y = (x * m.mean).sin()
-    m.mean = m.mean * 0.5
-    return y
-
-
-def none_at_first(m: Any, x: Tensor) -> Tensor:
-    now = x.detach().mean(0)
-    m.average = now if getattr(m, "average", None) is None else 0.9 * m.average + 0.1 * now
-    return (x - m.average).sin()
-
-
-def running_mean(m: Any, x: Tensor) -> Tensor:
-    m.calls += 1
-    m.mean.lerp_(x.detach().mean(0), 1 / m.calls)
-    return (x - m.mean.clone()).sin()
-
-
-def for_a_while(m: Any, x: Tensor) -> Tensor:
-    m.scale = 2.0
-    y = (x * m.scale).sin()
-    del m.scale
-    return y
-
-
-STATEFUL: dict[str, tuple[Callable[..., Tensor], int]] = {
-    "every second call": (every_second_call, 3),
-    "by turns": (by_turns, 3),
-    "through an alias": (through_an_alias, 3),
-    "by its shape": (by_its_shape, 0),
-    "statistics": (with_statistics, 3),
-    "accumulates": (accumulates, 3),
-    "set up once": (set_up_once, 3),
-    "set up and replaced": (set_up_and_replaced, 3),
-    "None at first": (none_at_first, 3),
-    "a running mean": (running_mean, 3),
-    "for a while": (for_a_while, 3),
-}
-
-
-NESTED: dict[str, Callable[[Any, Any], Any]] = {
-    "in itself": lambda ck, fun: lambda x: ck(lambda x: ck(fun, x).cos(), x),
-    "in the other": lambda ck, fun: lambda x: VARIANTS["reentrant"][1](lambda x: ck(fun, x).cos(), x),
-    "in remat": lambda ck, fun: remat.remat(lambda x: ck(fun, x).cos()),
-}
-
-
 @both_variants
 def test_parameters_that_change_places(variant: str) -> None:
     def run(checkpoint: Any) -> Any:
@@ -693,152 +467,7 @@ def test_parameters_that_change_places(variant: str) -> None:
     right(run, VARIANTS[variant][1])
 
 
-class Hidden:
-    """What no checkpoint looks into: its attributes are in a deque."""
-
-    def __init__(self) -> None:
-        object.__setattr__(self, "_held", Seen([{}]))
-
-    def __getattr__(self, name: str) -> Any:
-        return self._held[0][name]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._held[0][name] = value
-
-
-AS_IT_IS: dict[str, Callable[[Tensor], Tensor]] = {
-    "itself": lambda t: t,
-    "contiguous": lambda t: t.contiguous(),
-    "to": lambda t: t.to(t.dtype),
-    "view": lambda t: t.view(3),
-    "detach": lambda t: t.detach(),
-    "data": lambda t: t.data,
-    "expand": lambda t: t.expand(3),
-    "atleast_1d": lambda t: torch.atleast_1d([t])[0],
-}
-
-
-def decorated(fun: Any) -> Any:
-    @functools.wraps(fun)
-    def wrapper(*args: Any) -> Any:
-        return fun(*args)
-
-    return wrapper
-
-
 CALLS, SCALE = 0, numbers(3)
-
-
-def counts_in_globals(self: Any, x: Tensor) -> Tensor:
-    global CALLS
-    CALLS += 1
-    return (x * self.weight * SCALE).sin() * CALLS
-
-
-class Counts:
-    weight = numbers(3, seed=1)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.of(x)
-
-    def of(self, x: Tensor) -> Tensor:
-        return self.scaled(x) * CALLS
-
-    def scaled(self, x: Tensor) -> Tensor:
-        global CALLS
-        CALLS += 1
-        return (x * self.weight * SCALE).sin()
-
-
-class CountsAbove(Counts):
-    def scaled(self, x: Tensor) -> Tensor:
-        return super().scaled(x)
-
-
-class CountingLayer(CountsAbove, nn.Module):
-    forward = Counts.__call__
-
-
-WAYS: dict[str, Any] = {name: ours for name, (_, ours) in VARIANTS.items()} | {"remat": lambda f, x: remat.remat(f)(x)}
-METHODS: dict[str, Callable[[], Any]] = {
-    "of an object that is called": Counts,
-    "of its parent": CountsAbove,
-    "that a method calls": lambda: CountsAbove().of,
-    "of an object in a partial": lambda: functools.partial(Counts()),
-    "of an object in a cell": lambda: decorated(Counts()),
-    "of a module": CountingLayer,
-    "of a module in a list": lambda: nn.Sequential(CountingLayer()),
-}
-
-
-class Scales:
-    factor = 2.0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return (x * self.factor).sin() * self.factor
-
-
-class ScalingModule(nn.Module):
-    factor = 2.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.factor).sin() * self.factor
-
-
-class CountingScale(nn.Module):
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor, self.calls = factor, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return (x * self.factor).sin() * self.calls
-
-
-class Found(nn.Module):
-    """Finds a module somewhere."""
-
-    def __init__(self, module: nn.Module, place: Callable[[nn.Module], Any], get: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.__dict__["place"] = place(module)
-        self.get = [get]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.get[0](self.__dict__["place"])(x)
-
-
-PLACES: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any], Any]]] = {
-    "itself": (lambda m: m, lambda p: p),
-    "an object": (lambda m: SimpleNamespace(module=m), lambda p: p.module),
-    "a dict of its own class": (lambda m: OrderedDict(module=m), lambda p: p["module"]),
-    "a tuple of its own class": (lambda m: Pair(m, m), lambda p: p.first),
-    "a list in a list": (lambda m: [[m]], lambda p: p[0][0]),
-    "a tuple in a list": (lambda m: [(m,)], lambda p: p[0][0]),
-    "a list in an object": (lambda m: SimpleNamespace(modules=[m]), lambda p: p.modules[0]),
-    "a method": (lambda m: m.forward, lambda p: p),
-    "a partial": (lambda m: functools.partial(m), lambda p: p),
-    "a closure": (lambda m: lambda x: m(x), lambda p: p),
-}
-
-
-class Pair(NamedTuple):
-    first: nn.Module
-    second: nn.Module
-
-
-CHILDREN: dict[str, Callable[[Any], Any]] = {
-    "replaced": lambda m: m.__setitem__(0, CountingScale(3.0)),
-    "swapped": lambda m: m._modules.update({"0": m[1], "1": m[0]}),
-    "taken away": lambda m: m.__delitem__(1),
-    "added": lambda m: m.append(CountingScale(3.0)),
-}
-
-
-TAKEN: dict[str, Callable[[Any, Tensor], Any]] = {
-    "of the result": lambda m, y: y.register_hook(lambda grad: grad) if y.requires_grad else None,
-    "of a module, for a while": lambda m, y: m.register_forward_hook(lambda m, args, out: None).remove(),
-    "of a parameter, for a while": lambda m, y: m.weight.register_hook(lambda grad: grad).remove(),
-}
 
 
 @both_variants
@@ -922,25 +551,7 @@ def test_what_a_module_has_kept_in_a_list_is_free_after_the_backward(variant: st
         gc.enable()
 
 
-class Phase(enum.Enum):
-    FIRST = 1
-    SECOND = 2
-
-
 # A module's attribute, what it is before the call and after it, and what the function computes with it.
-ATTRIBUTES: dict[str, tuple[str, Any, Any, Callable[[Any, Tensor], Tensor]]] = {
-    "an enum": ("phase", Phase.FIRST, Phase.SECOND, lambda m, x: x.sin() if m.phase is Phase.FIRST else x.exp()),
-    "a dtype": ("kind", torch.float32, torch.float64, lambda m, x: x.to(m.kind).sin().double().exp()),
-    "a function": ("act", torch.sin, torch.exp, lambda m, x: m.act(x)),
-    "an object": ("config", SimpleNamespace(a=1.0), SimpleNamespace(a=2.0), lambda m, x: (x * m.config.a).sin()),
-    "none": ("config", SimpleNamespace(a=1.0), None, lambda m, x: x.sin() if m.config else x.exp()),
-    "an array": ("array", np.ones(3), np.zeros(3), lambda m, x: (x * torch.tensor(m.array)).sin()),
-    "a set": ("names", {"sin"}, set(), lambda m, x: x.sin() if m.names else x.exp()),
-    "of torch's own": ("layer.negative_slope", 0.1, 0.9, lambda m, x: m.layer(x).exp()),
-    "whether it is training": ("rrelu.training", True, False, lambda m, x: m.rrelu(x).exp()),
-}
-
-
 @pytest.mark.parametrize(
     ("error", "reads_state"),
     [(torch.OutOfMemoryError, True), (torch.OutOfMemoryError, False), (MemoryError, False), (ValueError, True)],
@@ -1010,53 +621,6 @@ def test_attributes_that_are_not_read_are_not_held() -> None:
 
 
 # What a module builds when it is first called.
-
-
-class Builds(nn.Module):
-    """By a flag, the first time; then it computes with what it has built."""
-
-    def __init__(self, build: Callable[[Any], None]) -> None:
-        super().__init__()
-        self.build, self.built, self.numbers, self.calls = build, False, [1.0], 0
-        self.first, self.layers, self.bias = nn.Linear(3, 3), nn.ModuleList(), None
-        self.register_parameter("scale", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.built:
-            self.build(self)
-            self.built = True
-        x = self.first(x) * sum(self.numbers)
-        for layer in self.layers:
-            x = layer(x)
-        return torch.tanh(x if self.scale is None else x * self.scale)
-
-
-BUILT: dict[str, Callable[[Any], Any]] = {
-    "a child": lambda m: setattr(m, "head", nn.Linear(3, 3)),
-    "a layer in a list": lambda m: m.layers.append(nn.Linear(3, 3)),
-    "a parameter": lambda m: setattr(m, "scale", nn.Parameter(torch.rand(3))),
-    "a number in a list": lambda m: m.numbers.append(2.0),
-    "a hook": lambda m: m.first.register_forward_hook(lambda m, args, out: out * 2),
-    "a parametrization": lambda m: nn.utils.parametrizations.weight_norm(m.first),
-}
-
-
-class Alternates(nn.Module):
-    """Things that begin again in the rerun."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.start: Any = None
-        self.pair = (1.0, 2.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        factor = 3.0
-        if hasattr(self, "start"):
-            del self.start
-            factor = 2.0
-        now, then = self.pair
-        self.pair = then, now
-        return (x * factor * now).sin()
 
 
 @both_variants
@@ -1277,20 +841,6 @@ def test_a_closure_that_the_function_leaves_behind() -> None:
 
     ours(fun, leaf(numbers(4))).sum().backward()
     assert space.penalty() == scale
-
-
-class Statistics(nn.Module):
-    """It keeps the last mean, which it never reads, a running one, and a count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls, self.mean, self.running = nn.Linear(3, 3).double(), 0, None, numbers(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.mean = x.detach().mean(0)
-        self.running = self.running * 0.5 + self.mean
-        return (self.linear(x) * self.running).sin() * self.calls
 
 
 class Rounded(torch.autograd.Function):

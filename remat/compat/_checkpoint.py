@@ -217,7 +217,7 @@ def _needs_transforms() -> bool:
     return bool(internals.function_modes_active()) and running() is not None  # its draws are those of a key
 
 
-def _functional(function: Any, contexts: Contexts, preserve_rng_state: bool) -> Callable[..., Any]:
+def _functional(function: Any, contexts: Contexts, preserve_rng_state: bool) -> Any:
     """`function` by the functional engine, under the same contexts."""
     forward, rerun = contexts
     if isinstance(forward, Selective):
