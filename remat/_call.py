@@ -7,9 +7,7 @@ originals by weak reference, to recognise them wherever the function finds them 
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -25,16 +23,15 @@ from remat._context import NOTHING, Ambient, KeptDraws, Modes, OwnCasts, RandomS
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, layers, prove
 from remat._look import CHANGES, Look, RerunLook, Signature
-from remat._places import Place, places_in_modules, search
+from remat._places import Place, filled, item, places_in_modules, search
 from remat._recorder import Recorder
 from remat._tail import keep_no_tensors
 from remat._tape import Origin, Replay, Tape
 from remat.random._keyed import Position, resumed, running, suspended
 
 _TENSORS = (Tensor, torch.nn.Parameter)
-_rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)
+rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)
 
-_MISSING: Any = object()
 _NOT_FOUND = (
     "remat: in {}, {}, that the function takes from outside, and remat can't find it: no torch function was seen to "
     "read it, and no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
@@ -78,7 +75,7 @@ def is_rerunning() -> bool:
         forward
         again
     """
-    return _rerunning.get()
+    return rerunning.get()
 
 
 def _matters(tensor: Tensor) -> bool:
@@ -461,7 +458,7 @@ class Call:
         return self._variables.copy().run(self._rerun, operands)
 
     def _rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        _rerunning.set(True)
+        rerunning.set(True)
         inputs = [operands[i] for i in self._positions]
         swaps, fill, originals = self._place(inputs)  # the originals are held, for they are known by their identities
         look = RerunLook(self.name, self.signature, swaps, inputs, self.level)
@@ -478,7 +475,7 @@ class Call:
             draws,
             keys,
             self._modes.entered(),
-            _filled(fill),
+            filled(fill),
             self._replay(operands, inputs),
         ):
             args, kwargs = _tree.unflatten_call(self._spec, [rebuild(x) for x in self._leaves])
@@ -512,7 +509,7 @@ class Call:
                 inputs[i] = inputs[i].clone()
             operand, tensor = inputs[i], original.ref()
             if original.places:
-                fill += [(place, operand) for place in original.places if _item(*place) is not operand]
+                fill += [(place, operand) for place in original.places if item(*place) is not operand]
             if tensor is operand:
                 continue
             if tensor is not None:
@@ -592,37 +589,3 @@ class _All:
 
     def __contains__(self, key: int) -> bool:
         return True
-
-
-def _item(names: Any, key: Any) -> Any:
-    try:
-        return names[key]
-    except (KeyError, IndexError):
-        return _MISSING
-
-
-_places_lock = threading.RLock()
-
-
-@contextlib.contextmanager
-def _filling(fill: list[tuple[Place, Tensor]]) -> Iterator[None]:
-    with _places_lock:  # they belong to all threads
-        before = [(names, key, _item(names, key)) for (names, key), _ in fill]
-        try:
-            for (names, key), tensor in fill:
-                if not (isinstance(names, list) and key >= len(names)):
-                    names[key] = tensor
-            yield
-        finally:
-            for names, key, tensor in reversed(before):
-                if isinstance(names, list) and key >= len(names):
-                    continue
-                if tensor is _MISSING:
-                    names.pop(key, None)
-                else:
-                    names[key] = tensor
-
-
-def _filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:
-    """Within it, places hold operands."""
-    return _filling(fill) if fill else NOTHING

@@ -342,14 +342,15 @@ class Look(TorchFunctionMode):
             for key, read in self.outside.items():
                 self._memory.setdefault(internals.memory_of(read.value), []).append(key)
         for key in self._memory.get(internals.memory_of(written), ()):
-            value = self.outside[key].value
-            if key in self.copies:
-                continue
-            if internals.requires_grad_at_any_level(value):
-                raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, call_site()))
-            self.copies[key] = value.clone()
+            if key not in self.copies:
+                self.copies[key] = self._copied(self.outside[key].value)
         if self.outer is not None:
             self.outer.before_write(written)
+
+    def _copied(self, value: Tensor) -> Tensor:
+        if internals.requires_grad_at_any_level(value):
+            raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, call_site()))
+        return value.clone()
 
     # What it makes.
 
@@ -357,14 +358,19 @@ class Look(TorchFunctionMode):
         if not (internals.forward_ad_active() and internals.inside_jvp_of_function()):  # its ops are no calls of ours
             self.signature.calls.append((func, shape))
 
-    def add_call(self, name: str, out: Any, call: Any) -> None:
-        """A call inside of this one, which had a look of its own, has returned `out`."""
+    def add_call(self, name: str, out: Any, calls: Iterable[Any] = (), remembered: Any = None) -> None:
+        """A call inside of this one, which had a look of its own, has returned `out`.
+
+        **Arguments:**
+
+        - `calls`: its signature.
+        - `remembered`: what a rerun needs to be spared the call; None where it must run.
+        """
         self.nests = True
         signature = self.signature
         position = len(signature.calls)
         signature.tail = None
-        self.add_results((name, hash(tuple(call.signature.calls))), out)
-        remembered = call.remembered()
+        self.add_results((name, hash(tuple(calls))), out)
         if remembered is not None and len(signature.calls) > position:
             signature.tail, signature.tail_call = position, remembered
             self.tail_number = internals.next_sequence_number()
