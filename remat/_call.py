@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextvars
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,10 @@ rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunnin
 _NOT_FOUND = (
     "remat: in {}, {}, that the function takes from outside, and remat can't find it: no torch function was seen to "
     "read it, and no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
+)
+_SCRIPTED = (
+    "remat: {} calls a ScriptModule, {}: the tensors that it reads are out of remat's sight. Call the function through "
+    "remat.checkpoint(..., use_reentrant=False)."
 )
 _HANDED_ON = (
     "remat: {} hands a tensor of shape {}, {} that it takes from outside straight to a transform or an extension, and "
@@ -112,8 +117,8 @@ class Remembered(NamedTuple):
 
     given: list[weakref.ref[Tensor]]
     """What the call was given, and found in cells."""
-    found: list[weakref.ref[Tensor]]
-    """What else it read from outside."""
+    found: list[tuple[weakref.ref[Tensor], list[Place]]]
+    """What else it read from outside, and where that was."""
     survivors: list[weakref.ref[Tensor]]
     lost: list[Any]
     signature: Signature
@@ -151,6 +156,8 @@ class Call:
     _recorder: Recorder | None = None
     _result: tuple[list[Any], _tree.PyTreeSpec] | None = None
     _look: Look | None = None
+    _places: Mapping[int, list[Place]] = MappingProxyType({})
+    """By identity, the places that are known from the forward of an outer function."""
 
     def __init__(self, fun: Callable[..., Any], name: str, leaves: list[Any], spec: _tree.PyTreeSpec | None) -> None:
         """A call with arguments.
@@ -302,7 +309,8 @@ class Call:
         if self.hooked or any(original.written for original in self._originals):
             return None
         given = [original.ref for original in self._originals[: self._held]]
-        found = [original.ref for original in self._originals[self._held :]] + [ref for ref, *_ in self._constants]
+        found = [(original.ref, original.places) for original in self._originals[self._held :]]
+        found += [(ref, []) for ref, *_ in self._constants]
         return Remembered(
             given, found, self._survivors, self._lost, self.signature, self.nests, self._result, self._returned
         )
@@ -312,7 +320,7 @@ class Call:
 
         They are filled with NaN, so that a mistake would be loud, and have the derivative that the call would have.
         """
-        found = [ref() for ref in forward.found]
+        found = [ref() for ref, _ in forward.found]
         if len(self.operands) != len(forward.given) or any(t is None for t in found):
             return None
         look = self._look = Look(self.name, self.operands[: self._given], None)
@@ -320,6 +328,7 @@ class Call:
         for t in (*self.operands, *found, *(ref() for ref in forward.given)):
             if t is not None:
                 look.read(t)
+        self._places = {id(ref()): places for ref, places in forward.found}
         self._survivors, self._lost = [*forward.survivors], [*forward.lost]
         self.since = internals.next_sequence_number()
         self.signature = forward.signature
@@ -361,6 +370,10 @@ class Call:
             else:
                 constants[key] = tensor
         captured = {id(t): t for t in self.operands[self._held :]}
+        for key, places in self._places.items():  # now they may hold what an outer rerun has put there
+            if key in captured:
+                self._originals[index[key]].places = places
+                del captured[key]
         if captured or constants:
             for key, places in places_in_modules(self._objects, [*captured.values(), *constants.values()]).items():
                 tensor = captured.pop(key, None)
@@ -398,6 +411,9 @@ class Call:
                 if any(t.grad_fn is node and t.output_nr == number for t in layers(found)):
                     tensor = found
                     break
+        for obj in self._objects:
+            if isinstance(obj, torch.jit.ScriptModule):
+                raise RematError(_SCRIPTED.format(self.name, obj.original_name))
         if tensor is None or id(tensor) in self._index:
             raise RematError(_NOT_FOUND.format(self.name, stranger)) from None
         self._add(tensor)
