@@ -144,6 +144,8 @@ class Call:
         self.operands: list[Tensor] = []
         self._index: dict[int, int] = {}
         self._originals: list[_Original] = []
+        self._positions: list[int] = []
+        """For each original, the operand that stands for it."""
         closure = self._closure = Closure(self._operand_of)
         self._leaves = [self._add(x) if isinstance(x, Tensor) else closure.take_apart(x) for x in leaves]
         self._given = len(self.operands)
@@ -276,12 +278,12 @@ class Call:
         They are filled with NaN, so that a mistake would be loud, and have the derivative that the call would have.
         """
         captured = [original.ref() for original in forward._originals[forward._held :]]
+        captured += [ref() for ref, _ in forward._constants]
         if len(self.operands) != forward._held or any(t is None for t in captured):
             return None
         look = self._look = Look(self.name, self.operands[: self._given], None)
         look.begin(outer)
-        constants = [ref() for ref, _ in forward._constants]
-        for t in (*self.operands, *captured, *constants):
+        for t in (*self.operands, *captured, *(original.ref() for original in forward._originals[: forward._held])):
             if t is not None:
                 look.read(t)
         self._survivors, self._temporary = [*forward._survivors], {*forward._temporary}
@@ -335,7 +337,11 @@ class Call:
                 read = look.outside.get(key)
                 value = internals.unwrap_dead(tensor if read is None else read.value)
             found.append(value.clone() if value.is_inference() else value)  # an inference tensor can't be saved
-        return found
+        # In the rerun of an outer function, one tensor may stand for several.
+        unique = {id(t): t for t in found}
+        position = {key: i for i, key in enumerate(unique)}
+        self._positions = [position[id(t)] for t in found]
+        return [*unique.values()]
 
     def _add_stranger(self, stranger: Stranger) -> None:
         """Make an operand of a tensor that no torch call was seen to read."""
@@ -397,7 +403,7 @@ class Call:
 
     def _rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
         _rerunning.set(True)
-        inputs = list(operands)
+        inputs = [operands[i] for i in self._positions]
         originals = []  # held, for they are known by their identities
         swaps: dict[int, Tensor] = {}
         fill: list[tuple[Place, Tensor]] = []
@@ -487,6 +493,7 @@ class Call:
         assert look is not None
         self._survivors += look.survivors()
         self._temporary |= look.temporary()
+        self._constants = [(ref, version) for ref, version in self._constants if ref() is not None]
         self._objects, self.operands = [], []
         self._index = {}
 

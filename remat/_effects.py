@@ -107,10 +107,10 @@ def _reads_no_value(func: Any) -> bool:
 
 
 def reads_numbers_alone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of a sum or view gets no tensor where a number would do: the derivative would read it."""
+    """Whether a call of a sum or view gets no tensor where a number would do, which its derivative would read."""
     operands = 2 if func in _SUMS else 1
     if func is Tensor.register_hook:
-        return True
+        return str(getattr(args[1], "__module__", "")).startswith("torch.")  # a hook of the user's may hold values
     numbers = (*args[operands:], *(v for k, v in kwargs.items() if k not in ("input", "other")))
     return not any(isinstance(n, Tensor) for x in numbers for n in (x if isinstance(x, (list, tuple)) else (x,)))
 

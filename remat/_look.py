@@ -171,14 +171,11 @@ class Look(TorchFunctionMode):
 
     def begin(self, outer: Look | None) -> None:
         """Take what the run is given. `outer`: the look at the run around it."""
-        if outer is None:
-            for t in self._given:
-                self._add(t, t)
-            return
-        self.outer = outer
-        self._swaps = outer._swaps
         for t in self._given:
-            self._add(t, outer.read(t))
+            self._add(t, t)
+        if outer is not None:
+            self.outer = outer
+            self._swaps = outer._swaps
 
     def __exit__(self, *error: Any) -> None:
         _current.look, mode = self._before
@@ -342,7 +339,8 @@ class Look(TorchFunctionMode):
     # What it makes.
 
     def _note(self, func: Any, shape: int) -> None:
-        self.signature.calls.append((func, shape))
+        if not (internals.forward_ad_active() and internals.inside_jvp_of_function()):  # its ops are no calls of ours
+            self.signature.calls.append((func, shape))
 
     def add_call(self, name: str, out: Any, call: Any) -> None:
         """A call inside of this one, which had a look of its own, has returned `out`."""
@@ -493,6 +491,8 @@ class RerunLook(Look):
         return args
 
     def _note(self, func: Any, shape: int) -> None:
+        if internals.forward_ad_active() and internals.inside_jvp_of_function():
+            return
         position = self._position
         calls = self._forward.calls
         if position < len(calls) and calls[position] == (func, shape):

@@ -35,7 +35,8 @@ class _WithoutProducts(internals.DispatchMode):
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func not in _PRODUCTS or any(isinstance(t, Tensor) and not _is_plain(t) for t in args):
             return func(*args, **kwargs)
-        shaped = func(*(t.to("meta") if isinstance(t, Tensor) else t for t in args), **kwargs)
+        with internals.DisableTorchDispatch():  # meters count what is computed
+            shaped = func(*(t.to("meta") if isinstance(t, Tensor) else t for t in args), **kwargs)
         like = next(t for t in args if isinstance(t, Tensor))
         out = torch.empty_strided(shaped.shape, shaped.stride(), dtype=shaped.dtype, device=like.device)
         return out.fill_(float("nan"))

@@ -387,7 +387,7 @@ _CALLS_JVP = torch.autograd.function.BackwardCFunction.apply_jvp.__code__
 def inside_jvp_of_function() -> bool:
     """Whether the running code is the `jvp` of an autograd.Function that was called under remat."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "remat._replay":
+    while frame is not None and frame.f_globals.get("__name__") != "remat._call":
         if frame.f_code is _CALLS_JVP:
             return True
         frame = frame.f_back  # type: ignore[assignment]
