@@ -20,7 +20,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import ATOMS, Closure, Operand, Rebuilder
-from remat._context import Ambient, KeptDraws, Modes, OwnCasts, RandomState, replayed
+from remat._context import NOTHING, Ambient, KeptDraws, Modes, OwnCasts, RandomState, all_of, replayed
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, layers, prove
 from remat._look import CHANGES, Look, RerunLook, Signature
@@ -35,7 +35,6 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 _rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)
 
 _MISSING: Any = object()
-_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 _NOT_FOUND = (
     "remat: in {}, {}, that the function takes from outside, and remat can't find it: no torch function was seen to "
     "read it, and no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
@@ -133,7 +132,7 @@ class Call:
     _result: tuple[list[Any], _tree.PyTreeSpec] | None = None
     _look: Look | None = None
 
-    def __init__(self, fun: Callable[..., Any], name: str, leaves: list[Any], spec: _tree.PyTreeSpec) -> None:
+    def __init__(self, fun: Callable[..., Any], name: str, leaves: list[Any], spec: _tree.PyTreeSpec | None) -> None:
         """A call with arguments.
 
         **Arguments:**
@@ -199,7 +198,7 @@ class Call:
             random: Any = None
             if preserve_rng_state:
                 random = KeptDraws() if tracing else RandomState(given, keyed=keys is not None)
-            recorder: Any = random if tracing and random is not None else _NOTHING
+            recorder: Any = random if tracing and random is not None else NOTHING
             if policy is not None and not tracing:
                 self.policy = policy
                 recorder = self._recorder = Recorder(policy.start(), preserve_rng_state, where)
@@ -404,43 +403,27 @@ class Call:
     def _rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
         _rerunning.set(True)
         inputs = [operands[i] for i in self._positions]
-        originals = []  # held, for they are known by their identities
-        swaps: dict[int, Tensor] = {}
-        fill: list[tuple[Place, Tensor]] = []
-        for i, original in enumerate(self._originals):
-            if original.written:
-                inputs[i] = inputs[i].clone()
-            operand, tensor = inputs[i], original.ref()
-            if tensor is not operand:
-                if tensor is not None:
-                    originals.append(tensor)
-                    swaps[id(tensor)] = operand
-                if original.attributes:
-                    vars(operand).update(original.attributes)
-            if original.handed_on and not original.places and tensor is not operand:
-                raise RematError(_HANDED_ON.format(self.name, list(operand.shape), operand.dtype))
-            for names, key in original.places:
-                if _item(names, key) is not operand:
-                    fill.append(((names, key), operand))
-        look = RerunLook(
-            self.name,
-            self._signature,
-            swaps,
-            inputs,
-            self._allowed(),
-            self._temporary,
-            self.level,
-            self.tape is None and not internals.tracing(),
-        )
+        swaps, fill, originals = self._place(inputs)  # the originals are held, for they are known by their identities
+        look = RerunLook(self.name, self._signature, swaps, inputs, self.level)
+        look.allow(self._allowed(), self._temporary)
+        look.spares_tail = self.tape is None and not internals.tracing()
         self._rerun_looks.append(look)
-        draws = suspended() if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
         rebuild = self._closure.rebuilder(inputs)
         self._rebuilders.append(rebuild)
-        modes = self._modes.entered() if self._modes.any else _NOTHING
-        with self._ambient.restored(), OwnCasts(), replayed(self.random), draws, modes, _filled(fill), self._replay(operands):
-            args, kwargs = _tree.unboxed(*_tree.unflatten(self._spec, [rebuild(x) for x in self._leaves]))
+        draws = NOTHING if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
+        keys = suspended() if self._drew_from is None and running() is not None else NOTHING
+        with all_of(
+            self._ambient.restored(),
+            replayed(self.random),
+            draws,
+            keys,
+            self._modes.entered(),
+            _filled(fill),
+            self._replay(operands),
+        ):
+            args, kwargs = _tree.unflatten_call(self._spec, [rebuild(x) for x in self._leaves])
             fun = rebuild(self._fun)
-            with look:
+            with OwnCasts(), look:
                 try:
                     out = fun(*args, **kwargs)
                 except Exception as error:
@@ -448,14 +431,38 @@ class Call:
                         raise RematError(_DEAD.format(self.name)) from error
                     note_rerun(error, self.name)
                     raise
+        del originals
         look.finish()
         leaves, _ = _tree.flatten(out)
-        found = [leaves[i] if i < len(leaves) else None for i, _, _ in self._returned]
-        if [(i, getattr(t, "shape", None), getattr(t, "dtype", None)) for (i, _, _), t in zip(self._returned, found)] != (
-            self._returned
-        ):
-            raise CheckpointError(f"remat: the rerun of {self.name} returned another structure. {PURITY}")
+        found = []
+        for i, shape, dtype in self._returned:
+            t = leaves[i] if i < len(leaves) else None
+            if not isinstance(t, Tensor) or t.shape != shape or t.dtype is not dtype:
+                raise CheckpointError(f"remat: the rerun of {self.name} returned another structure. {PURITY}")
+            found.append(t)
         return found
+
+    def _place(self, inputs: list[Tensor]) -> tuple[dict[int, Tensor], list[tuple[Place, Tensor]], list[Tensor]]:
+        """What stands for which tensor in a rerun, by identity; which places are to be filled; the tensors."""
+        swaps: dict[int, Tensor] = {}
+        fill: list[tuple[Place, Tensor]] = []
+        originals = []
+        for i, original in enumerate(self._originals):
+            if original.written:
+                inputs[i] = inputs[i].clone()
+            operand, tensor = inputs[i], original.ref()
+            if original.places:
+                fill += [(place, operand) for place in original.places if _item(*place) is not operand]
+            if tensor is operand:
+                continue
+            if tensor is not None:
+                originals.append(tensor)
+                swaps[id(tensor)] = operand
+            if original.attributes:
+                vars(operand).update(original.attributes)
+            if original.handed_on and not original.places:
+                raise RematError(_HANDED_ON.format(self.name, list(operand.shape), operand.dtype))
+        return swaps, fill, originals
 
     def _allowed(self) -> Iterator[int]:
         """The identities of tensors that reruns may read besides operands."""
@@ -472,7 +479,7 @@ class Call:
 
     def _replay(self, operands: Iterable[Tensor]) -> Any:
         if self.tape is None or internals.tracing():
-            return _NOTHING
+            return NOTHING
         replay = Replay(self.tape, self.name, self.last_rerun and not is_recorded(operands))
         self._replays.append(replay)
         return replay
@@ -542,4 +549,4 @@ def _filling(fill: list[tuple[Place, Tensor]]) -> Iterator[None]:
 
 def _filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:
     """Within it, places hold operands."""
-    return _filling(fill) if fill else _NOTHING
+    return _filling(fill) if fill else NOTHING

@@ -17,7 +17,23 @@ from remat._values import OpMode, flat, schema_of, tensors
 from remat.random._generators import global_state, same_state, set_global_state
 from remat.random._keyed import Threading
 
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+def all_of(*contexts: contextlib.AbstractContextManager[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Several contexts at once, without those that are `NOTHING`."""
+    found = [c for c in contexts if c is not NOTHING]
+    if len(found) > 1:
+        return _entered(found)
+    return found[0] if found else NOTHING
+
+
+@contextlib.contextmanager
+def _entered(contexts: list[contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 class Ambient(NamedTuple):
@@ -41,7 +57,7 @@ class Ambient(NamedTuple):
     def restored(self) -> contextlib.AbstractContextManager[None]:
         """Within it, the settings are these again."""
         now = Ambient.current()
-        return _NOTHING if now == self else self._restored(now)
+        return NOTHING if now == self else self._restored(now)
 
     @contextlib.contextmanager
     def _restored(self, now: Ambient) -> Iterator[None]:
@@ -210,11 +226,6 @@ class Modes(NamedTuple):
     function: tuple[Any, ...]
     dispatch: tuple[Any, ...]
 
-    @property
-    def any(self) -> bool:
-        """Whether there are some."""
-        return bool(self.function or self.dispatch)
-
     @staticmethod
     def current() -> Modes:
         """Those of here and now, without remat's own and torch's meters, which measure what runs inside of them."""
@@ -223,9 +234,12 @@ class Modes(NamedTuple):
         function = (m for m in internals.function_modes() if not isinstance(m, (Threading, internals.DeviceContext)))
         return Modes(tuple(filter(_is_of_user, function)), tuple(filter(_is_of_user, internals.dispatch_mode_stack())))
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> contextlib.AbstractContextManager[None]:
         """Within it, they are active, also those that the user has left since."""
+        return self._entered() if self.function or self.dispatch else NOTHING
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
         active = [*internals.function_modes(), *internals.dispatch_mode_stack()]
         with contextlib.ExitStack() as stack:
             for mode in (*self.dispatch, *self.function):
@@ -244,19 +258,12 @@ def _is_of_user(mode: Any) -> bool:
 _replaying = threading.RLock()
 
 
-@contextlib.contextmanager
-def replayed(state: RandomState | KeptDraws | None) -> Iterator[None]:
-    """`state.replayed()`. Where the run drew nothing, see that it leaves no trace: it may seed.
+def replayed(state: RandomState | KeptDraws | None) -> contextlib.AbstractContextManager[None]:
+    """`state.replayed()`, if there is anything to repeat."""
+    return NOTHING if state is None else _replayed(state)
 
-    The global generators belong to all threads: one at a time.
-    """
-    if state is None:
-        seed = torch.default_generator.get_state()
-        try:
-            yield
-        finally:
-            if not same_state(seed, torch.default_generator.get_state()):
-                torch.default_generator.set_state(seed)
-        return
-    with _replaying, state.replayed():
+
+@contextlib.contextmanager
+def _replayed(state: RandomState | KeptDraws) -> Iterator[None]:
+    with _replaying, state.replayed():  # the global generators belong to all threads: one at a time
         yield

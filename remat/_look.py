@@ -11,10 +11,9 @@ for what it does not know itself.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -406,9 +405,15 @@ class Look(TorchFunctionMode):
 
 
 class RerunLook(Look):
-    """Looks at a rerun: operands stand for the tensors that the function finds, and its signature is compared."""
+    """Looks at a rerun: operands stand for the tensors that the function finds, and its signature is compared.
+
+    **Attributes:**
+
+    - `spares_tail`: whether the tail need not be computed.
+    """
 
     is_rerun = True
+    spares_tail = False
 
     def __init__(
         self,
@@ -416,10 +421,7 @@ class RerunLook(Look):
         forward: Signature,
         swaps: dict[int, Tensor],
         operands: Sequence[Tensor],
-        allowed: Iterable[int],
-        temporary: set[Any],
         level: int | None,
-        spares_tail: bool,
     ) -> None:
         """A look at a rerun of the function `name`.
 
@@ -428,24 +430,29 @@ class RerunLook(Look):
         - `forward`: the signature of the forward.
         - `swaps`: what stands for tensors, by identity.
         - `operands`: what the rerun is given.
-        - `allowed`: identities of other tensors that it may read.
-        - `temporary`: shapes and dtypes of tensors that the forward read and that were gone at its end.
         - `level`: that whose derivative the rerun is for.
-        - `spares_tail`: whether the tail need not be computed.
         """
         super().__init__(name, operands, None)
         self._swaps = swaps
-        self._known.update(allowed)
-        self._temporary = temporary
-        self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
         self._forward = forward
         self._since = internals.next_sequence_number()
         self._position = 0
         self._hook = 0
+        self._level = level
         self._read: set[int] = set()
         """Tensors that it reads and may have made out of sight."""
-        self._level = level
-        self._tail = forward.tail if spares_tail else None
+        self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
+
+    def allow(self, others: Iterable[int], temporary: set[Any]) -> None:
+        """Say what it may read besides operands.
+
+        **Arguments:**
+
+        - `others`: identities of tensors.
+        - `temporary`: shapes and dtypes of tensors that the forward read and that were gone at its end.
+        """
+        self._known.update(others)
+        self._temporary = temporary
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
@@ -471,13 +478,16 @@ class RerunLook(Look):
         return super().has_made(tensor) and id(tensor) not in self._read
 
     def _run(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        if effects.multiplies and self._position == self._tail and func is self._forward.calls[self._position][0]:
+        forward = self._forward
+        at_tail = self.spares_tail and self._position == forward.tail
+        if at_tail and effects.multiplies and func is forward.calls[self._position][0]:
             return without_products(func, args, kwargs)
         return func(*args, **kwargs)
 
     def spared_call(self, name: str) -> Any:
         forward, position = self._forward, self._position
-        return forward.tail_call if position == self._tail and forward.calls[position][0] == name else None
+        at_tail = self.spares_tail and position == forward.tail
+        return forward.tail_call if at_tail and forward.calls[position][0] == name else None
 
     def before_write(self, written: Tensor) -> None:
         """What the forward wrote to is a copy here."""
@@ -537,17 +547,17 @@ def _tensors_in(out: Any) -> list[Tensor]:
     return [t for x in out.values() for t in _tensors_in(x)] if isinstance(out, dict) else []
 
 
-@contextlib.contextmanager
-def unseen() -> Iterator[None]:
-    """Within it, no look sees what happens: it is autograd's, or remat's own."""
-    mode = _current.mode
-    if mode is None:
-        yield
-        return
-    before, mode.delegate = mode.delegate, _BLIND
-    look, _current.look = _current.look, None
-    try:
-        yield
-    finally:
-        mode.delegate = before
-        _current.look = look
+class unseen:  # noqa: N801
+    """Within it, no look sees what happens: it is autograd's, or remat's own. Written out: generators take longer."""
+
+    __slots__ = ("_delegate", "_look", "_mode")
+
+    def __enter__(self) -> None:
+        self._mode = mode = _current.mode
+        if mode is not None:
+            self._look, self._delegate = _current.look, mode.delegate
+            _current.look, mode.delegate = None, _BLIND
+
+    def __exit__(self, *error: object) -> None:
+        if self._mode is not None:
+            _current.look, self._mode.delegate = self._look, self._delegate

@@ -81,12 +81,12 @@ class Remat(Generic[P, R]):
         watch = watching.get() or (watchers[-1] if watchers else None)
         boxed = self._static.boxed(args, kwargs) if self._has_static else (args, kwargs)
         with internals.DisableTorchFunction():
-            leaves, spec = _tree.flatten(boxed)
+            leaves, spec = _tree.flatten_call(*boxed)
             if outer is not None:
                 given = [outer.read(x) if isinstance(x, Tensor) else x for x in leaves]
                 if any(x is not y for x, y in zip(given, leaves, strict=True)):  # the rerun of the outer function
                     leaves = given
-                    args, kwargs = _tree.unboxed(*_tree.unflatten(spec, leaves))
+                    args, kwargs = _tree.unflatten_call(spec, leaves)
             call = Call(fun, self._name, leaves, spec)
             spared = None if outer is None else outer.spared_call(self._name)
             if spared is not None and (out := call.stand_in(spared, outer)) is not None:

@@ -117,8 +117,24 @@ class Static:
         self.value = value
 
 
-def unboxed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with static ones as they were given."""
+_FLAT = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], PyTreeSpec | None]:
+    """The leaves of the arguments of a call and their structure: None where the leaves are the arguments."""
+    if not kwargs and _FLAT.issuperset(map(type, args)):
+        return list(args), None
+    return flatten((args, kwargs))
+
+
+def unflatten_call(spec: PyTreeSpec | None, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inverse of `flatten_call`, with static arguments as they were given."""
+    if spec is None:
+        return tuple(leaves), {}
+    return _unboxed(*unflatten(spec, leaves))
+
+
+def _unboxed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (
         tuple(a.value if isinstance(a, Static) else a for a in args),
         {k: v.value if isinstance(v, Static) else v for k, v in kwargs.items()},
