@@ -100,7 +100,8 @@ class _Original:
         """Whether reruns have to find the operand there: no torch call of the function's reads the tensor itself."""
         self.written = False
         """Whether the function writes to it. Each rerun is given a copy of what the forward found."""
-        self.attributes = vars(tensor).copy() if type(tensor) in _TENSORS else None
+        attributes = tensor.__dict__ if type(tensor) in _TENSORS else None
+        self.attributes = attributes.copy() if attributes else None
         """What somebody has given to it."""
 
 
@@ -306,21 +307,25 @@ class Call:
     def _find_operands(self, look: Look) -> None:
         """Add to the operands what the run was seen to read, and note what else it depends on."""
         constants = {}
+        index = self._index
         for key, (tensor, value, version) in look.outside.items():
             if key in look.copies:
                 self._originals[self._add(tensor).index].written = True
             elif internals.version(value) != version:
                 raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, "a place out of sight"))
-            elif (_matters(value) and not is_made_since(value, self.since)) or value is not tensor:
+            elif key in index:
+                continue
+            elif value is not tensor or (_matters(value) and not is_made_since(value, self.since)):
                 self._add(tensor)
-            elif key not in self._index:
+            else:
                 constants[key] = tensor
         captured = {id(t): t for t in self.operands[self._held :]}
         if captured or constants:
             for key, places in places_in_modules(self._objects, [*captured.values(), *constants.values()]).items():
-                self._originals[self._add(look.outside[key].tensor).index].places = places
-                captured.pop(key, None)
-                constants.pop(key, None)
+                tensor = captured.pop(key, None)
+                if tensor is None:
+                    self._add(constants.pop(key))
+                self._originals[index[key]].places = places
             for tensor, place in search(self._objects, captured, far=False) if captured else ():
                 self._originals[self._index[id(tensor)]].places.append(place)
             for key in look.handed_on & captured.keys():

@@ -69,10 +69,12 @@ class Effects(NamedTuple):
     """It is how autograd moves hooks to a new node: with a lock that looking at `grad_fn` waits for."""
     sets_data: bool = False
     """It is `x.data = ...`."""
-    multiplies: bool = False
-    """It is a matrix product or a convolution."""
     is_custom: bool = False
     """It is `autograd.Function.apply`, which is seen inside of transforms alone."""
+    acts: bool = False
+    """It does one of these."""
+    multiplies: bool = False
+    """It is a matrix product or a convolution."""
     reads_no_value: bool = False
     """Neither its derivative nor what the caller learns depends on values: sums and views."""
 
@@ -91,10 +93,11 @@ def effects_of(func: Any) -> Effects:
             sets_hook=func is Tensor.register_hook,
             moves_hooks=internals.moves_hooks(func),
             sets_data=func == Tensor.data.__set__,  # type: ignore[attr-defined]
-            multiplies=func in _PRODUCTS,
             is_custom=internals.is_custom_function_call(func),
+            multiplies=func in _PRODUCTS,
             reads_no_value=_reads_no_value(func),
         )
+        found = found._replace(acts=any(found[:6]))
         if len(_effects) < 10_000:  # custom functions may be made anew for each call
             _effects[func] = found = ORDINARY if found == ORDINARY else found
     return found

@@ -139,7 +139,7 @@ class Look(TorchFunctionMode):
         self.name = name
         self.random = random
         self.depth = internals.stack_depth()
-        self.outside: dict[int, Read] = {}
+        self.outside: dict[int, Any] = {}
         self.handed_on: set[int] = set()
         self.copies: dict[int, Tensor] = {}
         self.signature = Signature()
@@ -202,12 +202,14 @@ class Look(TorchFunctionMode):
                 args = self._seen(args)
                 break
         effects = effects_of(func)
-        if kwargs:
-            return self._call(effects, func, args, dict(zip(kwargs, self._seen(kwargs.values()), strict=True)))
-        if effects is not ORDINARY:
-            return self._call(effects, func, args, {})
-        self.signature.tail = None
-        out = func(*args)
+        if kwargs or effects.acts:
+            named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
+            return self._call(effects, func, args, named)
+        if effects is ORDINARY:
+            self.signature.tail = None
+            out = func(*args)
+        else:
+            out = self._maybe_tail(effects, func, args, {})
         if type(out) is Tensor and not internals.is_wrapper(out):
             known.add(id(out))
             if out.requires_grad:
@@ -220,7 +222,7 @@ class Look(TorchFunctionMode):
         return out
 
     def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call with keyword arguments, or of a function that may do more than compute."""
+        """A call with keyword arguments, or of a function that does more than compute."""
         if effects.moves_hooks:
             return func(*args, **kwargs)
         with internals.DisableTorchFunction():
@@ -241,20 +243,23 @@ class Look(TorchFunctionMode):
             for x in kwargs.values() if effects.draws or kwargs.get("generator") is not None else ():
                 if isinstance(x, torch.Generator):
                     self.notice(x)
-        signature = self.signature
-        if not (effects.reads_no_value and reads_numbers_alone(func, args, kwargs) and torch.is_grad_enabled()):
-            signature.tail = None
-        position = len(signature.calls)
-        out = self._run(effects, func, args, kwargs)
-        with internals.DisableTorchFunction():
-            self.add_results(func, out, not (effects.is_custom or func is Tensor.requires_grad_))
-            if effects.multiplies and len(signature.calls) > position and is_large(out, args) and "out" not in kwargs:
-                signature.tail, signature.tail_call = position, None
-                self.tail_number = internals.next_sequence_number()
+        out = self._maybe_tail(effects, func, args, kwargs)
+        if type(out) not in _SCALARS:
+            with internals.DisableTorchFunction():
+                self.add_results(func, out, not (effects.is_custom or func is Tensor.requires_grad_))
         return out
 
-    def _run(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        return func(*args, **kwargs)
+    def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function, and see whether it begins the tail or ends it."""
+        signature = self.signature
+        position = len(signature.calls)
+        if not (effects.reads_no_value and reads_numbers_alone(func, args, kwargs) and torch.is_grad_enabled()):
+            signature.tail = None
+        out = func(*args, **kwargs)
+        if effects.multiplies and is_large(out, args) and "out" not in kwargs and torch.is_grad_enabled():
+            signature.tail, signature.tail_call = position, None
+            self.tail_number = internals.next_sequence_number()
+        return out
 
     # What it reads.
 
@@ -443,6 +448,11 @@ class RerunLook(Look):
         """Tensors that it reads and may have made out of sight."""
         self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
 
+    def begin(self, outer: Look | None) -> None:
+        identities = [id(t) for t in self._given]
+        self._known.update(identities)
+        self.outside = dict.fromkeys(identities, None)
+
     def allow(self, others: Iterable[int], temporary: set[Any]) -> None:
         """Say what it may read besides operands.
 
@@ -477,7 +487,7 @@ class RerunLook(Look):
     def has_made(self, tensor: Tensor) -> bool:
         return super().has_made(tensor) and id(tensor) not in self._read
 
-    def _run(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
+    def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         forward = self._forward
         at_tail = self.spares_tail and self._position == forward.tail
         if at_tail and effects.multiplies and func is forward.calls[self._position][0]:
