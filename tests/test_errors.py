@@ -177,7 +177,9 @@ def test_what_a_script_module_holds_was_computed(x: Tensor) -> None:
     box = SimpleNamespace()
     box.layer = torch.jit.script(Scales(torch.zeros(3, dtype=torch.float64)))
     box.layer.scale = w.exp()
-    with pytest.raises(RematError, match=r"lambda.*Mul reads a tensor of shape \[3\].* takes from outside.* Pass it as an argument"):
+    with pytest.raises(
+        RematError, match=r"lambda.*Mul reads a tensor of shape \[3\].* takes from outside.* Pass it as an argument"
+    ):
         remat(lambda x: box.layer(x).sin())(x).sum().backward()
     assert w.grad is None
 
@@ -649,9 +651,7 @@ def test_a_vjp_called_in_another_thread() -> None:
 
 def test_a_module_made_inside() -> None:
     """Its initialization writes to a parameter that was made out of sight."""
-    with pytest.raises(
-        RematError, match=r"in place, at .*test_errors.py"
-    ):
+    with pytest.raises(RematError, match=r"in place, at .*test_errors.py"):
         remat(lambda x: nn.Linear(3, 3)(x))(torch.ones(3))
     with pytest.raises(RematError, match=r"Change a copy instead: x = x.clone\(\)\.$"):
         remat(lambda x: x.add_(1).sin())(leaf(numbers(3)) * 1)
