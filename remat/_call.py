@@ -26,9 +26,8 @@ from remat._graph import Stranger, is_made_since, layers, prove
 from remat._look import CHANGES, Look, RerunLook, Signature
 from remat._places import Place, places_in_modules, search
 from remat._recorder import Recorder
-from remat._spare import Replay, is_recorded
 from remat._tail import keep_no_tensors
-from remat._tape import Tape
+from remat._tape import Origin, Replay, Tape
 from remat.random._keyed import Position, resumed, running, suspended
 
 _TENSORS = (Tensor, torch.nn.Parameter)
@@ -90,7 +89,7 @@ def _matters(tensor: Tensor) -> bool:
 class _Original:
     """The tensor of the forward that an operand stands for."""
 
-    __slots__ = ("attributes", "handed_on", "places", "ref", "written")
+    __slots__ = ("attributes", "handed_on", "origin", "places", "ref", "written")
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref = weakref.ref(tensor)
@@ -98,6 +97,8 @@ class _Original:
         """Where modules and others hold it."""
         self.handed_on = False
         """Whether reruns have to find the operand there: no torch call of the function's reads the tensor itself."""
+        self.origin: Origin | None = None
+        """What the tape of a policy knows it by, where it is written to."""
         self.written = False
         """Whether the function writes to it. Each rerun is given a copy of what the forward found."""
         attributes = tensor.__dict__ if type(tensor) in _TENSORS else None
@@ -202,7 +203,7 @@ class Call:
             recorder: Any = random if tracing and random is not None else NOTHING
             if policy is not None and not tracing:
                 self.policy = policy
-                recorder = self._recorder = Recorder(policy.start(), preserve_rng_state, where)
+                recorder = self._recorder = Recorder(policy.start(), where)
             look = self._look = Look(self.name, given, random)
         self.since = internals.next_sequence_number()
         with internals.without_saved_tensors_hooks(), recorder, look, OwnCasts():
@@ -310,7 +311,9 @@ class Call:
         index = self._index
         for key, (tensor, value, version) in look.outside.items():
             if key in look.copies:
-                self._originals[self._add(tensor).index].written = True
+                original = self._originals[self._add(tensor).index]
+                original.written = True
+                original.origin = None if self.tape is None else self.tape.origin(tensor)
             elif internals.version(value) != version:
                 raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, "a place out of sight"))
             elif key in index:
@@ -424,7 +427,7 @@ class Call:
             keys,
             self._modes.entered(),
             _filled(fill),
-            self._replay(operands),
+            self._replay(operands, inputs),
         ):
             args, kwargs = _tree.unflatten_call(self._spec, [rebuild(x) for x in self._leaves])
             fun = rebuild(self._fun)
@@ -482,12 +485,22 @@ class Call:
             if tensor is not None:
                 yield id(tensor)
 
-    def _replay(self, operands: Iterable[Tensor]) -> Any:
+    def _replay(self, operands: Iterable[Tensor], inputs: Iterable[Tensor]) -> Any:
         if self.tape is None or internals.tracing():
             return NOTHING
-        replay = Replay(self.tape, self.name, self.last_rerun and not is_recorded(operands))
+        again = any(t.grad_fn is not None or internals.requires_grad_below(t) for t in operands)  # in a derivative of it
+        replay = Replay(self.tape, self.name, self.last_rerun and not again)
+        for original, operand in zip(self._originals, inputs, strict=True):
+            if original.written:
+                replay.stands_for(operand, original.origin)
         self._replays.append(replay)
         return replay
+
+    def settle(self) -> None:
+        """Called when the results of a rerun are gone and only its graph is left."""
+        for replay in self._replays:
+            replay.settle()
+        self._replays.clear()
 
     def clean(self) -> None:
         """Called when the rerun's graph is gone: nothing of the rerun may be left."""
@@ -499,7 +512,7 @@ class Call:
         for look in looks:
             look.check_suspects()
 
-    def settle(self) -> None:
+    def let_go(self) -> None:
         """Called when the derivative is attached and the forward's graph is gone: see what is still there."""
         look, self._look = self._look, None
         assert look is not None

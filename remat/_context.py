@@ -13,7 +13,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError
-from remat._values import OpMode, flat, schema_of, tensors
+from remat._ops import facts_of, flat, tensors
 from remat.random._generators import global_state, same_state, set_global_state
 from remat.random._keyed import Threading
 
@@ -173,11 +173,13 @@ def drawn_from(args: Any, kwargs: Any) -> RandomState:
     return state
 
 
-class KeptDraws(OpMode):
+class KeptDraws(internals.DispatchMode):
     """What a run drew, where its ops are written down (`make_fx`): the written ones would draw anew in a rerun.
 
     The forward runs in this mode; `replayed` gives each op that draws its result again, in the same order.
     """
+
+    is_about_functions = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +187,7 @@ class KeptDraws(OpMode):
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        if schema_of(func).draws:
+        if facts_of(func).draws:
             self._drawn.append((func, [t.clone() for t in flat(out)]))
         return out
 
@@ -201,19 +203,21 @@ class KeptDraws(OpMode):
         return _Redraw(self._drawn)
 
 
-class _Redraw(OpMode):
+class _Redraw(internals.DispatchMode):
+    is_about_functions = True
+
     def __init__(self, drawn: Iterable[tuple[Any, list[Tensor]]]) -> None:
         super().__init__()
         self._left = iter(drawn)
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        schema = schema_of(func)
-        if not schema.draws:
+        facts = facts_of(func)
+        if not facts.draws:
             return func(*args, **kwargs)
         expected, results = next(self._left, (None, []))
         if func is not expected:
             raise CheckpointError(f"remat: a rerun draws from {func}, where the forward run drew from {expected}.")
-        changed = schema.written(args, kwargs)
+        changed = facts.written(args, kwargs)
         for tensor, result in zip(changed, results, strict=False):
             tensor.copy_(result)
         results = changed or [t.clone() for t in results]  # the function may write to them

@@ -109,11 +109,11 @@ def vjp(
                 since = internals.next_sequence_number()
                 values = fn.run(*inputs)
                 _prove_rerun(fn, [values[o] for o in outs], inputs, since)
-                edges, given = _graph_alone(values, outs, cotangents)
+                edges, given = _graph_alone(call, values, outs, cotangents)
         else:
             with internals.grad_level() as lift:
                 inputs = [lift(t) if i in leaves else t for i, t in enumerate(operands)]
-                edges, given = _graph_alone(fn.run(*inputs), outs, cotangents)
+                edges, given = _graph_alone(call, fn.run(*inputs), outs, cotangents)
         if not given:
             return [None] * len(wrt)
         sized = [(size, [d for d, e in zip(dims, edges, strict=True) if e is not None]) for size, dims in batches]
@@ -134,7 +134,7 @@ def _prove_rerun(fn: Derived, values: Sequence[Tensor], inputs: Sequence[Tensor]
 
 
 def _graph_alone(
-    values: list[Tensor], outs: Iterable[int], cotangents: Iterable[Tensor]
+    call: RepeatableCall, values: list[Tensor], outs: Iterable[int], cotangents: Iterable[Tensor]
 ) -> tuple[list[GradientEdge | None], list[Tensor]]:
     """The graph of a rerun's results at `outs` (None where there is none), and the cotangents of those that have one.
 
@@ -142,6 +142,7 @@ def _graph_alone(
     """
     edges = [internals.gradient_edge(values[out]) if values[out].requires_grad else None for out in outs]
     values.clear()
+    call.settle()
     return edges, [c for c, e in zip(cotangents, edges, strict=True) if e is not None]
 
 

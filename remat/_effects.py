@@ -71,6 +71,9 @@ class Effects(NamedTuple):
     """It is `x.data = ...`."""
     is_custom: bool = False
     """It is `autograd.Function.apply`, which is seen inside of transforms alone."""
+    is_unlisted: bool = False
+    """It is no part of a signature: `apply`; `requires_grad_`, which a rerun may find done; `view_as`, by which hooks look
+    for the node of a leaf."""
     acts: bool = False
     """It does one of these."""
     multiplies: bool = False
@@ -88,16 +91,17 @@ def effects_of(func: Any) -> Effects:
     found = _effects.get(func)
     if found is None:
         found = Effects(
-            writes=may_write(func) or func is Tensor.requires_grad_,
+            writes=may_write(func),
             draws=getattr(func, "__name__", "") in _RANDOM,
             sets_hook=func is Tensor.register_hook,
             moves_hooks=internals.moves_hooks(func),
             sets_data=func == Tensor.data.__set__,  # type: ignore[attr-defined]
             is_custom=internals.is_custom_function_call(func),
+            is_unlisted=internals.is_custom_function_call(func) or func in (Tensor.requires_grad_, Tensor.view_as),
             multiplies=func in _PRODUCTS,
             reads_no_value=_reads_no_value(func),
         )
-        found = found._replace(acts=any(found[:6]))
+        found = found._replace(acts=any(found[:7]))
         if len(_effects) < 10_000:  # custom functions may be made anew for each call
             _effects[func] = found = ORDINARY if found == ORDINARY else found
     return found

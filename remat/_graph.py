@@ -6,7 +6,7 @@ the results down to nodes older than the run. An edge to a tensor that is no ope
 that no torch call was seen to read. It can't be missed silently, and no torch call needs to be seen for that.
 
 A node is known to be older by its sequence number, which is counted in each thread. The node of a leaf, which adds to
-its `.grad`, has the highest number of all.
+its `.grad`, has the highest number.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ def prove(
             node = edge[0]
             if node is None or node in seen or edge in ends:
                 continue
-            if _is_since(node, since):
+            leaf = getattr(node, "variable", None)
+            number = internals.sequence_number(node)
+            if number >= since and leaf is None:  # one that raises, for an op without a derivative, has the highest too
                 seen.add(node)
                 nodes.append(node)
-                continue
-            leaf = getattr(node, "variable", None)
-            if leaf is None or not (id(leaf) in leaves or is_own(leaf) or _is_of_one(node, operands)):
+            elif leaf is None or not (id(leaf) in leaves or is_own(leaf) or _is_of_one(node, operands)):
                 raise Stranger(edge, reader)
     return nodes
 

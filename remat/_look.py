@@ -214,7 +214,7 @@ class Look(TorchFunctionMode):
             known.add(id(out))
             if out.requires_grad:
                 self._note(func, hash(out.shape))
-            else:
+            elif id(out) not in self.outside:
                 self._unkept.append(weakref.ref(out))
         elif type(out) not in _SCALARS:
             with internals.DisableTorchFunction():
@@ -246,7 +246,7 @@ class Look(TorchFunctionMode):
         out = self._maybe_tail(effects, func, args, kwargs)
         if type(out) not in _SCALARS:
             with internals.DisableTorchFunction():
-                self.add_results(func, out, not (effects.is_custom or func is Tensor.requires_grad_))
+                self.add_results(func, out, not effects.is_unlisted)
         return out
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
@@ -371,7 +371,7 @@ class Look(TorchFunctionMode):
             self._know_layers(t)
             if internals.requires_grad_at_any_level(t):
                 differentiated = True
-            else:
+            elif id(t) not in self.outside:
                 self._unkept.append(weakref.ref(t))
         if differentiated and listed:
             shapes = [() if t.is_nested else t.shape for t in found]  # those of nested ones are new symbols each time

@@ -23,7 +23,7 @@ from remat._errors import call_site, shown
 from remat._look import current_look
 from remat._primitive import attach
 from remat._static import StaticArguments, as_tuple
-from remat.policies import Policy, as_policy, nothing_saveable
+from remat.policies import Policy, as_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,8 +56,7 @@ class Remat(Generic[P, R]):
         functools.update_wrapper(self, fun, updated=("__dict__",) if isinstance(fun, types.FunctionType) else ())
         self._options = options
         self._name = _name(fun)
-        policy = None if options.policy is None or _compile.tracing() else as_policy(options.policy)
-        self._policy = None if policy == nothing_saveable else policy
+        self._policy = None if options.policy is None or _compile.tracing() else as_policy(options.policy)
         self._static = StaticArguments(fun, self._name, options.static_argnums, options.static_argnames)
         self._has_static = bool(options.static_argnums or options.static_argnames)
 
@@ -171,7 +170,7 @@ def _with_derivative(call: Call, out: Any) -> Any:
             out = results.replaced(attached)
         values.clear()
         results = None
-        call.settle()
+        call.let_go()
         return out
 
 

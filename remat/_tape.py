@@ -1,206 +1,87 @@
-"""What a run kept under a policy, and which of its ops need not run again."""
+"""What a policy keeps of a run, and reruns that are given it.
+
+A rerun runs under a `Replay`. An op whose value is kept returns it. An op that need not run again returns memory full
+of NaN, with a recipe. What reads such memory after all - an op that the forward did not have, the graph of a higher
+derivative - has it computed first. So a rerun with other ops takes longer, and its numbers are right.
+"""
 
 from __future__ import annotations
 
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._context import RandomState
 from remat._errors import CheckpointError
 from remat._offload import Offloaded
-from remat._values import (
-    OpCall,
-    Token,
-    Values,
-    flat,
-    laid_over,
-    plain,
-)
+from remat._ops import Layout, OpFacts, bytes_of, facts_of, flat, layout_of, plain, storages, tensors
+from remat._recipes import Cell, Operand, Recipe, compute
+from remat._values import CONSTANT, Changed, Content, Op, OpMode, Value
+from remat.policies._enum import CheckpointPolicy
 
-DETACH = torch.ops.aten.detach.default  # how often it runs is up to autograd
-CONSTANT = torch.ops.aten.lift_fresh.default
-
-
-class Output(NamedTuple):
-    """A tensor that an op returned: its value, and how it lies in the storage."""
-
-    token: Token
-    nbytes: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-    conjugated: bool
-    negated: bool
-
-    def over(self, storage: Any) -> Tensor:
-        """The tensor, over a storage with this value."""
-        return laid_over(storage, self)
-
-
-class Changed(NamedTuple):
-    """The tensor that an op was given to write to, returned."""
-
-    position: int
-
-
-_KNOWN = {Output, Changed, bool, int, float, complex, type(None)}
-
-
-class Op:
-    """An op of a run.
-
-    **Attributes:**
-
-    - `call`: the call, and its `func`, `token` and `reads`.
-    - `returns`: `Tensor`, or the sequence that was returned.
-    - `outputs`: what was returned, flat: an `Output` or `Changed` for each tensor, else the value itself.
-    - `writes`: the new values of storages that it wrote to.
-    - `values`: all that it computed.
-    - `can_be_spared`: whether all that it does is known: it computes values or returns numbers.
-    - `draws`: whether it draws, or that is not known.
-    - `before`, `after`: the states of the generators that it has drawn from: to draw the same again, and for a rerun
-        that spares it to go on from.
-    """
-
-    __slots__ = (
-        "after",
-        "before",
-        "call",
-        "can_be_spared",
-        "draws",
-        "func",
-        "outputs",
-        "reads",
-        "returns",
-        "token",
-        "values",
-        "writes",
-    )
-
-    def __init__(self, call: OpCall, returns: Any, outputs: list[Any], writes: list[Token]) -> None:
-        self.call = call
-        self.func, self.token, self.reads = call.schema.func, call.token, call.reads
-        self.returns = returns
-        self.outputs = outputs
-        self.writes = writes
-        self.values = [o.token for o in outputs if type(o) is Output] + writes
-        does = self.values or any(o is not None for o in outputs)
-        self.can_be_spared = bool(does) and _KNOWN.issuperset(map(type, outputs))
-        self.draws = call.schema.draws
-        self.before: RandomState | None = None
-        self.after: RandomState | None = None
-
-
-def outputs_of(values: Values, call: OpCall, out: Any, changed: list[Tensor]) -> list[Any]:
-    """What an op returned, with the value of each tensor. Tensors that share a storage share its value."""
-    if isinstance(out, Tensor) and not changed:
-        return [_output(call.token, out, out.untyped_storage())]
-    found: list[Any] = []
-    first: dict[int, Token] = {}
-    positions = {id(t.untyped_storage()): Changed(i) for i, t in enumerate(changed)}
-    for i, t in enumerate(flat(out)):
-        if not isinstance(t, Tensor):
-            found.append(t)
-            continue
-        storage = t.untyped_storage()
-        if id(storage) in positions:
-            found.append(positions[id(storage)])
-            continue
-        found.append(_output(first.setdefault(id(storage), values.number(call.token, i)), t, storage))
-    return found
-
-
-_make_output: Callable[[Any], Output] = functools.partial(tuple.__new__, Output)
-
-
-def _output(token: Token, t: Tensor, storage: Any) -> Output:
-    size, stride, offset = t.size(), t.stride(), int(t.storage_offset())
-    return _make_output((token, storage.nbytes(), size, stride, offset, t.dtype, t.device, t.is_conj(), t.is_neg()))
-
-
-def write_token(values: Values, call: OpCall, i: int) -> Token:
-    """The value of the i-th storage that an op wrote to."""
-    return values.number(call.token, "write", i)
-
-
-def aliases_of(found: list[Tensor], given: list[Any], changed: list[Tensor]) -> list[bool]:
-    """For each tensor that an op returned, whether it lies in a storage that the op was given and did not change."""
-    storages = {*map(id, given)}
-    if changed:
-        storages -= {id(t.untyped_storage()) for t in changed}
-    return [id(t.untyped_storage()) in storages for t in found]
-
-
-def layout(tensor: Tensor) -> Any:
-    """How a tensor lies in its storage."""
-    return (
-        tensor.size(),
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.dtype,
-        tensor.untyped_storage().nbytes(),
-    )
-
-
-def bytes_of(storage: Any) -> Tensor:
-    """A tensor over all of a storage."""
-    with internals.DisableTorchDispatch():
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+_OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
+KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, *_OFFLOAD)
 
 
 class Kept:
-    """A kept value."""
+    """A kept value.
 
-    def __init__(
-        self, func: Any, name: str | None, where: str, tensor: Tensor, aliases: list[Tensor], *, offload: bool
-    ) -> None:
+    **Attributes:**
+
+    - `func`, `name`, `where`, `size`, `dtype`: the op that computed it, its name, the place in the user's code, and how
+      the tensor looked.
+    - `offloaded`: whether it waits in CPU memory.
+    - `memory`: a tensor over the storage that is held.
+    """
+
+    def __init__(self, func: Any, value: Value, storage: Any, aliases: list[Tensor]) -> None:
         """`aliases`: what the caller has of the same memory, with version counters of its own."""
-        self.func = func
-        self.name = name
-        self.where = where
-        self.size = tensor.size()
-        self.dtype = tensor.dtype
-        self._versions = [] if offload else [(t, t._version) for t in (tensor, *aliases)]
-        self._offloaded = Offloaded(bytes_of(tensor.untyped_storage())) if offload else None
-        self._tensor = None if offload else tensor
+        self.func, self.name, self.where = func, value.name, value.where
+        self.size, self.dtype = value.layout.size, value.layout.dtype
+        self.offloaded = value.decision in _OFFLOAD
+        self._layout = value.layout
+        if self.offloaded:
+            self._copy = Offloaded(bytes_of(storage))
+            self.memory = self._copy.host
+            return
+        tensor = value.tensor()
+        is_there = tensor is not None and tensor.untyped_storage() is storage and layout_of(tensor) == value.layout
+        self.memory = tensor.detach() if tensor is not None and is_there else value.layout.over(storage)
+        self._watched = [self.memory, *aliases]
+        self._versions = internals.memory_versions(self._watched)
 
     def fetch(self) -> None:
         """It will be asked for soon."""
-        if self._offloaded is not None:
-            self._offloaded.fetch()
+        if self.offloaded:
+            self._copy.fetch()
 
-    @property
-    def offloaded(self) -> bool:
-        """Whether it waits in CPU memory."""
-        return self._offloaded is not None
-
-    @property
-    def memory(self) -> Tensor:
-        """A tensor over the storage that is held."""
-        tensor = self._tensor if self._offloaded is None else self._offloaded.host
-        assert tensor is not None
-        return tensor
-
-    def get(self, name: str) -> Any:
-        """The storage. `name`: of the function."""
-        if self._offloaded is not None:
-            return self._offloaded.get().untyped_storage()
-        assert self._tensor is not None
-        if any(t._version != version for t, version in self._versions):
+    def get(self, name: str) -> Tensor:
+        """The tensor as it was computed. `name`: of the function."""
+        if self.offloaded:
+            return self._layout.over(self._copy.get().untyped_storage())
+        if internals.memory_versions(self._watched) != self._versions:
             raise CheckpointError(
                 f"remat: the result of {self.func} that the policy kept for {name} was changed in place after the "
                 "forward run, so the backward would read a wrong value. Change a copy instead: x = x.clone()."
             )
-        return self._tensor.untyped_storage()
+        return self.memory.detach()
+
+
+class Origin(NamedTuple):
+    """What a tensor from outside contained, and how it lay in its storage."""
+
+    value: Value
+    layout: Layout
+    nbytes: int
+
+
+def _origin(raw: Tensor, value: Value) -> Origin:
+    return Origin(value, layout_of(raw), raw.untyped_storage().nbytes())
 
 
 class _Latest(threading.local):
@@ -211,43 +92,48 @@ _latest = _Latest()
 
 
 class Tape:
-    """What a run kept, and which of its ops need not run again."""
+    """What a run kept, and which of its ops need not run again.
+
+    **Attributes:**
+
+    - `kept`: the kept values.
+    - `matched`: whether the policy lets anything be kept.
+    - `ops`: the ops of the run, by what they read.
+    """
 
     def __init__(
         self,
-        values: Values,
-        ops: list[Op],
-        views: set[Token],
-        runs: set[Token],
-        kept: dict[Token, Kept],
+        ops: dict[Any, Op],
+        outsides: dict[int, tuple[weakref.ref[Any], Value]],
+        kept: dict[Value, Kept],
         matched: bool,
     ) -> None:
-        self.values = values
-        self.views = views
+        self.ops = ops
         self.kept = kept
         self.matched = matched
-        self._spared = {op.token: op for op in ops if op.can_be_spared and op.token not in runs}
-        self._uses: dict[Token, int] = {}
-        for op in ops:
-            if op.token in self._spared:
-                for v in set(op.values):
-                    self._uses[v] = self._uses.get(v, 0) + 1
+        self._outsides = outsides
         self._before: weakref.ref[Tape] | None = None
         if any(k.offloaded for k in kept.values()):
             self._before, _latest.offloading = _latest.offloading, weakref.ref(self)
 
-        self.operands: dict[int, tuple[Token, Any]] = {}
-        """The values that operands had before the run changed them, and how they lay in memory."""
+    def outside(self, storage: Any) -> Value | None:
+        """What a storage contained, if the run read it and no op made it."""
+        known = self._outsides.get(id(storage))
+        return known[1] if known is not None and known[0]() is storage else None
 
-    def remember(self, i: int, operand: Tensor) -> None:
-        """Note an operand that the run has changed in place, for a rerun will be given a copy of it."""
-        raw = internals.innermost(operand)
-        self.operands[i] = self.values.outside(raw.untyped_storage()), layout(raw)
+    def origin(self, tensor: Tensor) -> Origin | None:
+        """What tells a tensor from outside, for reruns that are given a copy of it; None where the run did not read it.
+
+        Its layout counts: the copy must have the same elements at the same places.
+        """
+        raw = internals.innermost(tensor)
+        value = self.outside(raw.untyped_storage()) if plain(raw) else None
+        return None if value is None else _origin(raw, value)
 
     def was_read(self, tensor: Tensor) -> bool:
         """Whether the run has read a tensor from outside, or what shares its memory; or that can't be told."""
         raw = internals.innermost(tensor)
-        return not plain(raw) or self.values.knows(raw.untyped_storage())
+        return not plain(raw) or self.outside(raw.untyped_storage()) is not None
 
     def fetch(self) -> None:
         """Start the way back of what is offloaded, here and for the next rerun."""
@@ -257,22 +143,192 @@ class Tape:
             for kept in () if tape is None else tape.kept.values():
                 kept.fetch()
 
-    def spared(self, token: Token) -> Op | None:
-        """The op with this number, if it need not run."""
-        return self._spared.get(token)
 
-    def keeps_all_of(self, op: Op) -> bool:
-        """Whether all that an op computed is kept."""
-        return all(value in self.kept for value in op.values)
+# The rerun.
 
-    def take(self, token: Token, name: str, left: dict[Token, int] | None) -> Any:
-        """The storage with a kept value, or None."""
-        kept = self.kept.get(token)
+
+class Replay(OpMode):
+    """Gives the ops of a rerun their kept results, and skips those that need not run."""
+
+    def __init__(self, tape: Tape, name: str, last: bool, *, sees_calls: bool = True) -> None:
+        """A rerun of the function `name`.
+
+        **Arguments:**
+
+        - `last`: whether no other rerun follows: then what is given back is kept no longer.
+        - `sees_calls`: see `OpMode`.
+        """
+        super().__init__(sees_calls)
+        tape.fetch()
+        self._tape = tape
+        self._name = name
+        self._last = last
+
+    def __enter__(self) -> Any:
+        self._hooks = internals.saved_tensors_hooks()
+        return super().__enter__()
+
+    def stands_for(self, copy: Tensor, origin: Origin | None) -> None:
+        """The rerun is given a copy of a tensor, because the forward has written to it."""
+        raw = internals.innermost(copy)
+        with internals.DisableTorchFunction():
+            if origin is not None and origin == _origin(raw, origin.value):
+                self._set(raw.untyped_storage(), origin.value)
+
+    def settle(self) -> None:
+        """Compute what the rerun's graph holds and was skipped. Called when the results are gone, and it is left."""
+        hollow = [c for c in self._contents.values() if c.hollow is not None]
+        self._contents.clear()
+        if hollow:
+            self._compute(hollow)
+
+    def _compute(self, contents: Iterable[Content]) -> None:
+        with internals.below_all_transforms(), internals.DisableTorchFunction():
+            self._fill(contents)
+
+    def _read(self, content: Content) -> None:
+        self._compute([content])
+
+    def _given_away(self, content: Content, key: Any) -> Value:
+        self._protect(content)
+        op = self._tape.ops.get(key)
+        return Value() if op is None else op.outputs[0]
+
+    def _outside(self, storage: Any) -> Value:
+        return self._tape.outside(storage) or Value()
+
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        facts = facts_of(func)
+        if facts.is_view:
+            if func is CONSTANT and (op := self._tape.ops.get(self._constant(args[0]))) is not None:
+                self._set(args[0].untyped_storage(), op.outputs[0])
+            return func(*args, **kwargs)
+        call = self._call(facts, args, kwargs)
+        if call is None:
+            return self._run(None, map(self._content, storages(tensors(args, kwargs))), facts, args, kwargs)
+        key, reads = call
+        op = self._tape.ops.get(key)
+        contents = [content for content, _ in reads]
+        # The user's code may read what goes in and comes out: in hooks for what is saved, in the rules of a custom op,
+        # in memory that it has too.
+        is_exposed = facts.is_custom or internals.saved_tensors_hooks() != self._hooks
+        is_exposed |= self._shares and any(c.is_shared for c in contents)
+        if is_exposed:
+            self._fill(contents)
+        if op is None or op.runs or (is_exposed and not op.is_view and not self._tape.kept.keys() >= {*op.values}):
+            return self._run(op, contents, facts, args, kwargs)
+        return func(*args, **kwargs) if op.is_view else self._skip(op, reads, facts, args, kwargs)
+
+    def _run(self, op: Op | None, reads: Iterable[Content], facts: OpFacts, args: Any, kwargs: Any) -> Any:
+        self._fill(reads)
+        changed = [*map(self._content, storages(facts.written(args, kwargs)))] if facts.writes else []
+        for content in changed:
+            self._protect(content)
+        out = facts.func(*args, **kwargs)
+        for i, content in enumerate(changed):
+            content.value = Value() if op is None else op.writes[i]
+        for t, value in () if op is None else zip(flat(out), op.outputs, strict=True):
+            if isinstance(value, Value):
+                self._set(t.untyped_storage(), value)
+        return out
+
+    def _skip(self, op: Op, reads: list[tuple[Content, Layout]], facts: OpFacts, args: Any, kwargs: Any) -> Any:
+        changed = facts.written(args, kwargs)
+        before = None
+        if op.after is not None:
+            before = op.after.now()
+            op.after.put_back()
+        recipe: Any = None
+        if not self._tape.kept.keys() >= {*op.values}:
+            operands = (Operand(self._cell(content), layout) for content, layout in reads)
+            given = _replaced(args, operands)
+            recipe = Recipe(facts, given, dict(zip(kwargs, _replaced(kwargs.values(), operands), strict=True)), before)
+            recipe.changes = [self._cell(self._content(t.untyped_storage())) for t in changed]
+        results = []
+        for i, x in enumerate(op.outputs):
+            if isinstance(x, Value):
+                kept = self._take(x)
+                t = _hollow(x) if kept is None else kept
+                content = self._set(t.untyped_storage(), x)
+                if kept is None:
+                    content.hollow = recipe.output(i)
+                results.append(t)
+            else:
+                results.append(changed[x.position] if isinstance(x, Changed) else x)
+        for i, t in enumerate(changed):
+            content = self._content(t.untyped_storage())
+            kept = self._take(op.writes[i])
+            if kept is not None:
+                self._protect(content)
+                bytes_of(t.untyped_storage()).copy_(bytes_of(kept.untyped_storage()))
+            content.hollow = recipe.write(i) if kept is None else None
+            content.value = op.writes[i]
+        return op.returns(results) if op.returns in (list, tuple) else results[0]
+
+    def _take(self, value: Value) -> Tensor | None:
+        kept = self._tape.kept.get(value)
         if kept is None:
             return None
-        storage = kept.get(name)
-        if left is not None:
-            left[token] = left.get(token, self._uses[token]) - 1
-            if left[token] == 0:
-                del self.kept[token]
-        return storage
+        tensor = kept.get(self._name)
+        if self._last:
+            del self._tape.kept[value]
+        return tensor
+
+    # What was skipped.
+
+    def _cell(self, content: Content) -> Cell:
+        """What a storage contains, for a recipe that reads it."""
+        if content.hollow is not None:
+            return content.hollow
+        cell = None if content.cell is None else content.cell()
+        if cell is None:
+            cell = Cell(content.storage())
+            content.cell = weakref.ref(cell)
+        return cell
+
+    def _protect(self, content: Content) -> None:
+        """The memory is about to be written to: recipes that read it go on with a copy."""
+        cell = None if content.cell is None else content.cell()
+        if cell is not None:
+            cell.storage = bytes_of(cell.storage).clone().untyped_storage()
+        content.cell = None
+
+    def _fill(self, contents: Iterable[Content]) -> None:
+        """Compute what storages should contain."""
+        for content in contents:
+            if (cell := content.hollow) is None or (storage := content.storage()) is None:
+                continue
+            compute([cell])
+            self._protect(content)
+            bytes_of(storage).copy_(bytes_of(cell.storage))
+            cell.storage, content.hollow = storage, None
+            content.cell = weakref.ref(cell)
+
+
+@functools.cache
+def _conspicuous(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.nan
+    return True if dtype is torch.bool else torch.iinfo(dtype).max
+
+
+def _hollow(value: Value) -> Tensor:
+    """A tensor for a value that is not there."""
+    layout = value.layout
+    size, stride, offset, dtype, is_conj, is_neg = layout
+    full = torch.full(size, _conspicuous(dtype), dtype=dtype, device=value.device)
+    if full.stride() == stride and full.nbytes == value.nbytes and not is_conj and not is_neg:
+        return full
+    full = torch.full((-(-value.nbytes // dtype.itemsize),), _conspicuous(dtype), dtype=dtype, device=value.device)
+    return layout.flagged(full.as_strided(size, stride, offset))
+
+
+def _replaced(args: Iterable[Any], operands: Iterator[Operand]) -> list[Any]:
+    """Arguments with operands in the place of tensors."""
+    found: list[Any] = []
+    for x in args:
+        if isinstance(x, Tensor):
+            found.append(next(operands))
+        else:
+            found.append(_replaced(x, operands) if isinstance(x, (list, tuple)) else x)
+    return found

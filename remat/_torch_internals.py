@@ -226,6 +226,11 @@ def memory_of(tensor: Tensor) -> int:
     return plain.untyped_storage()._cdata if plain.layout == torch.strided else id(plain)
 
 
+def in_use(storage: Any) -> bool:
+    """Whether a tensor lies in a storage, besides Python's look at it."""
+    return torch._C._storage_Use_Count(storage._cdata) > 1
+
+
 def two_that_share_memory(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:
     """Two tensors that lie in the same stretch of the same storage, if there are such."""
     found: dict[int, list[tuple[int, int, Tensor]]] = {}
@@ -805,6 +810,12 @@ def held_by(node: Any) -> Iterator[Any]:
         yield held_in(held) if isinstance(held, torch._C._autograd.SavedTensor) else held
 
 
+def packs(node: Any) -> bool:
+    """Whether hooks have put something in the place of a tensor that a node saves."""
+    saved = (held_in(s) for s in _saved_by(node, "_raw") if isinstance(s, torch._C._autograd.SavedTensor))
+    return any(held is not None and not isinstance(held, Tensor) for held in saved)
+
+
 def unpacked_by_hooks(nodes: Iterable[Any], checkpoints: type) -> Iterator[Tensor]:
     """The plain tensors that the user's hooks make of what they have put in the place of saved ones.
 
@@ -837,8 +848,9 @@ def saves_output(tensor: Tensor) -> bool:
             node = None if t is None else t.grad_fn
             if node is None:
                 continue
-            if hasattr(type(node), "saved_tensors"):
-                return True  # an autograd.Function: it may
+            kind: Any = type(node)
+            if hasattr(kind, "saved_tensors") and not issubclass(kind._forward_cls, SingleLevelFunction):
+                return True  # an autograd.Function of the user's: it may
             for held in held_by(node):
                 raw = innermost(held) if isinstance(held, Tensor) else None
                 if raw is not None and raw.layout is torch.strided and raw.untyped_storage() is storage:

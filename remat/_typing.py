@@ -39,5 +39,8 @@ class RepeatableCall(Protocol):
     def made_by_rerun(self, leaf: Tensor) -> bool:
         """Whether a rerun has made a leaf itself."""
 
+    def settle(self) -> None:
+        """Called when the results of a rerun are gone and only its graph is left."""
+
     def clean(self) -> None:
         """Called when the rerun's graph is gone: nothing of the rerun may be left."""

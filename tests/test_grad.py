@@ -1,4 +1,4 @@
-"""Functions under a `grad` that is the only transform: results, captures, memory and errors are those of the plain function."""
+"""Functions under a lone `grad`: results, captures, memory and errors are those of the plain function."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from remat._inspect._origins import Names
 from remat._inspect._residuals import Held, format_residuals, total_bytes
 from remat._inspect._tables import bytes_text
 from remat._remat import watchers
+from remat.policies import nothing_saveable
 
 _log = logging.getLogger("remat")
 _warned: set[str] = set()
@@ -104,7 +105,7 @@ class Watched:
         return see
 
     def _check_policy(self, call: Call, where: str) -> None:
-        if call.tape is not None and not call.tape.matched:
+        if call.tape is not None and not call.tape.matched and call.policy != nothing_saveable:
             self.warn(_NOTHING.format(policy=call.policy, name=call.name, where=where))
 
     def _check_place(self, name: str, where: str, drops: int, out: Any) -> None:

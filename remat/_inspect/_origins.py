@@ -17,7 +17,7 @@ from remat._closure import parts_of
 from remat._errors import call_site
 from remat._inspect._forward import tensors
 from remat._names import current_name
-from remat._values import schema_of
+from remat._ops import facts_of
 
 # What the function made.
 
@@ -63,7 +63,7 @@ class Origins(internals.DispatchMode):
                 continue
             if origin is None:
                 self.made[id(storage)] = _Origin(t, func)
-            elif func._schema.is_mutable and not schema_of(func).is_view:
+            elif func._schema.is_mutable and not facts_of(func).is_view:
                 origin.changed_by(func)
             elif (name := current_name()) is not None:
                 origin.named(name)

@@ -119,7 +119,8 @@ class Constant(Policy):
     """The same decision for every op: `everything_saveable` and `nothing_saveable`.
 
     To save everything is not to go without remat: values that neither the backward pass nor the rerun reads
-    are not kept. To save nothing is to give `remat` no policy.
+    are not kept. To save nothing is to keep what a function without a policy keeps, and not to compute again what
+    nobody needs.
 
     **Source:** `jax.checkpoint_policies`.
 

@@ -1,0 +1,138 @@
+"""What is known of aten ops and of the tensors that they take, whatever the values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+
+# They write to running_mean and running_var, which their schemas do not say.
+_WRITE_STATISTICS = {
+    getattr(torch.ops.aten, name).default
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+    if hasattr(torch.ops.aten, name)
+}
+
+
+class OpFacts:
+    """What is known of an op.
+
+    **Attributes:**
+
+    - `func`: the op.
+    - `is_custom`: whether it is not torch's own: its derivative may read memory in Python.
+    - `draws`: whether it draws random numbers.
+    - `is_view`: whether it computes nothing: what it returns lies in the memory that it was given.
+    - `writes`: whether it writes to arguments.
+    - `counts_writes`: whether torch counts that under a mode.
+    """
+
+    __slots__ = ("_statistics", "_written", "counts_writes", "draws", "func", "is_custom", "is_view", "writes")
+
+    def __init__(self, func: Any) -> None:
+        returns = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+        arguments = enumerate(func._schema.arguments)
+        self.func = func
+        self.is_custom = not internals.is_of_aten(func)
+        self.draws = torch.Tag.nondeterministic_seeded in func.tags
+        # `squeeze_` and the like write nothing.
+        self.is_view = torch.Tag.inplace_view in func.tags or not all(r.is_write for r in returns)
+        self.counts_writes = "_foreach_" not in func._schema.name
+        self._written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        self._statistics = func in _WRITE_STATISTICS
+        self.writes = bool(self._written) or self._statistics
+
+    def written(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """The tensors that a call writes to."""
+        if not self.writes:
+            return []
+        found: list[Any] = list(args[3:5]) if self._statistics and args[5] else []  # args[5]: in training
+        for i, name in self._written:
+            found += flat(args[i] if i < len(args) else kwargs.get(name))
+        return [t for t in found if isinstance(t, Tensor)]
+
+
+_facts: dict[int, OpFacts] = {}  # by identity: to hash an op takes longer than all that is asked here
+
+
+def facts_of(func: Any) -> OpFacts:
+    """What is known of an op."""
+    facts = _facts.get(id(func))
+    if facts is None:
+        facts = _facts[id(func)] = OpFacts(func)
+    return facts
+
+
+def flat(out: Any) -> Sequence[Any]:
+    """What an op takes or returns, as a sequence."""
+    return out if isinstance(out, (list, tuple)) else (out,)
+
+
+def tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors among the arguments of an op."""
+    found: list[Tensor] = []
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, (list, tuple)):
+            found += [t for t in x if isinstance(t, Tensor)]
+    return found
+
+
+@functools.cache
+def is_plain(kind: type[Tensor]) -> bool:
+    """Whether tensors of a class are like any other to the ops."""
+    return kind is torch.nn.Parameter or kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def plain(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor says what it is: not of a sparse, quantized, lazily zero one or a subclass."""
+    if not is_plain(type(tensor)) or tensor.layout is not torch.strided:
+        return False
+    return not tensor.is_quantized and not tensor._is_zerotensor()
+
+
+def storages(found: Iterable[Tensor]) -> list[Any]:
+    """The storages of those tensors that have one, plain or not."""
+    return [t.untyped_storage() for t in found if t.layout is torch.strided]
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
+
+    def over(self, storage: Any) -> Tensor:
+        """The tensor over a storage."""
+        with internals.DisableTorchDispatch():
+            empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+            return self.flagged(empty.set_(storage, self.offset, self.size, self.stride))
+
+    def flagged(self, tensor: Tensor) -> Tensor:
+        """A view that is lazily conjugated and negated as the tensor is."""
+        tensor = tensor.conj() if self.is_conj else tensor
+        return internals.negative_view(tensor) if self.is_neg else tensor
+
+
+make_layout: Callable[[Any], Layout] = functools.partial(tuple.__new__, Layout)  # what `Layout` calls, but sooner
+
+
+def layout_of(t: Tensor) -> Layout:
+    """How a tensor lies in its storage."""
+    return make_layout((t.size(), t.stride(), t.storage_offset(), t.dtype, t.is_conj(), t.is_neg()))
+
+
+def bytes_of(storage: Any) -> Tensor:
+    """A tensor over all of a storage."""
+    with internals.DisableTorchDispatch():
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
