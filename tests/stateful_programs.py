@@ -29,8 +29,7 @@ class Stateful(nn.Module):
         return self.program(self, x)
 
     def state(self) -> Any:
-        tensors = self.buffer, self.table, self.named, self.listed, self.grid, self.holder.h, self.pair, self.kept
-        return tensors
+        return self.buffer, self.table, self.named, self.listed, self.grid, self.holder.h, self.pair, self.kept
 
 
 def add_in_place(m: Any, x: Tensor) -> Tensor:

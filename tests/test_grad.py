@@ -337,7 +337,7 @@ def test_an_argument_that_was_changed_in_place_is_an_error(args: tuple[Tensor, T
     x, w = args
     y, pull = vjp(lambda x: remat(chain)(x, w), x)
     w.mul_(2)
-    with pytest.raises(CheckpointError, match="chain .* modified by an inplace operation"):
+    with pytest.raises(CheckpointError, match=r"chain .* modified by an inplace operation"):
         pull(y)
 
 

@@ -1,6 +1,5 @@
 """Functions under remat that call functions under remat."""
 
-import functools
 import gc
 import math
 import weakref
@@ -337,7 +336,7 @@ def test_what_another_function_does_now_is_an_error(monkeypatch: pytest.MonkeyPa
     x = leaf(numbers(3))
     y = remat(lambda x: remat(tanh)(x).cos())(x)
     monkeypatch.setattr(tanh, "__code__", (lambda x: torch.sin(x)).__code__)
-    with pytest.raises(CheckpointError, match="rerun of .* differs"):
+    with pytest.raises(CheckpointError, match=r"rerun of .* differs"):
         y.sum().backward()
 
 

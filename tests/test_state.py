@@ -1,6 +1,6 @@
 """What a function reads and writes outside changes between forward and rerun: right, or an error, never silent."""
 
-# ruff: noqa: PT017 - an error is one of two right answers
+
 
 import gc
 import random
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import grad, vjp, vmap
 from torch.nn import functional as F
 
-from remat import CheckpointError, RematError, checkpoint, is_rerunning, policies, remat
+from remat import CheckpointError, RematError, checkpoint, policies, remat
 from remat.debug import LiveBytes
 from remat.random import key, keyed
 
@@ -310,10 +310,10 @@ def test_cells_defaults_partials_and_self_are_as_at_the_call(transform: str) -> 
     def program(ck: Decorator, x: Tensor) -> Tensor:
         for k in (1.0, 2.0, 3.0):
             scaled = Scaled(k)
-            x = ck(lambda x: torch.sin(x * k))(x)  # noqa: B023
+            x = ck(lambda x: torch.sin(x * k))(x)
             x = ck(lambda x, k=k: torch.sin(x * k))(x)
             x = ck(scaled.method)(x)
-            x = ck(lambda x: scaled.method(x))(x)  # noqa: B023
+            x = ck(lambda x: scaled.method(x))(x)
         return x
 
     agree(program, transform)
