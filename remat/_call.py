@@ -12,6 +12,7 @@ import contextvars
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -41,6 +42,9 @@ _NOT_FOUND = (
 _HANDED_ON = (
     "remat: {} hands a tensor of shape {}, {} that it takes from outside straight to a transform or an extension, and "
     "no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
+)
+_OTHER_OPERANDS = (
+    "remat: the rerun of {} {} on tensor {} of the {} that it was given or that it captured, unlike its forward run. {}"
 )
 _CHANGED_SINCE = (
     "remat: a tensor of shape {}, {} that {} reads from outside was changed in place between its forward run and the "
@@ -147,6 +151,8 @@ class Call:
         self._originals: list[_Original] = []
         self._positions: list[int] = []
         """For each original, the operand that stands for it."""
+        self._in_cells: list[tuple[Tensor, int]] = []
+        """Tensors in cells that are no operands, and how often each had been written to."""
         closure = self._closure = Closure(self._operand_of)
         self._leaves = [self._add(x) if isinstance(x, Tensor) else closure.take_apart(x) for x in leaves]
         self._given = len(self.operands)
@@ -158,14 +164,18 @@ class Call:
         self._modes = Modes.current()
         self._variables = contextvars.copy_context()
         self._under_transforms = internals.transforms_active()
-        self._signature = Signature()
-        self._constants: list[tuple[weakref.ref[Tensor], int]] = []
+        self._has_tangents = internals.forward_ad_active()
+        self.signature = Signature()
+        self._constants: list[tuple[weakref.ref[Tensor], int, Any]] = []
+        self._cell_constants: list[tuple[weakref.ref[Tensor], int, Any]] = []
         self._temporary: set[Any] = set()
         self._survivors: list[weakref.ref[Tensor]] = []
         self._returned: list[tuple[int, torch.Size, torch.dtype]] = []
         self._rebuilders: list[Rebuilder] = []
         self._replays: list[Replay] = []
         self._rerun_looks: list[RerunLook] = []
+        self._reached: set[int] = set()
+        """The operands that the results depend on."""
         self.hooked: frozenset[int] = frozenset()
 
     def _add(self, tensor: Tensor) -> Operand:
@@ -177,7 +187,10 @@ class Call:
         return Operand(index)
 
     def _operand_of(self, tensor: Tensor) -> Any:
-        return self._add(tensor) if _matters(tensor) else tensor
+        if _matters(tensor):
+            return self._add(tensor)
+        self._in_cells.append((tensor, internals.version(tensor)))
+        return tensor
 
     # The forward.
 
@@ -214,7 +227,7 @@ class Call:
             if keys is not None and keys.position() != position:
                 self._drew_from = position
                 self._key = self._add(look.read(keys.key)).index
-        self._signature = look.signature
+        self.signature = look.signature
         self.nests = look.nests
         self.hooked = frozenset([level for level in look.signature.hooks if level is not None])
         return out
@@ -279,7 +292,7 @@ class Call:
         They are filled with NaN, so that a mistake would be loud, and have the derivative that the call would have.
         """
         captured = [original.ref() for original in forward._originals[forward._held :]]
-        captured += [ref() for ref, _ in forward._constants]
+        captured += [ref() for ref, *_ in forward._constants]
         if len(self.operands) != forward._held or any(t is None for t in captured):
             return None
         look = self._look = Look(self.name, self.operands[: self._given], None)
@@ -289,11 +302,11 @@ class Call:
                 look.read(t)
         self._survivors, self._temporary = [*forward._survivors], {*forward._temporary}
         self.since = internals.next_sequence_number()
-        self._signature = forward._signature
+        self.signature = forward.signature
         self.nests = forward.nests
         zeros = [
             t.flatten()[:0].sum()
-            for _, t, _ in look.outside.values()
+            for _, t, *_ in look.outside.values()
             if _matters(t) and (t.is_floating_point() or t.is_complex())
         ]
         assert forward._result is not None
@@ -309,7 +322,13 @@ class Call:
         """Add to the operands what the run was seen to read, and note what else it depends on."""
         constants = {}
         index = self._index
-        for key, (tensor, value, version) in look.outside.items():
+        for tensor, version in self._in_cells:
+            if id(tensor) not in look.copies:
+                read = look.outside.pop(id(tensor), None)
+                self._cell_constants.append((weakref.ref(tensor), version, read and read.reader))
+                if internals.version(tensor) != version:
+                    raise RematError(CHANGES.format(self.name, list(tensor.shape), tensor.dtype, "a place out of sight"))
+        for key, (tensor, value, version, _) in look.outside.items():
             if key in look.copies:
                 original = self._originals[self._add(tensor).index]
                 original.written = True
@@ -333,7 +352,8 @@ class Call:
                 self._originals[self._index[id(tensor)]].places.append(place)
             for key in look.handed_on & captured.keys():
                 self._must_have_place(key)
-        self._constants = [(weakref.ref(t), look.outside[key].version) for key, t in constants.items()]
+        for key, t in constants.items():
+            self._constants.append((weakref.ref(t), look.outside[key].version, look.outside[key].reader))
 
     def _values(self, look: Look) -> list[Tensor]:
         """The operands as the forward found them."""
@@ -379,13 +399,23 @@ class Call:
         """See that the forward depends on nothing but operands. Raises `Stranger`."""
         look = self._look
         assert look is not None
-        nodes = prove(values, operands, since, look.has_made)
+        nodes, reached = prove(values, operands, since, look.has_made)
+        self._reached |= reached
         if look.signature.tail is not None:
             later = [n for n in nodes if internals.sequence_number(n) >= look.tail_number]
             if not keep_no_tensors(later):
                 look.signature.tail = None
         if look.sets_hooks:  # they may hold the graph
             internals.forget_saved(nodes)
+
+    def compare_reached(self, operands: AbstractSet[int], complete: bool) -> None:
+        """See that a rerun depends on the operands that the forward depended on. `complete`: of all its results."""
+        if self._has_tangents:  # the graph of a tangent is another one
+            return
+        if not operands <= self._reached or (complete and operands != self._reached):
+            i = min(operands ^ self._reached)
+            how = "does not depend" if i in self._reached else "depends"
+            raise CheckpointError(_OTHER_OPERANDS.format(self.name, how, i + 1, len(self._positions), PURITY))
 
     def made_by_rerun(self, leaf: Tensor) -> bool:
         """Whether a rerun has made a leaf itself."""
@@ -412,8 +442,8 @@ class Call:
         _rerunning.set(True)
         inputs = [operands[i] for i in self._positions]
         swaps, fill, originals = self._place(inputs)  # the originals are held, for they are known by their identities
-        look = RerunLook(self.name, self._signature, swaps, inputs, self.level)
-        look.allow(self._allowed(), self._temporary)
+        look = RerunLook(self.name, self.signature, swaps, inputs, self.level)
+        look.allow(self._known_constants(), self._alive(), self._temporary)
         look.spares_tail = self.tape is None and not internals.tracing()
         self._rerun_looks.append(look)
         rebuild = self._closure.rebuilder(inputs)
@@ -472,14 +502,18 @@ class Call:
                 raise RematError(_HANDED_ON.format(self.name, list(operand.shape), operand.dtype))
         return swaps, fill, originals
 
-    def _allowed(self) -> Iterator[int]:
-        """The identities of tensors that reruns may read besides operands."""
-        for ref, version in self._constants:
+    def _known_constants(self) -> dict[int, Any]:
+        """What the forward read from outside and is no operand, as `RerunLook.allow` wants it."""
+        found = {}
+        for ref, version, reader in (*self._constants, *self._cell_constants):
             tensor = ref()
             if tensor is not None:
                 if internals.version(tensor) != version:
                     raise CheckpointError(_CHANGED_SINCE.format(list(tensor.shape), tensor.dtype, self.name))
-                yield id(tensor)
+                found[id(tensor)] = reader, tensor.shape, tensor.dtype
+        return found
+
+    def _alive(self) -> Iterator[int]:
         for ref in self._survivors:
             tensor = ref()
             if tensor is not None:
@@ -518,8 +552,8 @@ class Call:
         assert look is not None
         self._survivors += look.survivors()
         self._temporary |= look.temporary()
-        self._constants = [(ref, version) for ref, version in self._constants if ref() is not None]
-        self._objects, self.operands = [], []
+        self._constants = [constant for constant in self._constants if constant[0]() is not None]
+        self._objects, self.operands, self._in_cells = [], [], []
         self._index = {}
 
 

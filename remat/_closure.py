@@ -116,6 +116,8 @@ class Closure:
         self._operand_of = operand_of
         self._functions: dict[int, _Function] = {}
         self._contents: dict[int, Any] = {}
+        self._unchanged: set[int] = set()
+        """Functions that need not be put together again."""
         self._is_recursive = False
         self._begun: list[Any] = []  # held, for keys are identities
         self.objects: list[Any] = []
@@ -152,8 +154,8 @@ class Closure:
 
     def _function(self, old: types.FunctionType) -> Any:
         key = id(old)
-        if key in self._functions:
-            return _Reference(key)
+        if key in self._functions or key in self._unchanged:
+            return old if key in self._unchanged else _Reference(key)
         if any(old is f for f in self._begun):
             self._is_recursive = True
             return _Reference(key)
@@ -170,6 +172,7 @@ class Closure:
                 if _is_full(cell):
                     self._contents[id(cell)] = self.take_apart(cell.cell_contents)
         if not cells and not is_part(defaults) and not any(map(is_part, kwdefaults.values())):
+            self._unchanged.add(key)
             return old
         self._functions[key] = _Function(old, defaults, kwdefaults, cells)
         return _Reference(key)

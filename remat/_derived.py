@@ -43,19 +43,22 @@ class Derived:
     - `call`: the call.
     - `run`: the function, from tensors to a list of tensors.
     - `is_vjp`: whether it takes a gradient. Its reruns have leaves of their own.
+    - `is_whole`: whether it computes what the call computes, and no derivative of it.
     - `since`: all autograd nodes with higher sequence numbers were made in its run, or later.
     """
 
     since = -1
+    is_whole = True
 
     def __init__(self, call: RepeatableCall, run: Callable[..., list[Any]], is_vjp: bool = False) -> None:
         self.call = call
         self.run = run
         self.is_vjp = is_vjp
 
-    def then(self, run: Callable[..., list[Any]], is_vjp: bool = False) -> Derived:
+    def then(self, run: Callable[..., list[Any]], is_vjp: bool = False, is_whole: bool = False) -> Derived:
         """A function derived from this one."""
         derived = Derived(self.call, run, self.is_vjp or is_vjp)
+        derived.is_whole = self.is_whole and is_whole
         derived.since = self.since
         return derived
 
@@ -108,12 +111,15 @@ def vjp(
                 inputs = _leaves(operands, leaves, record)
                 since = internals.next_sequence_number()
                 values = fn.run(*inputs)
-                _prove_rerun(fn, [values[o] for o in outs], inputs, since)
+                _prove_rerun(fn, [values[o] for o in outs], inputs, since, len(outs) == len(values))
                 edges, given = _graph_alone(call, values, outs, cotangents)
         else:
             with internals.grad_level() as lift:
                 inputs = [lift(t) if i in leaves else t for i, t in enumerate(operands)]
-                edges, given = _graph_alone(call, fn.run(*inputs), outs, cotangents)
+                since = internals.next_sequence_number()
+                values = fn.run(*inputs)
+                _prove_rerun(fn, [values[o] for o in outs], inputs, since, len(outs) == len(values))
+                edges, given = _graph_alone(call, values, outs, cotangents)
         if not given:
             return [None] * len(wrt)
         sized = [(size, [d for d, e in zip(dims, edges, strict=True) if e is not None]) for size, dims in batches]
@@ -125,12 +131,21 @@ def vjp(
     return fn.then(pullback, is_vjp=True)
 
 
-def _prove_rerun(fn: Derived, values: Sequence[Tensor], inputs: Sequence[Tensor], since: int) -> None:
-    """See that a rerun depends on nothing but its inputs."""
+def _prove_rerun(
+    fn: Derived, values: Sequence[Tensor], inputs: Sequence[Tensor], since: int, complete: bool
+) -> None:
+    """See that a rerun depends on the inputs that the forward depended on, and on nothing else.
+
+    **Arguments:**
+
+    - `complete`: whether these are all values.
+    """
     try:
-        prove(values, inputs, since, (lambda leaf: True) if fn.is_vjp else fn.call.made_by_rerun)
+        proof = prove(values, inputs, since, (lambda leaf: True) if fn.is_vjp else fn.call.made_by_rerun)
     except Stranger as stranger:
         raise RematError(_UNSEEN.format(fn.call.name, stranger)) from None
+    if fn.is_whole and not internals.forward_ad_active():
+        fn.call.compare_reached(proof.reached, complete)
 
 
 def _graph_alone(
@@ -251,7 +266,7 @@ def vmap(fn: Derived, in_dims: Sequence[int | None], batched: Sequence[bool], si
             pairs = [internals.unwrap_batched(v, level) for v in fn.run(*inputs)]
         return [at_front(v, d, size) if b else v for (v, d), b in zip(pairs, batched, strict=True)]
 
-    return fn.then(mapped)
+    return fn.then(mapped, is_whole=True)
 
 
 def functionalize(fn: Derived, reapply_views: bool) -> Derived:
@@ -262,7 +277,7 @@ def functionalize(fn: Derived, reapply_views: bool) -> Derived:
             values = fn.run(*(internals.wrap_functional(t, level) for t in operands))
             return [internals.unwrap_functional(v, reapply_views) for v in values]
 
-    return fn.then(functional)
+    return fn.then(functional, is_whole=True)
 
 
 def at_front(value: Tensor, dim: int | None, size: int) -> Tensor:

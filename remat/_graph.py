@@ -12,7 +12,7 @@ its `.grad`, has the highest number.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -65,52 +65,84 @@ def _is_since(node: Any, since: int) -> bool:
     return node is not None and since <= internals.sequence_number(node) < internals.LEAF_NUMBER
 
 
+class Proof(NamedTuple):
+    """What values depend on, at the top level."""
+
+    nodes: list[Any]
+    """The nodes made since the run began."""
+    reached: set[int]
+    """Positions of operands."""
+
+
 def prove(
     values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_own: Callable[[Tensor], bool]
-) -> list[Any]:
-    """The nodes made since `since` that values depend on, at the top level. Raises `Stranger`: NOTE [the proof].
+) -> Proof:
+    """See that values depend on nothing but operands. Raises `Stranger`: NOTE [the proof].
 
     **Arguments:**
 
     - `is_own`: whether the run has made a leaf itself.
     """
-    ends: set[tuple[Any, int]] = set()
-    leaves: set[int] = set()
-    for t in operands:
+    ends: dict[tuple[Any, int], int] = {}
+    leaves: dict[int, int] = {}
+    for i, t in enumerate(operands):
         if t.requires_grad:
             edges = edges_of(t, since)
-            ends.update(edges)
+            if edges:
+                ends[edges[0]] = i
+            for edge in edges[1:]:
+                ends.setdefault(edge, i)
             if not edges:
-                leaves.add(id(t))
+                leaves[id(t)] = i
             elif edges[-1][0] is not None and hasattr(edges[-1][0], "variable"):
-                leaves.add(id(edges[-1][0].variable))
+                leaves[id(edges[-1][0].variable)] = i
     seen: set[Any] = set()
     nodes: list[Any] = []
+    reached: set[int] = set()
     for v in values:
         node = v.grad_fn
-        if node is not None and node not in seen and (node, v.output_nr) not in ends:
-            if internals.sequence_number(node) < since:
-                raise Stranger((node, v.output_nr), node)
+        if node is None or node in seen:
+            continue
+        end = ends.get((node, v.output_nr))
+        if end is not None:
+            reached.add(end)
+        elif internals.sequence_number(node) < since:
+            raise Stranger((node, v.output_nr), node)
+        else:
             seen.add(node)
             nodes.append(node)
     for reader in nodes:  # it grows
         for edge in reader.next_functions:
             node = edge[0]
-            if node is None or node in seen or edge in ends:
+            if node is None or node in seen:
+                continue
+            end = ends.get(edge)
+            if end is not None:
+                reached.add(end)
                 continue
             leaf = getattr(node, "variable", None)
-            number = internals.sequence_number(node)
-            if number >= since and leaf is None:  # one that raises, for an op without a derivative, has the highest too
+            if leaf is None:
+                if internals.sequence_number(node) < since:
+                    raise Stranger(edge, reader)
+                # The node of an op without a derivative, which raises, has as high a number as that of a leaf.
                 seen.add(node)
                 nodes.append(node)
-            elif leaf is None or not (id(leaf) in leaves or is_own(leaf) or _is_of_one(node, operands)):
-                raise Stranger(edge, reader)
-    return nodes
+            elif id(leaf) in leaves:
+                reached.add(leaves[id(leaf)])
+            elif not is_own(leaf):
+                position = _of_one(node, operands)
+                if position is None:
+                    raise Stranger(edge, reader)
+                reached.add(position)
+    return Proof(nodes, reached)
 
 
-def _is_of_one(accumulator: Any, tensors: Sequence[Tensor]) -> bool:
-    """Whether gradients of one of the tensors are added up by this node. One that hooks have saved is a copy."""
-    return any(t.requires_grad and t.is_leaf and internals.gradient_edge(t).node is accumulator for t in tensors)
+def _of_one(accumulator: Any, tensors: Sequence[Tensor]) -> int | None:
+    """The position of the tensor whose gradients are added up by a node. One that hooks have saved is a copy."""
+    for i, t in enumerate(tensors):
+        if t.requires_grad and t.is_leaf and internals.gradient_edge(t).node is accumulator:
+            return i
+    return None
 
 
 def layers(tensor: Tensor) -> list[Tensor]:

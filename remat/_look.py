@@ -49,6 +49,11 @@ _LAZY = (
     "remat: {} calls a lazy module that has yet to make its parameters, and a rerun would begin after that. Call it "
     "once before, in torch.no_grad()."
 )
+_REPLACED = (
+    "remat: in the rerun of {}, {} reads a tensor of shape {}, {} that the forward has made, where the forward read "
+    "another one from outside: the function has replaced it. Write to it in place (self.mean.copy_(...)), which happens "
+    "once, or pass it as an argument."
+)
 _STRANGER = (
     "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, which its forward did not read. {} If "
     "it is a cache that the forward has filled (use_cache=True), switch the cache off."
@@ -108,6 +113,8 @@ class Read(NamedTuple):
     """What stood for it: in the rerun of an outer function that may be another tensor."""
     version: int
     """How often it had been written to, at the first read."""
+    reader: Any
+    """The function that read it first; None where it was given."""
 
 
 class Look(TorchFunctionMode):
@@ -132,6 +139,7 @@ class Look(TorchFunctionMode):
     nests = False
     sets_hooks = False
     tail_number = 0
+    _reader: Any = None
     _memory: dict[int, list[int]] | None = None
 
     def __init__(self, name: str, given: Iterable[Tensor], random: Any) -> None:
@@ -196,13 +204,16 @@ class Look(TorchFunctionMode):
         for a in args:
             if isinstance(a, Tensor):
                 if id(a) not in known:
+                    self._reader = func
                     args = self._seen(args)
                     break
             elif type(a) not in _SCALARS and isinstance(a, _CONTAINERS):
+                self._reader = func
                 args = self._seen(args)
                 break
         effects = effects_of(func)
         if kwargs or effects.acts:
+            self._reader = func
             named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
             return self._call(effects, func, args, named)
         if effects is ORDINARY:
@@ -213,7 +224,7 @@ class Look(TorchFunctionMode):
         if type(out) is Tensor and not internals.is_wrapper(out):
             known.add(id(out))
             if out.requires_grad:
-                self._note(func, hash(out.shape))
+                self._note(func, _hash_of(out))
             elif id(out) not in self.outside:
                 self._unkept.append(weakref.ref(out))
         elif type(out) not in _SCALARS:
@@ -303,7 +314,7 @@ class Look(TorchFunctionMode):
         return value
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
-        self.outside[id(tensor)] = Read(tensor, value, internals.version(value))
+        self.outside[id(tensor)] = Read(tensor, value, internals.version(value), self._reader)
         self._known.add(id(value))
         if self._memory is not None:
             self._memory.setdefault(internals.memory_of(value), []).append(id(tensor))
@@ -352,7 +363,7 @@ class Look(TorchFunctionMode):
         signature = self.signature
         position = len(signature.calls)
         signature.tail = None
-        self.add_results(name, out)
+        self.add_results((name, hash(tuple(call.signature.calls))), out)
         if call.can_stand_in and len(signature.calls) > position:
             signature.tail, signature.tail_call = position, call
             self.tail_number = internals.next_sequence_number()
@@ -374,8 +385,7 @@ class Look(TorchFunctionMode):
             elif id(t) not in self.outside:
                 self._unkept.append(weakref.ref(t))
         if differentiated and listed:
-            shapes = [() if t.is_nested else t.shape for t in found]  # those of nested ones are new symbols each time
-            self._note(func, hash(shapes[0] if out is found[0] else tuple(shapes)))
+            self._note(func, _hash_of(out) if out is found[0] else hash(tuple(map(_hash_of, found))))
 
     def _know_layers(self, tensor: Tensor) -> None:
         """A tensor was made, and so were those that it wraps: a transform inside of the function may unwrap it."""
@@ -399,7 +409,7 @@ class Look(TorchFunctionMode):
 
     def temporary(self) -> set[Any]:
         """Shapes and dtypes of the tensors that were read from outside and are gone: the function makes them anew."""
-        refs = [(weakref.ref(t), t.shape, t.dtype) for t, _, _ in self.outside.values()]
+        refs = [(weakref.ref(t), t.shape, t.dtype) for t, *_ in self.outside.values()]
         self.outside.clear()
         return {(shape, dtype) for ref, shape, dtype in refs if ref() is None}
 
@@ -447,21 +457,25 @@ class RerunLook(Look):
         self._read: set[int] = set()
         """Tensors that it reads and may have made out of sight."""
         self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
+        self._read_survivors: list[tuple[Any, torch.Size, torch.dtype]] = []
 
     def begin(self, outer: Look | None) -> None:
         identities = [id(t) for t in self._given]
         self._known.update(identities)
         self.outside = dict.fromkeys(identities, None)
 
-    def allow(self, others: Iterable[int], temporary: set[Any]) -> None:
+    def allow(self, constants: dict[int, Any], survivors: Iterable[int], temporary: set[Any]) -> None:
         """Say what it may read besides operands.
 
         **Arguments:**
 
-        - `others`: identities of tensors.
+        - `constants`: by identity, what the forward read from outside, with the function that read it first, shape
+            and dtype.
+        - `survivors`: identities of what the forward made and somebody keeps.
         - `temporary`: shapes and dtypes of tensors that the forward read and that were gone at its end.
         """
-        self._known.update(others)
+        self._constants = constants
+        self._survivors = set(survivors)
         self._temporary = temporary
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
@@ -471,7 +485,14 @@ class RerunLook(Look):
         operand = self._swaps.get(key)
         if operand is not None:
             return operand
-        if internals.level_of(tensor) > self.depth:
+        if key in self._constants:
+            del self._constants[key]
+        elif key in self._survivors:
+            self._read_survivors.append((self._reader, tensor.shape, tensor.dtype))
+            if internals.is_dead(tensor):  # made under a transform that is over
+                self._swaps[key] = tensor = internals.unwrap_dead(tensor)
+                key = id(tensor)
+        elif internals.level_of(tensor) > self.depth:
             inner = internals.unwrapped(tensor)
             if self.read(inner, handed_on=True) is not inner:
                 raise CheckpointError(
@@ -497,7 +518,7 @@ class RerunLook(Look):
     def spared_call(self, name: str) -> Any:
         forward, position = self._forward, self._position
         at_tail = self.spares_tail and position == forward.tail
-        return forward.tail_call if at_tail and forward.calls[position][0] == name else None
+        return forward.tail_call if at_tail and forward.calls[position][0][0] == name else None
 
     def before_write(self, written: Tensor) -> None:
         """What the forward wrote to is a copy here."""
@@ -543,9 +564,20 @@ class RerunLook(Look):
                 f"remat: the rerun of {self.name} ended after {self._position} of {len(calls)} torch calls; the "
                 f"forward went on with {_name_of(calls[self._position][0])}. {PURITY}"
             )
+        unread = self._constants.values() if self._read_survivors else ()
+        for read in self._read_survivors:
+            if read in unread:
+                raise CheckpointError(_REPLACED.format(self.name, _name_of(read[0]), list(read[1]), read[2]))
+
+
+def _hash_of(tensor: Tensor) -> int:
+    """A hash of shape and dtype. The lengths in a nested tensor are new symbols each time, or there are none."""
+    return hash(tensor.dtype if tensor.is_nested else (tensor.shape, tensor.dtype))
 
 
 def _name_of(func: Any) -> str:
+    if isinstance(func, tuple):  # a call of a function under remat, with a hash of its signature
+        return str(func[0])
     return resolve_name(func) or getattr(func, "__qualname__", None) or str(func)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from remat._closure import ATOMS, parts_of
+from remat._errors import RematError
 
 Place = tuple[Any, Any]
 """A dict or list, and a key of it."""
@@ -80,6 +81,11 @@ def places_in_modules(objects: Iterable[Any], tensors: Iterable[Tensor]) -> dict
     for module in _modules_near(objects):
         if not left:
             break
+        if isinstance(module, torch.jit.ScriptModule):
+            raise RematError(
+                f"remat: got a ScriptModule, {module.original_name}: the tensors that it reads are out of sight. Call the "
+                "function through remat.checkpoint(..., use_reentrant=False)."
+            )
         index = _indices.get(module)
         if index is None:
             index = _indices[module] = _Index(module)

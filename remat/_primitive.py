@@ -59,7 +59,8 @@ class Link:
         self.leaves = fn.call.leaves.union([i for i, t in enumerate(operands) if t.requires_grad])
         """The operands that are differentiated. They are in each rerun, so that its signature is that of the forward."""
         self.thread = threading.get_ident()
-        self.versions = internals.memory_versions(operands)
+        self.versions = internals.memory_versions(operands) if level else []
+        """How often operands had been written to. Below all transforms autograd sees to that."""
 
     def check_versions(self, saved: Sequence[Tensor]) -> None:
         """See that nobody has written to the operands since."""
@@ -104,8 +105,9 @@ class RematNode(internals.SingleLevelFunction):
         if any(c is not None for c in cotangents):  # else a function cuts the graph, and the node may have been freed
             link: Link = ctx.link
             operands = _saved(ctx, link)
-            with internals.DisableTorchFunction():
-                link.check_versions(operands)
+            if link.versions:
+                with internals.DisableTorchFunction():
+                    link.check_versions(operands)
             grads = gradients(link, operands, needed, cotangents)
         if not internals.graph_is_retained():
             ctx.link = ctx.tape = None  # what the function closes over goes with the saved operands

@@ -84,15 +84,8 @@ class Recorder(OpMode):
         """What a graph that holds nothing would save."""
         self._outsides: dict[int, tuple[weakref.ref[Any], Value]] = {}
 
-    def __enter__(self) -> Any:
-        # A cast that autocast has kept from an earlier call would not be seen, and reruns cast themselves.
-        self._keeps_casts = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-        return super().__enter__()
-
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
-        torch.set_autocast_cache_enabled(self._keeps_casts)
         # Torch takes a TypeError inside of `x @ y` for "not implemented".
         if isinstance(error, TypeError) and self._complaint not in (None, str(error)):
             raise TypeError(self._complaint) from None

@@ -39,6 +39,9 @@ class RepeatableCall(Protocol):
     def made_by_rerun(self, leaf: Tensor) -> bool:
         """Whether a rerun has made a leaf itself."""
 
+    def compare_reached(self, operands: AbstractSet[int], complete: bool) -> None:
+        """See that a rerun depends on the operands that the forward depended on. `complete`: of all its results."""
+
     def settle(self) -> None:
         """Called when the results of a rerun are gone and only its graph is left."""
 
