@@ -992,12 +992,13 @@ def made_inside_and_captured_inside(ck: Any, x: Tensor) -> Tensor:
     return ck(fun)(x)
 
 
-def mapped_below_another_call(ck: Any, x: Tensor) -> Tensor:
-    other = numbers(3, 3)
+OTHER = numbers(3, 3)
 
+
+def mapped_below_another_call(ck: Any, x: Tensor) -> Tensor:
     def fun(row: Tensor) -> Tensor:
         held = Holder(w=row)
-        y = ck(lambda _: ck(held.method)(other))(row)
+        y = ck(lambda _: ck(held.method)(OTHER))(row)
         return y + y
 
     return vmap(fun)(x)

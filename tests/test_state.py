@@ -1,7 +1,5 @@
 """What a function reads and writes outside changes between forward and rerun: right, or an error, never silent."""
 
-
-
 import gc
 import random
 import threading
@@ -347,7 +345,9 @@ def test_a_flag_that_is_flipped_is_an_error(transform: str, depth: int) -> None:
         FLAG[0] = False
         return y
 
-    with pytest.raises(CheckpointError, match=r"differs .*call \d it calls .*exp, at .*test_state\.py:\d+.*sin"):
+    with pytest.raises(
+        CheckpointError, match=r"differs .*call \d it calls .*(exp|<lambda>|branch), at .*test_state\.py:\d+"
+    ):
         gradient(program, remat, transform)
 
 
