@@ -123,6 +123,8 @@ class Remembered(NamedTuple):
     lost: list[Any]
     signature: Signature
     nests: bool
+    reached: list[int]
+    """Positions, in `given` and then `found`, of those that the results depend on."""
     result: tuple[list[Any], _tree.PyTreeSpec]
     """What it returned, without tensors."""
     returned: list[tuple[int, torch.Size, torch.dtype]]
@@ -156,6 +158,7 @@ class Call:
     _recorder: Recorder | None = None
     _result: tuple[list[Any], _tree.PyTreeSpec] | None = None
     _look: Look | None = None
+    _stands_in = False
     _places: Mapping[int, list[Place]] = MappingProxyType({})
     """By identity, the places that are known from the forward of an outer function."""
 
@@ -311,8 +314,9 @@ class Call:
         given = [original.ref for original in self._originals[: self._held]]
         found = [(original.ref, original.places) for original in self._originals[self._held :]]
         found += [(ref, []) for ref, *_ in self._constants]
+        reached = [i for i, position in enumerate(self._positions) if position in self._reached]
         return Remembered(
-            given, found, self._survivors, self._lost, self.signature, self.nests, self._result, self._returned
+            given, found, self._survivors, self._lost, self.signature, self.nests, reached, self._result, self._returned
         )
 
     def stand_in(self, forward: Remembered, outer: Look) -> Any:
@@ -328,16 +332,14 @@ class Call:
         for t in (*self.operands, *found, *(ref() for ref in forward.given)):
             if t is not None:
                 look.read(t)
+        self._stands_in = True
         self._places = {id(ref()): places for ref, places in forward.found}
         self._survivors, self._lost = [*forward.survivors], [*forward.lost]
         self.since = internals.next_sequence_number()
         self.signature = forward.signature
         self.nests = forward.nests
-        zeros = [
-            t.flatten()[:0].sum()
-            for _, t, *_ in look.outside.values()
-            if _matters(t) and (t.is_floating_point() or t.is_complex())
-        ]
+        originals = [*self.operands, *found]
+        zeros = [look.outside[id(originals[i])].value.flatten()[:0].sum() for i in forward.reached]
         leaves, spec = forward.result
         leaves = list(leaves)
         for i, shape, dtype in forward.returned:
@@ -351,11 +353,11 @@ class Call:
         constants = {}
         index = self._index
         for tensor, version in self._in_cells:
-            if id(tensor) not in look.copies:
-                read = look.outside.pop(id(tensor), None)
+            read = look.outside.pop(id(tensor), None) if id(tensor) not in look.copies else None
+            if read is not None or self._stands_in:
                 self._cell_constants.append((weakref.ref(tensor), version, read and read.reader))
-                if internals.version(tensor) != version:
-                    raise RematError(CHANGES.format(self.name, list(tensor.shape), tensor.dtype, "a place out of sight"))
+            if read is not None and internals.version(tensor) != version:
+                raise RematError(CHANGES.format(self.name, list(tensor.shape), tensor.dtype, "a place out of sight"))
         for key, (tensor, value, version, _) in look.outside.items():
             if key in look.copies:
                 original = self._originals[self._add(tensor).index]

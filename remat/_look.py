@@ -542,7 +542,7 @@ class RerunLook(Look):
         if position == len(calls):
             then = "had ended"
         elif calls[position][0] is func:
-            then = "got another shape"
+            then = "got another shape or dtype"
         else:
             then = f"called {_name_of(calls[position][0])}"
         raise CheckpointError(

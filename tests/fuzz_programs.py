@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import re
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -65,6 +66,16 @@ class Affine:
 
     def method(self, h: Tensor) -> Tensor:
         return self(h)
+
+
+class Slots:
+    """Holds two tensors where no search finds them."""
+
+    __slots__ = ("a", "b")
+
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        self.a = a
+        self.b = b
 
 
 LINEAR = nn.Linear(3, 3).double()
@@ -223,7 +234,7 @@ def double_backward(f: Any) -> Any:
 
 
 # What the source can name.
-NAMES = {**vars(torch.func), **globals(), "F": F, "SimpleNamespace": SimpleNamespace}
+NAMES = {**vars(torch.func), **globals(), "F": F, "SimpleNamespace": SimpleNamespace, "deque": deque}
 
 
 class Example:
@@ -368,6 +379,10 @@ CHANGES = """
 CHANGES = [line.strip() for line in CHANGES.splitlines() if line.strip()]
 
 
+HIDDEN = ["deque([{}, {}])", "Slots({}, {})"]
+COUNTS = ["add_(0.25)", "mul_(0.5)", "copy_({c} * 0.5 + 0.1)".format(c="torch.full((3,), 0.5, dtype=torch.float64)")]
+
+
 class _Scope:
     """The lines of a body, the values of its names, and the tensors that can be read in it."""
 
@@ -377,10 +392,12 @@ class _Scope:
         self.readable: list[str] = []  # expressions, the latest last
         self.own: list[str] = []  # names that can be bound again
         self.lines: list[str] = []
+        self.counters: list[str] = []  # names of tensors that are written to
 
     def inner(self) -> _Scope:
         scope = _Scope(self.names, self.values)
         scope.readable = list(self.readable)
+        scope.counters = list(self.counters)
         return scope
 
     def new(self, letter: str = "v") -> str:
@@ -489,11 +506,42 @@ def _container(draw: Any, scope: _Scope) -> None:
     """Hold tensors in something, from where functions read them."""
     a, b = draw(_read(scope)), draw(_read(scope))
     name = scope.new("o")
-    form = draw(st.sampled_from(["[{}, {}]", "{{'a': {}, 'b': ({},)}}", "SimpleNamespace(a={}, b={})"]))
+    form = draw(st.sampled_from(["[{}, {}]", "{{'a': {}, 'b': ({},)}}", "SimpleNamespace(a={}, b={})", *HIDDEN]))
     scope.lines.append(f"{name} = {form.format(a, b)}")
     scope.define(name, scope.value(form.format(a, b)))
-    if "Simple" in form:
+    if "a=" in form or "Slots" in form:
         scope.readable += [f"{name}.a", f"{name}.b"]
+    elif "deque" in form:
+        scope.readable = [e for e in scope.readable if not _mentions(e, name)] + [f"{name}[0]", f"{name}[1]"]
+
+
+@st.composite
+def _outside(draw: Any, scope: _Scope) -> None:
+    """A tensor that functions under remat write to: a counter."""
+    name = scope.new("c")
+    scope.lines.append(f"{name} = torch.full((3,), 0.5, dtype=torch.float64)")
+    scope.values[name] = torch.full((3,), 0.5, dtype=torch.float64)
+    scope.counters.append(name)
+
+
+@st.composite
+def _count(draw: Any, scope: _Scope) -> None:
+    if not scope.counters:
+        return
+    counter, name = draw(st.sampled_from(scope.counters)), scope.new()
+    scope.lines.append(f"{counter}.{draw(st.sampled_from(COUNTS))}")
+    scope.lines.append(f"{name} = {counter} * {draw(_read(scope))}.sum()")
+    scope.define(name, scope.value(scope.lines[-1].partition(" = ")[2]))
+    scope.own.append(name)
+
+
+@st.composite
+def _hook(draw: Any, scope: _Scope) -> None:
+    """A hook on a tensor that was just made. It is not called where nothing is differentiated."""
+    name = scope.new()
+    scope.lines.append(f"{name} = torch.sin({draw(_read(scope))})")
+    scope.define(name, scope.value(scope.lines[-1].partition(" = ")[2]))
+    scope.lines.append(f"{name}.requires_grad and {name}.register_hook(lambda g: g * 0.5)")
 
 
 @st.composite
@@ -559,9 +607,11 @@ def _loop(draw: Any, scope: _Scope, depth: int) -> None:
 
 @st.composite
 def _statements(draw: Any, scope: _Scope, depth: int) -> None:
-    kinds = [_assignment] * 4 + [_copy_and_change, _container]
+    kinds = [_assignment] * 6 + [_copy_and_change, _container, _container, _count, _outside if depth == 0 else _count]
+    if depth:
+        kinds.append(_hook)
     if depth < 3:
-        kinds += [partial(_block, depth=depth)] * 2 + [partial(_loop, depth=depth)]
+        kinds += [partial(_block, depth=depth)] * 3 + [partial(_loop, depth=depth)]
     for _ in range(6 - depth):
         if not _percent(draw, 80 - 10 * depth):
             break

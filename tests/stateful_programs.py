@@ -23,15 +23,13 @@ class Stateful(nn.Module):
         self.holder = SimpleNamespace(h=numbers(3, seed=9))
         self.flags: dict[str, Any] = {}
         self.pair: Any = None
-        self.history = [0] * 2000
         self.kept: Any = ([numbers(3, seed=10)], {"n": 1})
 
     def forward(self, x: Tensor) -> Tensor:
         return self.program(self, x)
 
     def state(self) -> Any:
-        tensors = self.buffer, self.table, self.named, self.listed, self.grid, self.holder.h, self.pair, self.kept
-        return tensors, self.history[2000:]
+        return self.buffer, self.table, self.named, self.listed, self.grid, self.holder.h, self.pair, self.kept
 
 
 def add_in_place(m: Any, x: Tensor) -> Tensor:
@@ -83,11 +81,6 @@ def change_item(m: Any, x: Tensor) -> Tensor:
 def append(m: Any, x: Tensor) -> Tensor:
     m.listed.append(m.listed[-1] * 2)
     return x.sin() * m.listed[-1]
-
-
-def append_to_a_long_list(m: Any, x: Tensor) -> Tensor:
-    m.history.append(len(m.history))
-    return x.sin() * len(m.history)
 
 
 def a_new_key(m: Any, x: Tensor) -> Tensor:
@@ -175,12 +168,6 @@ def a_flag_in_a_dict(m: Any, x: Tensor) -> Tensor:
     return x.sin() * m.named["first"]
 
 
-def a_count_in_a_dict(m: Any, x: Tensor) -> Tensor:
-    m.flags["n"] = m.flags.get("n", 0) + 1
-    m.named["mean"] = m.named["mean"] + (x.detach() - m.named["mean"]) / m.flags["n"]
-    return x.sin() * m.named["mean"] / m.flags["n"]
-
-
 def exchange(m: Any, x: Tensor) -> Tensor:
     m.buffer, m.named["mean"] = m.named["mean"], m.buffer
     return x.sin() * m.buffer
@@ -230,12 +217,6 @@ def change_what_is_detached_of_a_row(m: Any, x: Tensor) -> Tensor:
     return x.sin() * m.table.sum(0)
 
 
-def what_a_pair_holds(m: Any, x: Tensor) -> Tensor:
-    m.kept[0].append(m.kept[0][-1] * 0.5)
-    m.kept[1]["n"] += 1
-    return (x.sin() * m.kept[0][-1] * m.kept[1]["n"]).sin()
-
-
 def change_an_item_and_read_another(m: Any, x: Tensor) -> Tensor:
     y = x.sin() * m.buffer.clone()
     m.grid[0][1] += 1
@@ -277,6 +258,48 @@ def result_of_the_last_call(m: Any, x: Tensor) -> Tensor:
     return y
 
 
-PROGRAMS = [
-    value for value in [*globals().values()] if getattr(value, "__module__", "") == __name__ and value is not Stateful
+IN_PLACE = [
+    add_in_place,
+    add_to_attribute,
+    use_what_is_changed,
+    change_a_view,
+    change_data,
+    write_by_out,
+    change_item,
+    an_object_changed_in_place,
+    copy_into_an_item,
+    assign_to_a_slice,
+    add_to_a_row,
+    change_chunks,
+    foreach,
+    change_what_is_detached,
+    assign_data,
+    change_what_is_detached_of_a_row,
+    change_an_item_and_read_another,
 ]
+"""They write to tensors, and replace none."""
+REPLACED = [
+    replace_buffer,
+    replace_item,
+    append,
+    a_new_key,
+    a_pair_in_a_dict,
+    a_pair_in_an_attribute,
+    a_generator_of_a_pair,
+    an_object_made_at_first,
+    an_object_replaced,
+    an_item_of_a_list,
+    pop_and_insert,
+    a_dict_in_a_dict,
+    a_list_of_lists,
+    average_of_results,
+    a_flag_in_a_dict,
+    exchange,
+    grow_a_buffer,
+    put_into_the_place_of_what_nobody_reads,
+    there_in_every_second_call,
+    there_in_a_dict_in_every_second_call,
+    the_first_of_a_dict_becomes_the_last,
+    result_of_the_last_call,
+]
+"""They put other tensors in the places where they have found some."""

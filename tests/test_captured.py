@@ -950,3 +950,73 @@ def test_methods_of_torch_in_a_cell(name: str, transform: str) -> None:
         return TRANSFORMS[transform](ck(fun), numbers(3, 3))
 
     assert_same(of(remat), of(plain))
+
+
+# What the fuzzer has found.
+
+
+def an_argument_that_is_mapped_and_captured(ck: Any, x: Tensor) -> Tensor:
+    return vmap(ck(lambda t: torch.tanh(t * x)))(x).sum(0)
+
+
+def an_argument_that_is_mapped_and_captured_in_remat(ck: Any, x: Tensor) -> Tensor:
+    return ck(lambda: torch.sin(vmap(ck(lambda t: torch.tanh(t * x)))(x)))().sum(0)
+
+
+def inner_gradients_at_what_is_captured(ck: Any, x: Tensor) -> Tensor:
+    def fun(v: Tensor) -> Tensor:
+        w = ck(lambda: v)()
+        u = grad(lambda t: ck(lambda h: torch.sin(h) * w)(t).sum())(w)
+        return grad(lambda t: ck(lambda h: torch.sin(h) * u)(t).sum())(u)
+
+    return ck(fun)(x)
+
+
+def a_captured_one_that_comes_back_as_it_is(ck: Any, x: Tensor) -> Tensor:
+    def fun() -> Tensor:
+        def inner() -> Tensor:
+            torch.zeros_like(x)
+            return x
+
+        return x + ck(inner)()
+
+    return torch.sin(ck(lambda: x)()) + ck(fun)()
+
+
+def made_inside_and_captured_inside(ck: Any, x: Tensor) -> Tensor:
+    def fun(x: Tensor) -> Tensor:
+        scale = x.detach().abs()
+        w = ck(lambda h: torch.addcmul(x, x, h))(x)
+        return ck(lambda h: torch.tanh(h * x.sin() + w) * scale)(ck(lambda: w)())
+
+    return ck(fun)(x)
+
+
+OTHER = numbers(3, 3)
+
+
+def mapped_below_another_call(ck: Any, x: Tensor) -> Tensor:
+    def fun(row: Tensor) -> Tensor:
+        held = Holder(w=row)
+        y = ck(lambda _: ck(held.method)(OTHER))(row)
+        return y + y
+
+    return vmap(fun)(x)
+
+
+FOUND = [
+    an_argument_that_is_mapped_and_captured,
+    an_argument_that_is_mapped_and_captured_in_remat,
+    inner_gradients_at_what_is_captured,
+    a_captured_one_that_comes_back_as_it_is,
+    made_inside_and_captured_inside,
+    mapped_below_another_call,
+]
+
+
+@SOME
+@pytest.mark.parametrize("program", FOUND, ids=lambda p: p.__name__)
+def test_found_by_the_fuzzer(program: Any, transform: str) -> None:
+    x = numbers(3, 3) / 2
+    expected = TRANSFORMS[transform](lambda x: program(plain, x), x)
+    assert_same(TRANSFORMS[transform](lambda x: program(remat, x), x), expected)

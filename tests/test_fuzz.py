@@ -15,8 +15,8 @@ from fuzz_programs import FORWARD, Example, examples
 from helpers import assert_same, plain
 from hypothesis import given, reject, settings
 
+from remat import RematError, remat
 from remat import _torch_internals as internals
-from remat import remat
 from remat.debug import LiveBytes
 
 
@@ -55,6 +55,14 @@ def scaled(result: Any, like: Any) -> Any:
     return optree.tree_map(over, result, like, none_is_leaf=True, namespace="torch")
 
 
+# What may be an error in place of a right result, and what the error says.
+REFUSED = [
+    ("deque", "Pass it as an argument"),
+    ("Slots(", "Pass it as an argument"),
+    ("register_hook", "puts a hook on a tensor"),
+]
+
+
 def agrees(example: Example) -> bool:
     """Compare with the plain function; False where that fails, because torch can't do it."""
     try:
@@ -62,7 +70,12 @@ def agrees(example: Example) -> bool:
     except Exception:
         return False
     stream = torch.get_rng_state()
-    actual, meter = run(example, remat)
+    try:
+        actual, meter = run(example, remat)
+    except RematError as error:
+        if any(word in example.source and says in str(error) for word, says in REFUSED):
+            return True
+        raise
     assert torch.equal(torch.get_rng_state(), stream)
     expected = with_zeros(expected, like=actual)
     assert_same(scaled(actual, like=expected), scaled(expected, like=expected), rounding=1e-8)

@@ -113,6 +113,7 @@ PUBLIC = {
         "checkpoint",
         "checkpoint_name",
         "checkpoint_sequential",
+        "is_rerunning",
         "list_ops",
         "print_saved_residuals",
         "remat",

@@ -40,14 +40,6 @@ def with_a_key(k: Tensor, w: Tensor, x: Tensor) -> Tensor:
     return dropout(a, torch.tanh(x @ w)).sin() * uniform(b, (4,))
 
 
-CALLS: list[None] = []
-
-
-def counted(w: Tensor, x: Tensor) -> Tensor:
-    CALLS.append(None)
-    return stateful(w, x)
-
-
 def checkpointed(fun: Callable[..., Tensor], **options: Any) -> Callable[..., Any]:
     return functools.partial(checkpoint, fun, **{"use_reentrant": False, **options})
 
@@ -72,7 +64,6 @@ ORDERS: dict[str, tuple[Draws, Draws]] = {
     ),
     "keyed(checkpoint)": (keyed(checkpointed(stateful)), keyed(stateful)),
     "keyed(checkpoint), reentrant": (keyed(checkpointed(stateful, use_reentrant=True)), keyed(stateful)),
-    "keyed(checkpoint), watched": (keyed(checkpointed(counted)), keyed(counted)),
     "keyed(checkpoint), selective": (keyed(checkpointed(stateful, context_fn=selecting)), keyed(stateful)),
     "keyed(remat(checkpoint))": (keyed(remat(checkpointed(stateful))), keyed(stateful)),
     "checkpoint(keyed)": (checkpointed(keyed(stateful)), keyed(stateful)),

@@ -1,0 +1,771 @@
+"""What a function under remat may rely on: what is as at the call, what is found, what is left as it was."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import gc
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import optree
+import pytest
+import torch
+from helpers import UNIT, CountOps, activation, assert_same, leaf, numbers, plain
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
+
+from remat import RematError, is_rerunning, remat
+from remat.debug import LiveBytes
+
+Decorator = Callable[[Any], Any]
+SETTINGS: dict[str, Callable[[Any, Tensor], Any]] = {
+    ".backward()": lambda f, x: torch.autograd.grad(f(x := leaf(x)).sum(), x)[0],
+    "grad": lambda f, x: grad(lambda x: f(x).sum())(x),
+    "vmap(grad)": lambda f, x: vmap(grad(lambda x: f(x).sum()))(torch.stack([x, x.cos()])),
+    "grad(grad)": lambda f, x: grad(lambda x: grad(lambda x: f(x).sum())(x).sin().sum())(x),
+    "jvp(grad)": lambda f, x: jvp(grad(lambda x: f(x).sum()), (x,), (x.cos(),)),
+}
+EACH_SETTING = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+
+
+def same(setting: Any, program: Callable[[Decorator], Any], *shape: int) -> None:
+    x = numbers(*(shape or (3,)))
+    assert_same(setting(program(remat), x), setting(program(plain), x))
+
+
+# What has attributes keeps them.
+
+
+@EACH_SETTING
+def test_a_decorated_function_in_a_cell_keeps_its_attributes(setting: Any) -> None:
+    def program(ck: Decorator) -> Any:
+        w = numbers(3, seed=1)
+
+        def f(x: Tensor) -> Tensor:
+            return x.sin() * f.scale * w
+
+        f = ck(f)
+        f.scale = 2.0
+        return lambda x: ck(f)(x).cos()
+
+    same(setting, program)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@EACH_SETTING
+def test_a_tensor_keeps_what_somebody_has_given_to_it(setting: Any, captured: bool) -> None:
+    def program(ck: Decorator) -> Any:
+        def run(x: Tensor) -> Tensor:
+            x = x * 1
+            x.scale = 3.0
+            return ck(lambda: x.sin() * x.scale)() if captured else ck(lambda x: x.sin() * x.scale)(x)
+
+        return run
+
+    same(setting, program)
+
+
+# Captures that no code names.
+
+
+class Slots:
+    __slots__ = ("w",)
+
+
+class OfClass:
+    w: Any = None
+
+
+REGISTRY: dict[str, Any] = {}
+
+
+def by_name(name: str) -> Any:
+    return REGISTRY[name]
+
+
+def in_a_deque(w: Tensor) -> Any:
+    held = deque([w])
+    return lambda: held[0]
+
+
+def in_a_slot(w: Tensor) -> Any:
+    held = Slots()
+    held.w = w
+    return lambda: held.w
+
+
+def in_a_class(w: Tensor) -> Any:
+    OfClass.w = w
+    return lambda: OfClass.w
+
+
+def in_a_registry(w: Tensor) -> Any:
+    REGISTRY["w"] = w
+    return lambda: by_name("w")
+
+
+def in_a_generator(w: Tensor) -> Any:
+    def forever() -> Iterator[Tensor]:
+        while True:
+            yield w
+
+    held = forever()
+    return lambda: next(held)
+
+
+HIDDEN = [in_a_deque, in_a_slot, in_a_class, in_a_registry, in_a_generator]
+EACH_HIDDEN = pytest.mark.parametrize("hide", HIDDEN, ids=lambda h: h.__name__)
+
+
+class Times(torch.autograd.Function):
+    """No torch function is seen to read its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return g * w, g * x
+
+
+@EACH_HIDDEN
+@pytest.mark.parametrize("read", [torch.mul, Times.apply], ids=["seen", "unseen"])
+def test_a_leaf_is_found_wherever_it_is(hide: Any, read: Any) -> None:
+    grads = []
+    for ck in (remat, plain):
+        w, x = leaf(numbers(3, seed=1)), leaf(numbers(3))
+        get = hide(w)
+        ck(lambda x, get=get: read(x.sin(), get()).cos())(x).sum().backward()
+        grads.append((x.grad, w.grad))
+    assert_same(*grads)
+
+
+@EACH_HIDDEN
+def test_a_tensor_with_a_graph_is_found_where_a_torch_function_reads_it(hide: Any) -> None:
+    grads = []
+    for ck in (remat, plain):
+        v, x = leaf(numbers(3, seed=1)), leaf(numbers(3))
+        get = hide(v.exp())
+        ck(lambda x, get=get: (x.sin() * get()).cos())(x).sum().backward()
+        grads.append((x.grad, v.grad))
+    assert_same(*grads)
+
+
+def by_an_extension(x: Tensor, w: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return x * w
+
+
+@pytest.mark.parametrize("read", [Times.apply, by_an_extension], ids=["Times", "Mul"])
+@pytest.mark.parametrize("hide", [in_a_deque, in_a_slot, in_a_class, in_a_generator], ids=lambda h: h.__name__)
+def test_what_is_found_nowhere_is_an_error_of_the_forward(hide: Any, read: Any) -> None:
+    """It names the op, shape and dtype, and says what to do."""
+    get = hide(leaf(numbers(3, seed=1)).exp())
+    with pytest.raises(RematError, match=r"(Times|Mul) .*shape \[3\], torch.float64.* Pass it as an argument"):
+        remat(lambda x: read(x.sin(), get()).cos())(leaf(numbers(3)))
+
+
+@EACH_HIDDEN
+def test_hidden_tensors_of_a_transform_are_right_or_an_error(hide: Any) -> None:
+    def loss(ck: Decorator) -> Any:
+        def of(w: Tensor) -> Tensor:
+            get = hide(w.exp())
+            return ck(lambda x: (x.sin() * get()).cos())(numbers(3)).sum()
+
+        return of
+
+    assert_same(grad(loss(remat))(numbers(3)), grad(loss(plain))(numbers(3)))
+
+
+# Parameters and buffers that `functional_call` has swapped in.
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3).double(), nn.Linear(3, 3, bias=False).double()
+        self.second.weight = self.first.weight  # tied
+        self.register_buffer("scale", numbers(3, seed=4))
+        with torch.no_grad():
+            self.first.weight.copy_(numbers(3, 3, seed=5))
+            self.first.bias.copy_(numbers(3, seed=6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)) * self.scale)
+
+
+GLOBAL = Block()
+
+
+def by_global(x: Tensor) -> Tensor:
+    return GLOBAL(x)
+
+
+class Around(nn.Module):
+    def __init__(self, ck: Decorator, how: str) -> None:
+        super().__init__()
+        self.block = GLOBAL if how == "a global" else Block()
+        block = self.block
+        vars(self)["run"] = {  # not as a module of its own
+            "a cell": lambda: ck(lambda x: block(x)),
+            "the module": lambda: ck(block),
+            "bound self": lambda: ck(block.forward),
+            "a global": lambda: ck(by_global),
+            "a list": lambda blocks=[block]: ck(lambda x: blocks[0](x)),
+            "two deep": lambda: ck(lambda x: ck(lambda x: ck(block)(x))(x)),
+        }[how]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x).cos()
+
+
+@pytest.mark.parametrize("how", ["a cell", "the module", "bound self", "a global", "a list", "two deep"])
+@pytest.mark.parametrize("transform", ["base", "grad", "vmap(grad)", "grad(grad)"])
+def test_parameters_and_buffers_of_functional_call(how: str, transform: str) -> None:
+    """Tied weights, and a plain buffer that needs no gradient."""
+    results = []
+    for ck in (remat, plain):
+        around, x = Around(ck, how), numbers(2, 3)
+        own = {k: t.clone() for k, t in around.block.state_dict(keep_vars=True).items()}
+        given = {f"block.{k}": t.detach() * 0.5 for k, t in around.block.named_parameters()}
+        buffers = {"block.scale": numbers(3, seed=9)}
+
+        def loss(given: Any, buffers: Any, x: Tensor, around: Any = around) -> Tensor:
+            return functional_call(around, {**given, **buffers}, (x,)).sum()
+
+        if transform == "base":
+            given = {k: leaf(t) for k, t in given.items()}
+            y = loss(given, buffers, x)
+            y.backward()
+            results.append({k: t.grad for k, t in given.items()})
+        elif transform == "grad":
+            results.append(grad(loss)(given, buffers, x))
+        elif transform == "vmap(grad)":
+            batch = {"block.scale": torch.stack([buffers["block.scale"], numbers(3, seed=10)])}
+            results.append(vmap(grad(loss), (None, {"block.scale": 0}, None))(given, batch, x))
+        else:
+            norm = lambda *args, loss=loss: sum(g.square().sum() for g in grad(loss)(*args).values())  # noqa: E731
+            results.append(grad(norm)(given, buffers, x))
+        assert_same(
+            {k: t.detach() for k, t in around.block.state_dict().items()}, {k: t.detach() for k, t in own.items()}
+        )
+    assert_same(*results)
+
+
+# What surrounds the forward.
+
+
+class Doubles(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.Tensor.sin else out
+
+
+class DoublesOps(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.ops.aten.sin.default else out
+
+
+@pytest.mark.parametrize("mode", [Doubles, DoublesOps])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_modes_around_the_forward_alone(mode: Any, depth: int) -> None:
+    grads = []
+    for ck in (remat, plain):
+        x = leaf(numbers(3))
+        with mode():
+            y = ck(lambda x, ck=ck: (ck if depth == 2 else plain)(lambda x: x.sin().cos())(x).exp())(x)
+        y.sum().backward()
+        grads.append(x.grad)
+    assert_same(*grads)
+    assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0
+
+
+VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_context_variables_are_as_at_the_call(in_thread: bool) -> None:
+    x = leaf(numbers(3))
+    token = VARIABLE.set(3.0)
+    y = remat(lambda x: x.sin() * VARIABLE.get())(x).sum()
+    VARIABLE.reset(token)
+    if in_thread:
+        thread = threading.Thread(target=y.backward)
+        thread.start()
+        thread.join()
+    else:
+        y.backward()
+    assert_same(x.grad, 3 * x.detach().cos())
+    assert VARIABLE.get() == 1.0
+
+
+def test_a_context_variable_that_the_function_sets_stays_in_the_rerun() -> None:
+    x = leaf(numbers(3))
+    y = remat(lambda x: (VARIABLE.set(VARIABLE.get() + 1), x.sin())[1])(x)
+    before = VARIABLE.get()
+    y.sum().backward()
+    assert VARIABLE.get() == before
+
+
+@pytest.mark.parametrize("hold", ["cell", "argument", "list", "attribute"])
+@EACH_SETTING
+def test_explicit_generators_draw_the_same_again(setting: Any, hold: str) -> None:
+    left = []
+
+    def program(ck: Decorator) -> Any:
+        generator = torch.Generator().manual_seed(7)
+        held: Any = [generator]
+        left.append(generator)
+
+        def noisy(x: Tensor, g: Any) -> Tensor:
+            return (x * torch.rand(3, generator=g, dtype=x.dtype)).sin() * torch.randn(3, generator=g, dtype=x.dtype)
+
+        return {
+            "cell": lambda: ck(lambda x: noisy(x, generator)),
+            "argument": lambda: lambda x: ck(noisy)(x, generator),
+            "list": lambda: ck(lambda x: noisy(x, held[0])),
+            "attribute": lambda: ck(functools.partial(lambda x, m: noisy(x, m.g), m=_with(g=generator))),
+        }[hold]()
+
+    if setting is SETTINGS["vmap(grad)"]:
+        setting = lambda f, x: vmap(grad(lambda x: f(x).sum()), randomness="same")(torch.stack([x, x.cos()]))  # noqa: E731
+    same(setting, program)
+    assert torch.equal(left[0].get_state(), left[1].get_state())
+
+
+def _with(**attributes: Any) -> Any:
+    module = nn.Module()
+    vars(module).update(attributes)
+    return module
+
+
+@EACH_SETTING
+def test_draws_in_a_fork_inside(setting: Any) -> None:
+    def program(ck: Decorator) -> Any:
+        def fun(x: Tensor) -> Tensor:
+            y = F.dropout(x.sin(), 0.5)
+            with torch.random.fork_rng(devices=[]):
+                y = y + F.dropout(x, 0.5)
+                torch.manual_seed(3)
+                y = y * torch.rand(3, dtype=x.dtype)
+            return y * F.dropout(y.cos(), 0.3)
+
+        def seeded(x: Tensor) -> Tensor:
+            torch.manual_seed(0)
+            return ck(fun)(x)
+
+        return seeded
+
+    if setting is SETTINGS["vmap(grad)"]:
+        setting = lambda f, x: vmap(grad(lambda x: f(x).sum()), randomness="different")(torch.stack([x, x]))  # noqa: E731
+    same(setting, program)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("in_threads", [False, True])
+def test_several_forwards_before_the_first_backward(order: tuple[int, ...], in_threads: bool) -> None:
+    grads = []
+    for ck in (remat, plain):
+        torch.manual_seed(0)
+        w = leaf(numbers(3, 3))
+        norm = nn.BatchNorm1d(3).double()
+        fun = ck(lambda x, w=w, norm=norm: F.dropout(norm(x @ w).tanh(), 0.5))
+        xs = [leaf(numbers(4, 3, seed=i)) for i in range(3)]
+        ys = [fun(x).sum() for x in xs]
+        for i in order:
+            if in_threads:
+                thread = threading.Thread(target=ys[i].backward)
+                thread.start()
+                thread.join()
+            else:
+                ys[i].backward()
+        grads.append((w.grad, [x.grad for x in xs], [*norm.buffers()]))
+    assert_same(*grads)
+
+
+# What it costs is no matter of how it is written.
+
+
+class Settings:
+    factor = 2.0
+
+
+def written_plainly(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w).sin().exp() * 2.0
+
+
+def with_try(x: Tensor, w: Tensor) -> Tensor:
+    try:
+        return torch.tanh(x @ w).sin().exp() * 2.0
+    finally:
+        _ = None
+
+
+def with_a_dict(x: Tensor, w: Tensor) -> Tensor:
+    found: dict[str, Tensor] = {}
+    found["h"] = torch.tanh(x @ w)
+    return found["h"].sin().exp() * 2.0
+
+
+def with_getattr(x: Tensor, w: Tensor) -> Tensor:
+    return getattr(torch, "tanh")(x @ w).sin().exp() * getattr(Settings, "factor")  # noqa: B009
+
+
+def with_a_print(x: Tensor, w: Tensor) -> Tensor:
+    print(end="")
+    return torch.tanh(x @ w).sin().exp() * 2.0
+
+
+def with_an_op_in_place(x: Tensor, w: Tensor) -> Tensor:
+    return (torch.tanh(x @ w).sin().exp() + 0).mul_(2.0)
+
+
+def with_item(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w).sin().exp() * torch.tensor(2.0).item()
+
+
+WRITTEN = [with_try, with_a_dict, with_getattr, with_a_print, with_an_op_in_place, with_item]
+
+
+@EACH_SETTING
+@pytest.mark.parametrize("size", [3, 64])
+def test_as_many_ops_however_it_is_written(setting: Any, size: int) -> None:
+    def ops_of(fun: Any) -> Any:
+        w = numbers(size, size, seed=1) / size
+        with CountOps() as ops:
+            setting(lambda x: remat(fun)(x, w), numbers(size, size))
+        return {name: ops[name] for name in ("mm", "bmm", "tanh", "sin", "exp")}
+
+    expected = ops_of(written_plainly)
+    assert expected["tanh"] >= 2
+    assert {f.__name__: ops_of(f) for f in WRITTEN} == {f.__name__: expected for f in WRITTEN}
+
+
+@pytest.mark.parametrize("fun", [written_plainly, *WRITTEN], ids=lambda f: f.__name__)
+def test_as_little_memory_however_it_is_written(fun: Any) -> None:
+    x, w = leaf(torch.randn(64, 64)), leaf(torch.randn(64, 64))
+    with LiveBytes() as meter:
+        y = remat(fun)(x, w)
+    assert meter.current == y.numel() * 4
+
+
+# Meters see the truth.
+
+
+@pytest.mark.parametrize("mode", [lambda: FlopCounterMode(display=False), ModuleTracker], ids=["flops", "modules"])
+def test_memory_is_saved_under_meters(mode: Any) -> None:
+    block = remat(lambda x: x.sin().exp().cos().tanh())
+    x = activation().requires_grad_()
+    with mode(), LiveBytes() as meter:
+        y = block(block(block(x)))
+        assert meter.current / UNIT == 3
+        y.sum().backward()
+
+
+def test_memory_is_saved_under_hooks_of_many_gradients() -> None:
+    ws = [activation().requires_grad_() for _ in range(2)]
+    handle = torch.autograd.graph.register_multi_grad_hook(ws, lambda grads: None)
+    with LiveBytes() as meter:
+        y = remat(lambda x: (x.sin().exp() * ws[0] + ws[1]).cos())(activation().requires_grad_())
+        assert meter.current / UNIT <= 2  # the argument and the result
+    y.sum().backward()
+    handle.remove()
+
+
+def test_flops_count_the_rerun() -> None:
+    def flops(ck: Decorator) -> int:
+        x, w = leaf(numbers(8, 8)), leaf(numbers(8, 8, seed=1))
+        with FlopCounterMode(display=False) as counter:
+            ck(lambda x: (x @ w).sin())(x).sum().backward()
+        return counter.get_total_flops()
+
+    assert flops(remat) == flops(plain) + 2 * 8**3
+
+
+# Other kinds of tensors and graphs.
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_sparse_operand_that_requires_grad(captured: bool) -> None:
+    grads = []
+    for ck in (remat, plain):
+        v, x = leaf(numbers(3).abs()), leaf(numbers(3, 4))
+        a = torch.sparse_coo_tensor(torch.tensor([[0, 1, 2], [1, 0, 2]]), v, (3, 3))
+        if captured:
+            y = ck(lambda x, a=a: torch.sparse.mm(a, x).sin())(x)
+        else:
+            y = ck(lambda a, x: torch.sparse.mm(a, x).sin())(a, x)
+        y.sum().backward()
+        grads.append((v.grad, x.grad))
+    assert_same(*grads)
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.relu(self.a(x)))
+
+
+def test_the_split_backward_of_a_pipeline_stage() -> None:
+    grads = []
+    for ck in (remat, plain):
+        torch.manual_seed(0)
+        m, x = Stage(), leaf(numbers(2, 3))
+        _, groups = stage_backward_input([ck(m)(x).sum()], None, [x], m.parameters())
+        stage_backward_weight(m.parameters(), groups)
+        grads.append((x.grad, [p.grad for p in m.parameters()]))
+    assert_same(*grads)
+
+
+# Nests.
+
+
+def deep(n: int, fun: Any) -> Any:
+    for _ in range(n):
+        fun = remat(lambda x, inner=fun: inner(x).sin())
+    return fun
+
+
+def test_a_deep_nest_runs_each_level_once_for_each_level_above_it() -> None:
+    """Not once for each path: 3 levels and 6 differ by a factor below 2 ** 2, not 2 ** 3."""
+
+    def sines(n: int) -> int:
+        with CountOps() as ops:
+            deep(n, torch.cos)(leaf(numbers(3))).sum().backward()
+        return ops["sin"] + ops["cos"]
+
+    counts = [sines(n) for n in (4, 8, 16)]
+    assert counts[1] <= 4 * counts[0]
+    assert counts[2] <= 4 * counts[1]
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_captured_tensor_is_read_once_at_each_level(requires_grad: bool) -> None:
+    """Through optree, which calls no torch function: no search is doubled with each level."""
+    calls = 0
+
+    def count(t: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return t
+
+    def nest(n: int, w: Tensor) -> Any:
+        if n == 0:
+            return lambda x: x * optree.tree_map(count, {"w": w})["w"]
+        inner = nest(n - 1, w)
+        return remat(lambda x: inner(x).sin())
+
+    with CountOps() as ops:
+        nest(12, numbers(3).requires_grad_(requires_grad))(leaf(numbers(3))).sum().backward()
+    assert ops["mul"] < 200
+
+
+# An exception anywhere leaves torch as it was, and so does Ctrl-C.
+
+
+class Stop(BaseException):
+    """As KeyboardInterrupt: no Exception."""
+
+
+def surroundings(module: nn.Module) -> Any:
+    return (
+        torch._C._functorch.get_dynamic_layer_stack_depth(),
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
+        VARIABLE.get(),
+        is_rerunning(),
+        [*map(id, (*module.parameters(), *module.buffers()))],
+        torch.get_rng_state().sum().item(),
+    )
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt("mine"), Stop("mine")], ids=repr)
+@pytest.mark.parametrize("call", range(6))
+@pytest.mark.parametrize("setting", ["base", "grad", "vmap(grad)"])
+def test_an_exception_at_any_torch_call_of_a_rerun(setting: str, call: int, error: BaseException) -> None:
+    block = Block()
+    armed: list[int] = []
+
+    def tick() -> None:
+        if armed:
+            armed[0] -= 1
+            if armed[0] < 0:
+                raise error
+
+    class Ticks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if is_rerunning():
+                tick()
+            return func(*args, **(kwargs or {}))
+
+    def fun(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return remat(block)(F.dropout(x, 0.0).sin()) + remat(lambda x: x.cos())(x)
+
+    def run(given: Any) -> Any:
+        fun_ = remat(fun)
+        x = numbers(2, 3)
+        if setting == "base":
+            y = fun_(leaf(x)).sum()
+            return y.backward
+        of = lambda p, x: functional_call(_Calls(fun_, block), {f"block.{k}": v for k, v in p.items()}, (x,)).sum()  # noqa: E731
+        if setting == "grad":
+            return lambda: grad(of)(given, x)
+        return lambda: vmap(grad(of), (None, 0))(given, torch.stack([x, x.cos()]))
+
+    given = {k: p.detach() for k, p in block.named_parameters()}
+    go = run(given)
+    before = surroundings(block)
+    armed.append(call)
+    with Ticks(), pytest.raises(type(error), match="mine"):
+        go()
+    armed.clear()
+    assert surroundings(block) == before
+    go = run(given)
+    go()
+    assert surroundings(block)[:-1] == before[:-1]
+
+
+class _Calls(nn.Module):
+    def __init__(self, fun: Any, block: nn.Module) -> None:
+        super().__init__()
+        self.fun, self.block = fun, block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fun(x)
+
+
+# Nothing leaks.
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    grad(torch.sin)(torch.ones(()))  # what torch imports at its first transform leaves cycles
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Thing:
+    """Something that can be seen to die."""
+
+
+def closes_over(thing: Any, x: Tensor) -> Any:
+    def fun(y: Tensor) -> Tensor:
+        assert thing is not None
+        return (y * x).sin()
+
+    return fun
+
+
+def recursive(thing: Any, x: Tensor) -> Any:
+    def fun(y: Tensor, n: int = 2) -> Tensor:
+        assert thing is not None
+        return fun(y * x, n - 1).sin() if n else y
+
+    return fun
+
+
+def two_that_call_each_other(thing: Any, x: Tensor) -> Any:
+    def even(y: Tensor, n: int = 3) -> Tensor:
+        assert thing is not None
+        return odd(y * x, n - 1) if n else y
+
+    def odd(y: Tensor, n: int) -> Tensor:
+        return even(y.sin(), n - 1) if n else y
+
+    return lambda y: even(y)
+
+
+class Holder:
+    def __init__(self, thing: Any, x: Tensor) -> None:
+        self.thing, self.x = thing, x
+
+    def method(self, y: Tensor) -> Tensor:
+        return (y * self.x).sin()
+
+
+def a_method(thing: Any, x: Tensor) -> Any:
+    return Holder(thing, x).method
+
+
+def keeps_its_result(thing: Any, x: Tensor) -> Any:
+    held: list[Tensor] = []
+
+    def fun(y: Tensor) -> Tensor:
+        assert thing is not None
+        held.append(y.detach())
+        return (y * x).sin()
+
+    return fun
+
+
+CLOSURES = [closes_over, recursive, two_that_call_each_other, a_method, keeps_its_result]
+
+
+@pytest.mark.parametrize("way", [".backward()", "never", "grad", "vmap(grad)", "twice", "an error"])
+@pytest.mark.parametrize("make", CLOSURES, ids=lambda m: m.__name__)
+def test_arguments_closures_and_results_die_with_the_graph(make: Any, way: str, no_gc: None) -> None:
+    def run(ck: Decorator) -> list[Any]:
+        thing, x, y = Thing(), leaf(numbers(3)), leaf(numbers(3, seed=1))
+        fun = ck(make(thing, x))
+        refs = [weakref.ref(x), weakref.ref(y)]
+        if make not in (recursive, two_that_call_each_other):  # these are cycles themselves
+            refs += [weakref.ref(thing), weakref.ref(fun)]
+        if way == "grad":
+            grad(lambda y: fun(y).sum())(y.detach())
+        elif way == "vmap(grad)":
+            vmap(grad(lambda y: fun(y).sum()))(torch.stack([y.detach()] * 2))
+        else:
+            z = fun(y)
+            refs.append(weakref.ref(z))
+            if way != "never":
+                z.sum().backward(retain_graph=way == "twice")
+            if way == "twice":
+                z.sum().backward()
+            if way == "an error":
+                with pytest.raises(RuntimeError, match="second time"):
+                    z.sum().backward()
+        if make in (recursive, two_that_call_each_other):
+            refs = refs[2:]  # the cycle holds x
+        return refs
+
+    refs = run(remat)
+    assert [ref() for ref in refs] == [None] * len(refs)
+
+
+def test_a_rerun_makes_no_cycles(no_gc: None) -> None:
+    def run(ck: Decorator) -> int:
+        x = leaf(numbers(3))
+        gc.collect()
+        for _ in range(3):
+            thing = Thing()
+            ck(recursive(thing, leaf(numbers(3))))(x).sum().backward()
+        return gc.collect()
+
+    run(remat)
+    assert run(remat) <= run(plain)
