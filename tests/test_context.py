@@ -4,7 +4,6 @@
 # ruff: noqa: PT017 - an error is one of two right answers
 
 import contextlib
-import copy
 import gc
 from collections.abc import Callable
 from typing import Any
