@@ -24,7 +24,7 @@ from remat._context import NOTHING, Ambient, KeptDraws, Modes, OwnCasts, RandomS
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, layers, prove
 from remat._look import CHANGES, Look, RerunLook, Signature
-from remat._places import Place, filled, item, places_in_modules, search
+from remat._places import Place, filled, item, places_in_modules, script_module_near, search
 from remat._recorder import Recorder
 from remat._tail import keep_no_tensors
 from remat._tape import Origin, Replay, Tape
@@ -75,6 +75,8 @@ def is_rerunning() -> bool:
     A function under remat runs again on backward, with all that it does besides computing: prints, counters, hooks.
     What should happen once asks here.
 
+    **Returns:** True in a rerun, else False.
+
     Examples:
         >>> import torch
         >>> from remat import is_rerunning, remat
@@ -100,12 +102,14 @@ def _matters(tensor: Tensor) -> bool:
 class _Original:
     """The tensor of the forward that an operand stands for."""
 
-    __slots__ = ("attributes", "handed_on", "origin", "places", "position", "ref", "written")
+    __slots__ = ("attributes", "handed_on", "in_modules", "origin", "places", "position", "ref", "written")
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref = weakref.ref(tensor)
         self.places: list[Place] = []
         """Where modules and others hold it."""
+        self.in_modules = False
+        """Whether the places are modules'."""
         self.handed_on = False
         """Whether reruns have to find the operand there: no torch call of the function's reads the tensor itself."""
         self.position: int | None = None
@@ -321,7 +325,8 @@ class Call:
         if self.hooked or any(original.written for original in self._originals):
             return None
         given = [original.ref for original in self._originals[: self._held]]
-        found = [(original.ref, original.places) for original in self._originals[self._held :]]
+        captured = self._originals[self._held :]
+        found = [(o.ref, o.places if o.in_modules else []) for o in captured]
         found += [(ref, []) for ref, *_ in self._constants]
         unused = self.leaves - self._reached - self._ambiguous
         reached = [i for i, position in enumerate(self._positions) if position not in unused]
@@ -339,7 +344,8 @@ class Call:
             return None
         look = self._look = Look(self.name, self.operands[: self._given], None)
         look.begin(outer)
-        for t in (*self.operands, *found, *(ref() for ref in forward.given)):
+        swapped = [t for ref in forward.given if (t := ref()) is not None and outer.stands_for(t)]
+        for t in (*self.operands, *found, *swapped):
             if t is not None:
                 look.read(t)
         self._stands_in = True
@@ -349,7 +355,7 @@ class Call:
         self.signature = forward.signature
         self.nests = forward.nests
         originals = [*self.operands, *found]
-        values = [look.outside[id(originals[i])].value for i in forward.reached]
+        values = [look.read(t) for i in forward.reached if (t := originals[i]) is not None]
         zeros = [t.flatten()[:0].sum() for t in values if _matters(t) and (t.is_floating_point() or t.is_complex())]
         leaves, spec = forward.result
         leaves = list(leaves)
@@ -392,7 +398,8 @@ class Call:
             self._originals[index[key]].position = look.outside[key].position
         for key, places in self._places.items():  # now they may hold what an outer rerun has put there
             if key in captured:
-                self._originals[index[key]].places = places
+                original = self._originals[index[key]]
+                original.places, original.in_modules = places, True
                 del captured[key]
         if captured or constants:
             for key, places in places_in_modules(self._objects, [*captured.values(), *constants.values()]).items():
@@ -400,7 +407,8 @@ class Call:
                     del captured[key]
                 else:
                     self._originals[self._add(constants.pop(key)).index].position = look.outside[key].position
-                self._originals[index[key]].places = places
+                original = self._originals[index[key]]
+                original.places, original.in_modules = places, True
             for tensor, place in search(self._objects, captured, far=False) if captured else ():
                 self._originals[self._index[id(tensor)]].places.append(place)
             for key in look.handed_on & captured.keys():
@@ -432,9 +440,9 @@ class Call:
                 if any(t.grad_fn is node and t.output_nr == number for t in layers(found)):
                     tensor = found
                     break
-        for obj in self._objects:
-            if isinstance(obj, torch.jit.ScriptModule):
-                raise RematError(_SCRIPTED.format(self.name, obj.original_name))
+        scripted = script_module_near(self._objects)
+        if scripted is not None:
+            raise RematError(_SCRIPTED.format(self.name, scripted.original_name))
         if tensor is None or id(tensor) in self._index:
             raise RematError(_NOT_FOUND.format(self.name, stranger)) from None
         self._add(tensor)
@@ -480,8 +488,10 @@ class Call:
         return any(look.has_made(leaf) for look in self._rerun_looks)
 
     def originals(self) -> list[Tensor]:
-        """The tensors that operands stand for, those that are still there."""
-        return [t for original in self._originals if (t := original.ref()) is not None]
+        """The tensors that reruns read from outside or stand for, those that are still there."""
+        refs = [original.ref for original in self._originals] + [ref for ref, *_ in self._constants]
+        refs += [ref for ref, *_ in self._cell_constants]
+        return [t for ref in refs if (t := ref()) is not None]
 
     # Reruns.
 

@@ -252,8 +252,9 @@ class Look(TorchFunctionMode):
         """A call with keyword arguments, or of a function that does more than compute."""
         if effects.moves_hooks:
             return func(*args, **kwargs)
+        writes = effects.writes or "out" in kwargs or bool(kwargs.get("inplace"))
         with internals.DisableTorchFunction():
-            if effects.writes or "out" in kwargs or kwargs.get("inplace"):
+            if writes:
                 for t in written_by(func, args, kwargs):
                     self.before_write(t)
             elif effects.sets_data:
@@ -278,7 +279,7 @@ class Look(TorchFunctionMode):
         if type(out) not in _SCALARS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, not effects.is_unlisted)
-        return self.original_of(out) if effects.writes else out  # `self.count += 1` assigns what it returns
+        return self.original_of(out) if writes else out  # `self.count += 1` assigns what it returns
 
     def original_of(self, out: Any) -> Any:
         """The tensor that a rerun has written to a copy of, where `out` is that copy."""
@@ -459,6 +460,10 @@ class Look(TorchFunctionMode):
         level = max(internals.level_of(args[0]), 0)
         self.signature.hooks.append(None if level > self.depth else level)
         return args
+
+    def stands_for(self, tensor: Tensor) -> bool:
+        """Whether another tensor stands for this one."""
+        return id(tensor) in self._swaps
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run has made a tensor."""

@@ -127,6 +127,20 @@ def search(objects: Iterable[Any], wanted: Container[int], far: bool = True) -> 
             todo += [(x, depth - 1) for x in _near(obj)]
 
 
+def script_module_near(objects: Iterable[Any]) -> Any:
+    """A ScriptModule in reach of the objects, if there is one. This is bounded."""
+    seen: set[int] = set()
+    todo = deque(objects)
+    while todo and len(seen) < _NEAR[1]:
+        obj = todo.popleft()
+        if isinstance(obj, torch.jit.ScriptModule):
+            return obj
+        if type(obj) not in ATOMS and not isinstance(obj, (Tensor, type, types.ModuleType)) and id(obj) not in seen:
+            seen.add(id(obj))
+            todo += _near(obj)
+    return None
+
+
 def _slots(obj: Any) -> list[tuple[Any, Any, Any]]:
     """Where one object holds others, and can be given others: a dict or list, a key and what is there."""
     if isinstance(obj, dict):

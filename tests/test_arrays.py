@@ -212,8 +212,6 @@ def checkpointed(fun: Fun, ops: Any, use_reentrant: bool = False) -> Fun:
 CHECKPOINTS: dict[str, Callable[[Fun], Fun]] = {
     "non-reentrant": lambda f: checkpointed(f, None),
     "reentrant": lambda f: checkpointed(f, None, use_reentrant=True),
-    "selective, dots": lambda f: checkpointed(f, [aten.mm.default]),
-    "selective, some ops": lambda f: checkpointed(f, OPS),
 }
 FIRST = (".backward()", "double backward")
 

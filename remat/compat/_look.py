@@ -113,8 +113,9 @@ class ForwardLook(Look):
         if effects.draws:
             self._mark_draw()
             self.saves_unwritten = self.saves_unwritten or "rrelu" in func.__name__
+        writes = effects.writes or "out" in kwargs or bool(kwargs.get("inplace"))
         with internals.DisableTorchFunction():
-            if effects.writes or "out" in kwargs or kwargs.get("inplace"):
+            if writes:
                 for t in () if internals.fully_shard_at_work() else written_by(func, args, kwargs):
                     if id(t) not in self._was_lazy:  # what FSDP2's hooks write, they write again
                         self.before_write(t)
@@ -132,7 +133,7 @@ class ForwardLook(Look):
                     self.notice(x)
         out = func(*args, **kwargs)
         self._add_result(func, out)
-        return self.original_of(out) if effects.writes else out
+        return self.original_of(out) if writes else out
 
     def _add_result(self, func: Any, out: Any) -> None:
         if type(out) is Tensor and not is_wrapper(out):
@@ -142,6 +143,11 @@ class ForwardLook(Look):
         elif type(out) not in _SCALARS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out)
+
+    def _add_fresh(self, tensor: Tensor) -> None:
+        self._known.add(id(tensor))
+        if id(tensor) not in self.outside:
+            self._unkept.append(weakref.ref(tensor))
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
