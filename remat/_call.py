@@ -23,7 +23,7 @@ from remat._closure import ATOMS, Closure, Operand, Rebuilder
 from remat._context import NOTHING, Ambient, KeptDraws, Modes, OwnCasts, RandomState, all_of, replayed
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, layers, prove
-from remat._look import CHANGES, Look, RerunLook, Signature
+from remat._look import CHANGES, Look, RerunLook, Signature, name_of
 from remat._places import Place, filled, item, places_in_modules, script_module_near, search
 from remat._recorder import Recorder
 from remat._tail import keep_no_tensors
@@ -47,8 +47,9 @@ _SHARED = (
     "Its rerun would change a copy of each. Give it one of them, and take views of that inside."
 )
 _HANDED_ON = (
-    "remat: {} hands a tensor of shape {}, {} that it takes from outside straight to a transform or an extension, and "
-    "no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
+    "remat: in {}, {} reads a tensor of shape {}, {} that the function takes from outside and hands straight to a "
+    "transform, an autograd.Function or an extension. No cell, module, attribute, container or global in reach holds "
+    "it, so a rerun can't find it. Pass it as an argument."
 )
 _OTHER_OPERANDS = (
     "remat: the rerun of {} {} on tensor {} of the {} that it was given or that it captured, unlike its forward run. {}"
@@ -360,9 +361,10 @@ class Call:
         leaves, spec = forward.result
         leaves = list(leaves)
         for i, shape, dtype in forward.returned:
-            zero = sum((z if dtype.is_complex or not z.is_complex() else z.real).to(dtype) for z in zeros)
-            # Derivatives of every order depend on all operands, as those of the results do.
-            leaves[i] = torch.full(shape, float("nan"), dtype=dtype, device=zeros[0].device) + torch.exp(zero)
+            value = torch.full(shape, float("nan"), dtype=dtype, device=zeros[0].device)
+            for zero in zeros:  # derivatives of every order depend on all operands, as those of the results do
+                value = value * torch.exp(zero if dtype.is_complex or not zero.is_complex() else zero.real).to(dtype)
+            leaves[i] = value
         return _tree.unflatten(spec, leaves)
 
     def _find_operands(self, look: Look) -> None:
@@ -457,7 +459,9 @@ class Call:
                 place for _, place in search(self._objects, {key})
             ]
         if not original.places and (internals.is_wrapper(tensor) or not tensor.is_leaf):
-            raise RematError(_HANDED_ON.format(self.name, list(tensor.shape), tensor.dtype))
+            read = None if self._look is None else self._look.outside.get(key)
+            reader = "an op" if read is None or read.reader is None else name_of(read.reader)
+            raise RematError(_HANDED_ON.format(self.name, reader, list(tensor.shape), tensor.dtype))
 
     def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor], since: int) -> None:
         """See that the forward depends on nothing but operands. Raises `Stranger`."""
@@ -571,7 +575,7 @@ class Call:
             if original.attributes:
                 vars(operand).update(original.attributes)
             if original.handed_on and not original.places:
-                raise RematError(_HANDED_ON.format(self.name, list(operand.shape), operand.dtype))
+                raise RematError(_HANDED_ON.format(self.name, "an op", list(operand.shape), operand.dtype))
         return pairs, fill
 
     def _expected(self, inputs: list[Tensor]) -> tuple[dict[int, int], dict[int, Any]]:
@@ -623,8 +627,11 @@ class Call:
 
     def let_go(self) -> None:
         """Called when the derivative is attached and the forward's graph is gone: see what is still there."""
-        look, self._look = self._look, None
+        look = self._look
         assert look is not None
+        for key in look.read_quietly & self._index.keys():
+            if self._index[key] >= self._held and self._positions[self._index[key]] in self._reached:
+                self._must_have_place(key)
         self._survivors += look.survivors()
         for i in range(self._given, self._held):
             read = look.outside.get(id(self.operands[i]))
@@ -634,6 +641,7 @@ class Call:
                 self._originals[i].position = _NEVER
         look.outside.clear()
         self._constants = [constant for constant in self._constants if constant[0]() is not None]
+        self._look = None
         self._objects, self.operands, self._in_cells = [], [], []
         self._index = {}
 

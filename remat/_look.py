@@ -130,6 +130,7 @@ class Look(TorchFunctionMode):
 
     - `outside`: the tensors that it has read from outside, or was given, by identity.
     - `handed_on`: those that a transform inside of the function has wrapped, or that an autograd.Function was given.
+    - `read_quietly`: those that are differentiated and were read first in `no_grad`: in an autograd.Function, perhaps.
     - `copies`: those that the function has written to, as they were before.
     - `drew`: whether a torch call may have drawn random numbers.
     - `nests`: whether there were other calls in it.
@@ -155,6 +156,7 @@ class Look(TorchFunctionMode):
         self.depth = internals.stack_depth()
         self.outside: dict[int, Any] = {}
         self.handed_on: set[int] = set()
+        self.read_quietly: set[int] = set()
         self.copies: dict[int, Tensor] = {}
         self.signature = Signature()
         self._given = given
@@ -339,6 +341,8 @@ class Look(TorchFunctionMode):
             raise RematError(TAKEN_APART.format(self.name))
         if handed_on:
             self.handed_on.add(key)
+        elif value.requires_grad and not torch.is_grad_enabled():
+            self.read_quietly.add(key)
         self._add(tensor, value)
         return value
 
@@ -632,10 +636,10 @@ class RerunLook(Look):
         elif calls[position][0] is func:
             then = "got another shape or dtype"
         else:
-            then = f"called {_name_of(calls[position][0])}"
+            then = f"called {name_of(calls[position][0])}"
         raise CheckpointError(
             f"remat: the rerun of {self.name} differs from its forward run: at call {position + 1} it calls "
-            f"{_name_of(func)}, at {call_site()}, where the forward {then}. {PURITY}"
+            f"{name_of(func)}, at {call_site()}, where the forward {then}. {PURITY}"
         )
 
     def check_suspects(self) -> None:
@@ -650,7 +654,7 @@ class RerunLook(Look):
         if self._position < len(calls):
             raise CheckpointError(
                 f"remat: the rerun of {self.name} ended after {self._position} of {len(calls)} torch calls; the "
-                f"forward went on with {_name_of(calls[self._position][0])}. {PURITY}"
+                f"forward went on with {name_of(calls[self._position][0])}. {PURITY}"
             )
 
 
@@ -659,7 +663,8 @@ def _hash_of(tensor: Tensor) -> int:
     return hash(tensor.dtype if tensor.is_nested else (tensor.shape, tensor.dtype))
 
 
-def _name_of(func: Any) -> str:
+def name_of(func: Any) -> str:
+    """What to call a function in an error."""
     if isinstance(func, tuple):  # a call of a function under remat, with a hash of its signature
         return str(func[0])
     return resolve_name(func) or getattr(func, "__qualname__", None) or str(func)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import UNIT, Seen, activation, numbers
+from helpers import UNIT, Seen, activation, leaf, numbers
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.func import grad, vmap
