@@ -7,13 +7,11 @@ originals by weak reference, to recognise them wherever the function finds them 
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,16 +23,15 @@ from remat._context import NOTHING, Ambient, KeptDraws, Modes, OwnCasts, RandomS
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, layers, prove
 from remat._look import CHANGES, Look, RerunLook, Signature
-from remat._places import Place, places_in_modules, search
+from remat._places import Place, filled, item, places_in_modules, search
 from remat._recorder import Recorder
 from remat._tail import keep_no_tensors
 from remat._tape import Origin, Replay, Tape
 from remat.random._keyed import Position, resumed, running, suspended
 
 _TENSORS = (Tensor, torch.nn.Parameter)
-_rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)
+rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)
 
-_MISSING: Any = object()
 _NOT_FOUND = (
     "remat: in {}, {}, that the function takes from outside, and remat can't find it: no torch function was seen to "
     "read it, and no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
@@ -78,7 +75,7 @@ def is_rerunning() -> bool:
         forward
         again
     """
-    return _rerunning.get()
+    return rerunning.get()
 
 
 def _matters(tensor: Tensor) -> bool:
@@ -108,6 +105,23 @@ class _Original:
         attributes = tensor.__dict__ if type(tensor) in _TENSORS else None
         self.attributes = attributes.copy() if attributes else None
         """What somebody has given to it."""
+
+
+class Remembered(NamedTuple):
+    """What the forward of an outer function knows of a call in it. It holds no tensor and no part of the function."""
+
+    given: list[weakref.ref[Tensor]]
+    """What the call was given, and found in cells."""
+    found: list[weakref.ref[Tensor]]
+    """What else it read from outside."""
+    survivors: list[weakref.ref[Tensor]]
+    lost: list[Any]
+    signature: Signature
+    nests: bool
+    result: tuple[list[Any], _tree.PyTreeSpec]
+    """What it returned, without tensors."""
+    returned: list[tuple[int, torch.Size, torch.dtype]]
+    """Position, shape and dtype of the tensors."""
 
 
 class Call:
@@ -168,7 +182,8 @@ class Call:
         self.signature = Signature()
         self._constants: list[tuple[weakref.ref[Tensor], int, Any]] = []
         self._cell_constants: list[tuple[weakref.ref[Tensor], int, Any]] = []
-        self._temporary: set[Any] = set()
+        self._lost: list[tuple[Any, torch.Size, torch.dtype]] = []
+        """Of constants that were gone at the end of the forward: reader, shape and dtype."""
         self._survivors: list[weakref.ref[Tensor]] = []
         self._returned: list[tuple[int, torch.Size, torch.dtype]] = []
         self._rebuilders: list[Rebuilder] = []
@@ -280,27 +295,32 @@ class Call:
             except Stranger as stranger:
                 self._add_stranger(stranger)
 
-    @property
-    def can_stand_in(self) -> bool:
-        """Whether the results can be had in a rerun of an outer function without running this one: `stand_in`."""
-        plain = self.random is None and self.tape is None and self._drew_from is None and not self.hooked
-        return plain and self._result is not None and not any(o.written for o in self._originals)
+    def remembered(self) -> Remembered | None:
+        """What a rerun of an outer function needs to know to be spared this call. None where it must run."""
+        if self._result is None or self.random is not None or self.tape is not None or self._drew_from is not None:
+            return None
+        if self.hooked or any(original.written for original in self._originals):
+            return None
+        given = [original.ref for original in self._originals[: self._held]]
+        found = [original.ref for original in self._originals[self._held :]] + [ref for ref, *_ in self._constants]
+        return Remembered(
+            given, found, self._survivors, self._lost, self.signature, self.nests, self._result, self._returned
+        )
 
-    def stand_in(self, forward: Call, outer: Look) -> Any:
+    def stand_in(self, forward: Remembered, outer: Look) -> Any:
         """The results that the call had in the forward of an outer one, where nobody reads their values. None: run it.
 
         They are filled with NaN, so that a mistake would be loud, and have the derivative that the call would have.
         """
-        captured = [original.ref() for original in forward._originals[forward._held :]]
-        captured += [ref() for ref, *_ in forward._constants]
-        if len(self.operands) != forward._held or any(t is None for t in captured):
+        found = [ref() for ref in forward.found]
+        if len(self.operands) != len(forward.given) or any(t is None for t in found):
             return None
         look = self._look = Look(self.name, self.operands[: self._given], None)
         look.begin(outer)
-        for t in (*self.operands, *captured, *(original.ref() for original in forward._originals[: forward._held])):
+        for t in (*self.operands, *found, *(ref() for ref in forward.given)):
             if t is not None:
                 look.read(t)
-        self._survivors, self._temporary = [*forward._survivors], {*forward._temporary}
+        self._survivors, self._lost = [*forward.survivors], [*forward.lost]
         self.since = internals.next_sequence_number()
         self.signature = forward.signature
         self.nests = forward.nests
@@ -309,10 +329,9 @@ class Call:
             for _, t, *_ in look.outside.values()
             if _matters(t) and (t.is_floating_point() or t.is_complex())
         ]
-        assert forward._result is not None
-        leaves, spec = forward._result
+        leaves, spec = forward.result
         leaves = list(leaves)
-        for i, shape, dtype in forward._returned:
+        for i, shape, dtype in forward.returned:
             zero = sum((z if dtype.is_complex or not z.is_complex() else z.real).to(dtype) for z in zeros)
             # Derivatives of every order depend on all operands, as those of the results do.
             leaves[i] = torch.full(shape, float("nan"), dtype=dtype, device=zeros[0].device) + torch.exp(zero)
@@ -439,11 +458,11 @@ class Call:
         return self._variables.copy().run(self._rerun, operands)
 
     def _rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        _rerunning.set(True)
+        rerunning.set(True)
         inputs = [operands[i] for i in self._positions]
         swaps, fill, originals = self._place(inputs)  # the originals are held, for they are known by their identities
         look = RerunLook(self.name, self.signature, swaps, inputs, self.level)
-        look.allow(self._known_constants(), self._alive(), self._temporary)
+        look.allow(self._known_constants(), self._lost, self._alive())
         look.spares_tail = self.tape is None and not internals.tracing()
         self._rerun_looks.append(look)
         rebuild = self._closure.rebuilder(inputs)
@@ -456,7 +475,7 @@ class Call:
             draws,
             keys,
             self._modes.entered(),
-            _filled(fill),
+            filled(fill),
             self._replay(operands, inputs),
         ):
             args, kwargs = _tree.unflatten_call(self._spec, [rebuild(x) for x in self._leaves])
@@ -490,7 +509,7 @@ class Call:
                 inputs[i] = inputs[i].clone()
             operand, tensor = inputs[i], original.ref()
             if original.places:
-                fill += [(place, operand) for place in original.places if _item(*place) is not operand]
+                fill += [(place, operand) for place in original.places if item(*place) is not operand]
             if tensor is operand:
                 continue
             if tensor is not None:
@@ -551,7 +570,9 @@ class Call:
         look, self._look = self._look, None
         assert look is not None
         self._survivors += look.survivors()
-        self._temporary |= look.temporary()
+        read = [(weakref.ref(r.tensor), r.reader, r.tensor.shape, r.tensor.dtype) for r in look.outside.values()]
+        look.outside.clear()
+        self._lost += [(reader, shape, dtype) for ref, reader, shape, dtype in read if ref() is None]
         self._constants = [constant for constant in self._constants if constant[0]() is not None]
         self._objects, self.operands, self._in_cells = [], [], []
         self._index = {}
@@ -568,37 +589,3 @@ class _All:
 
     def __contains__(self, key: int) -> bool:
         return True
-
-
-def _item(names: Any, key: Any) -> Any:
-    try:
-        return names[key]
-    except (KeyError, IndexError):
-        return _MISSING
-
-
-_places_lock = threading.RLock()
-
-
-@contextlib.contextmanager
-def _filling(fill: list[tuple[Place, Tensor]]) -> Iterator[None]:
-    with _places_lock:  # they belong to all threads
-        before = [(names, key, _item(names, key)) for (names, key), _ in fill]
-        try:
-            for (names, key), tensor in fill:
-                if not (isinstance(names, list) and key >= len(names)):
-                    names[key] = tensor
-            yield
-        finally:
-            for names, key, tensor in reversed(before):
-                if isinstance(names, list) and key >= len(names):
-                    continue
-                if tensor is _MISSING:
-                    names.pop(key, None)
-                else:
-                    names[key] = tensor
-
-
-def _filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:
-    """Within it, places hold operands."""
-    return _filling(fill) if fill else NOTHING

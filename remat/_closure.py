@@ -116,8 +116,7 @@ class Closure:
         self._operand_of = operand_of
         self._functions: dict[int, _Function] = {}
         self._contents: dict[int, Any] = {}
-        self._unchanged: set[int] = set()
-        """Functions that need not be put together again."""
+        self._whole: set[int] = set()  # functions with nothing to take apart
         self._is_recursive = False
         self._begun: list[Any] = []  # held, for keys are identities
         self.objects: list[Any] = []
@@ -154,8 +153,10 @@ class Closure:
 
     def _function(self, old: types.FunctionType) -> Any:
         key = id(old)
-        if key in self._functions or key in self._unchanged:
-            return old if key in self._unchanged else _Reference(key)
+        if key in self._functions:
+            return _Reference(key)
+        if key in self._whole:
+            return old
         if any(old is f for f in self._begun):
             self._is_recursive = True
             return _Reference(key)
@@ -172,10 +173,15 @@ class Closure:
                 if _is_full(cell):
                     self._contents[id(cell)] = self.take_apart(cell.cell_contents)
         if not cells and not is_part(defaults) and not any(map(is_part, kwdefaults.values())):
-            self._unchanged.add(key)
+            self._whole.add(key)
             return old
         self._functions[key] = _Function(old, defaults, kwdefaults, cells)
         return _Reference(key)
+
+    def flags(self) -> dict[int, types.CellType]:
+        """The cells that hold a number or the like: a context around a rerun may set a flag in one."""
+        cells = (c for c in self._begun if type(c) is types.CellType)
+        return {id(c): c for c in cells if type(self._contents[id(c)]) in ATOMS}
 
     def close(self) -> list[Any]:
         """Nothing more is taken apart. Gives back the `objects`."""
@@ -205,6 +211,10 @@ class Rebuilder:
         self._operands = operands
         self._cells: dict[int, types.CellType] = {}
         self._functions: dict[int, types.FunctionType] = {}
+
+    def keep(self, cells: dict[int, types.CellType]) -> None:
+        """Functions have these very cells again."""
+        self._cells.update(cells)
 
     def __call__(self, part: Any) -> Any:
         """What `part` stands for."""
@@ -238,6 +248,7 @@ class Rebuilder:
     def clear(self) -> None:
         """Break the cycle of a function that refers to itself. Other functions may be called later, by a hook, say."""
         if self._is_recursive:
-            for cell in self._cells.values():
-                with contextlib.suppress(ValueError):  # it is empty already
-                    del cell.cell_contents
+            for key, cell in self._cells.items():
+                if is_part(self._contents[key]):
+                    with contextlib.suppress(ValueError):  # it is empty already
+                        del cell.cell_contents

@@ -47,12 +47,12 @@ def note_rerun(error: Exception, who: str) -> None:
         )
 
 
-def warn(message: str) -> None:
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """A warning that points at the line of the user's that called remat."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "remat":
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
 
 
 def call_site() -> str:

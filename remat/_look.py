@@ -91,7 +91,7 @@ class Signature:
 
     - `calls`: a function and a hash of the result's shapes for each call.
     - `tail`: the position of the last matrix product or call of a function under remat, if no later call reads values.
-    - `tail_call`: that call, if it is one.
+    - `tail_call`: what is remembered of that call, if it is one.
     - `hooks`: for each hook that the function sets, the level of its tensor; None for one inside of a transform of
         its own.
     """
@@ -342,14 +342,15 @@ class Look(TorchFunctionMode):
             for key, read in self.outside.items():
                 self._memory.setdefault(internals.memory_of(read.value), []).append(key)
         for key in self._memory.get(internals.memory_of(written), ()):
-            value = self.outside[key].value
-            if key in self.copies:
-                continue
-            if internals.requires_grad_at_any_level(value):
-                raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, call_site()))
-            self.copies[key] = value.clone()
+            if key not in self.copies:
+                self.copies[key] = self._copied(self.outside[key].value)
         if self.outer is not None:
             self.outer.before_write(written)
+
+    def _copied(self, value: Tensor) -> Tensor:
+        if internals.requires_grad_at_any_level(value):
+            raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, call_site()))
+        return value.clone()
 
     # What it makes.
 
@@ -357,19 +358,25 @@ class Look(TorchFunctionMode):
         if not (internals.forward_ad_active() and internals.inside_jvp_of_function()):  # its ops are no calls of ours
             self.signature.calls.append((func, shape))
 
-    def add_call(self, name: str, out: Any, call: Any) -> None:
-        """A call inside of this one, which had a look of its own, has returned `out`."""
+    def add_call(self, name: str, out: Any, calls: Iterable[Any] = (), remembered: Any = None) -> None:
+        """A call inside of this one, which had a look of its own, has returned `out`.
+
+        **Arguments:**
+
+        - `calls`: its signature.
+        - `remembered`: what a rerun needs to be spared the call; None where it must run.
+        """
         self.nests = True
         signature = self.signature
         position = len(signature.calls)
         signature.tail = None
-        self.add_results((name, hash(tuple(call.signature.calls))), out)
-        if call.can_stand_in and len(signature.calls) > position:
-            signature.tail, signature.tail_call = position, call
+        self.add_results((name, hash(tuple(calls))), out)
+        if remembered is not None and len(signature.calls) > position:
+            signature.tail, signature.tail_call = position, remembered
             self.tail_number = internals.next_sequence_number()
 
     def spared_call(self, name: str) -> Any:
-        """The call of the forward whose results are enough here, without their values. None: it has to run."""
+        """What is remembered of the call whose results are enough here, without their values. None: it has to run."""
         return None
 
     def add_results(self, func: Any, out: Any, listed: bool = True) -> None:
@@ -406,12 +413,6 @@ class Look(TorchFunctionMode):
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run has made a tensor."""
         return id(tensor) in self._known and id(tensor) not in self.outside
-
-    def temporary(self) -> set[Any]:
-        """Shapes and dtypes of the tensors that were read from outside and are gone: the function makes them anew."""
-        refs = [(weakref.ref(t), t.shape, t.dtype) for t, *_ in self.outside.values()]
-        self.outside.clear()
-        return {(shape, dtype) for ref, shape, dtype in refs if ref() is None}
 
     def survivors(self) -> list[weakref.ref[Tensor]]:
         """What the run has made without a derivative and somebody keeps: a table that is computed on first use, say."""
@@ -464,19 +465,19 @@ class RerunLook(Look):
         self._known.update(identities)
         self.outside = dict.fromkeys(identities, None)
 
-    def allow(self, constants: dict[int, Any], survivors: Iterable[int], temporary: set[Any]) -> None:
+    def allow(self, constants: dict[int, Any], lost: Sequence[Any], survivors: Iterable[int]) -> None:
         """Say what it may read besides operands.
 
         **Arguments:**
 
         - `constants`: by identity, what the forward read from outside, with the function that read it first, shape
             and dtype.
+        - `lost`: the same without identities, of what was gone at the end of the forward.
         - `survivors`: identities of what the forward made and somebody keeps.
-        - `temporary`: shapes and dtypes of tensors that the forward read and that were gone at its end.
         """
         self._constants = constants
+        self._lost = lost
         self._survivors = set(survivors)
-        self._temporary = temporary
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
@@ -489,9 +490,8 @@ class RerunLook(Look):
             del self._constants[key]
         elif key in self._survivors:
             self._read_survivors.append((self._reader, tensor.shape, tensor.dtype))
-            if internals.is_dead(tensor):  # made under a transform that is over
-                self._swaps[key] = tensor = internals.unwrap_dead(tensor)
-                key = id(tensor)
+            tensor = self._swaps[key] = internals.below_grad_levels(tensor)
+            key = id(tensor)
         elif internals.level_of(tensor) > self.depth:
             inner = internals.unwrapped(tensor)
             if self.read(inner, handed_on=True) is not inner:
@@ -553,7 +553,7 @@ class RerunLook(Look):
     def check_suspects(self) -> None:
         """Called when the rerun's graph is gone. What it has made itself, out of sight, is gone as well."""
         for ref, shape, dtype, where in () if internals.tracing() else self._suspects:  # what is written down is kept
-            if ref() is not None and (shape, dtype) not in self._temporary:
+            if ref() is not None and (shape, dtype) not in [lost[1:] for lost in self._lost]:
                 raise CheckpointError(_STRANGER.format(self.name, list(shape), dtype, where, PURITY))
 
     def finish(self) -> None:
@@ -564,7 +564,7 @@ class RerunLook(Look):
                 f"remat: the rerun of {self.name} ended after {self._position} of {len(calls)} torch calls; the "
                 f"forward went on with {_name_of(calls[self._position][0])}. {PURITY}"
             )
-        unread = self._constants.values() if self._read_survivors else ()
+        unread = (*self._constants.values(), *self._lost) if self._read_survivors else ()
         for read in self._read_survivors:
             if read in unread:
                 raise CheckpointError(_REPLACED.format(self.name, _name_of(read[0]), list(read[1]), read[2]))

@@ -7,7 +7,9 @@ tensor.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import types
 import weakref
 from collections import deque
@@ -23,6 +25,7 @@ from remat._errors import RematError
 Place = tuple[Any, Any]
 """A dict or list, and a key of it."""
 
+MISSING: Any = object()
 _NEAR = 2, 300
 _FAR = 6, 20_000
 """How deep a search goes, and how many objects it looks at."""
@@ -54,7 +57,11 @@ class _Index:
         missing = []
         for t in tensors:
             places = self._places.get(id(t))
-            if places is not None and all(names.get(name) is t for names, name in places):
+            for names, name in places or ():
+                if names.get(name) is not t:
+                    places = None
+                    break
+            if places is not None:
                 found[id(t)] = places
             elif (other := self._others.get(id(t))) is None or other() is not t:
                 missing.append(t)
@@ -153,3 +160,38 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     """The names of globals and attributes in the code, and in functions that are defined in it."""
     inner = (names_in(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return frozenset(code.co_names).union(*inner)
+
+
+def item(names: Any, key: Any) -> Any:
+    """What is in a place now."""
+    try:
+        return names[key]
+    except (KeyError, IndexError):
+        return MISSING
+
+
+_places_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def _filling(fill: list[tuple[Place, Tensor]]) -> Iterator[None]:
+    with _places_lock:  # they belong to all threads
+        before = [(names, key, item(names, key)) for (names, key), _ in fill]
+        try:
+            for (names, key), tensor in fill:
+                if not (isinstance(names, list) and key >= len(names)):
+                    names[key] = tensor
+            yield
+        finally:
+            for names, key, tensor in reversed(before):
+                if isinstance(names, list) and key >= len(names):
+                    continue
+                if tensor is MISSING:
+                    names.pop(key, None)
+                else:
+                    names[key] = tensor
+
+
+def filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:
+    """Within it, places hold operands."""
+    return _filling(fill) if fill else contextlib.nullcontext()

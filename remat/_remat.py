@@ -90,7 +90,7 @@ class Remat(Generic[P, R]):
             spared = None if outer is None else outer.spared_call(self._name)
             if spared is not None and (out := call.stand_in(spared, outer)) is not None:
                 out = _with_derivative(call, out)
-                outer.add_call(self._name, out, call)
+                outer.add_call(self._name, out, call.signature.calls, call.remembered())
                 return out
         where = None if watch is None else call_site
         out = call.run(fun, args, kwargs, self._policy, self._options.preserve_rng_state, where)
@@ -98,7 +98,7 @@ class Remat(Generic[P, R]):
         out = _with_derivative(call, out)
         if outer is not None:
             with internals.DisableTorchFunction():
-                outer.add_call(self._name, out, call)
+                outer.add_call(self._name, out, call.signature.calls, call.remembered())
         if see is not None:
             see(out)
         return out
@@ -213,14 +213,14 @@ def _check(fun: Any) -> None:
         if not callable(fun):
             raise TypeError(f"remat: fun must be callable; got {shown(fun)}.")
         called = type(fun).__call__
-    if _runs_later(called):
+    if runs_later(called):
         raise TypeError(
             f"remat: {_name(called)} is a generator or async function: its body runs after the call, out of remat's "
             "sight. Put under remat what computes in it."
         )
 
 
-def _runs_later(function: Any) -> bool:
+def runs_later(function: Any) -> bool:
     """Whether the body of a function or method runs after the call: it is a generator or async function."""
     if type(function) not in _FUNCTIONS:
         return False

@@ -153,14 +153,6 @@ def top_transform() -> Transform | None:
     return None if top is None else Transform(top)
 
 
-def lone_grad() -> int | None:
-    """The level of the active transform where that is one `grad`, as of `torch.func.grad` and `vjp`; else None."""
-    if _C.get_dynamic_layer_stack_depth() != 1:
-        return None
-    top = Transform(_C.peek_interpreter_stack())
-    return top.level if top.kind is TransformType.Grad else None
-
-
 stack_depth: Callable[[], int] = _C.get_dynamic_layer_stack_depth
 
 
@@ -183,6 +175,13 @@ def unwrap_dead(tensor: Tensor) -> Tensor:
     """The tensor below the wrappers of transforms that are over."""
     while _C.is_dead_tensor_wrapper(tensor):
         tensor = _C.unwrap_if_dead(tensor)
+    return tensor
+
+
+def below_grad_levels(tensor: Tensor) -> Tensor:
+    """The tensor below the wrappers of `grad` and `jvp` that are outermost: nothing differentiates it."""
+    while _C.is_gradtrackingtensor(tensor):
+        tensor = _C.get_unwrapped(tensor)
     return tensor
 
 
@@ -263,20 +262,7 @@ def digest(storage: Any) -> bytes:
     return hashlib.blake2b(content).digest()
 
 
-def array_digest(tensor: Tensor) -> bytes | None:
-    """The same of memory that something else has too: torch does not count its writes. None: there is none, or much."""
-    with DisableTorchFunction():
-        memory = foreign_memory(tensor)
-        return digest(innermost(tensor).untyped_storage()) if 0 < len(memory) <= _SMALL_ARRAY else None
-
-
 _SMALL_ARRAY = 2**20  # bytes: 1 ms
-
-
-def wrapped_memory(wrapper: Tensor) -> set[int]:
-    """The memory of a wrapper and of the tangent that it carries."""
-    dual = fwad.unpack_dual(wrapper) if forward_ad_active() and _C.is_gradtrackingtensor(wrapper) else (wrapper, None)
-    return {memory_of(t) for t in dual if t is not None}
 
 
 def wrap_grad(tensor: Tensor, level: int) -> Tensor:
@@ -619,8 +605,6 @@ def autocast(settings: Iterable[tuple[str, bool, torch.dtype, bool]]) -> Iterato
         use(before)
 
 
-
-
 def saved_tensors_hooks_refused() -> bool:
     """Whether hooks can't be used here: inside of `torch.func.grad`, also where that has lowered its level."""
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
@@ -634,12 +618,6 @@ def saved_tensors_hooks() -> tuple[Any, Any] | None:
 def saved_tensors_hooks_active() -> bool:
     """Whether there are such."""
     return saved_tensors_hooks() is not None
-
-
-def saves_through(hook: Any) -> bool:
-    """Whether a hook is the one that makes something else of what the graph saves."""
-    top = saved_tensors_hooks()
-    return top is not None and top[0] == hook
 
 
 def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
@@ -778,15 +756,6 @@ def nodes_of(tensor: Tensor) -> list[Any]:
     return [layer.grad_fn for layer in _layers(tensor) if layer.grad_fn is not None]
 
 
-def is_end_of(node: Any, number: int, tensor: Tensor) -> bool:
-    """Whether an edge (a node, and which of its inputs) of a graph at the base leads to a tensor, at any level.
-
-    To a leaf of a level it does not: at the base that is read as what it wraps.
-    """
-    ends = (t for t in _layers(tensor) if t.requires_grad and (t.grad_fn is not None or not is_wrapper(t)))
-    return any(gradient_edge(t)[:2] == (node, number) for t in ends)
-
-
 def nodes_behind(roots: Iterable[Any], since: int = -1) -> list[Any]:
     """All nodes of the graphs behind some nodes, with those. `since`: only those made since then."""
     found: dict[Any, None] = {}
@@ -898,6 +867,12 @@ def left_alone_by_dynamo(fun: F) -> F:
     """
     set_code_exec_strategy(fun.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return fun
+
+
+def may_run_compiled_code() -> bool:
+    """Whether dynamo has compiled anything. What it makes of code depends on the modes that are active (2.13)."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    return dynamo is not None and getattr(dynamo, "FRAME_COUNTER", 1) > 0
 
 
 def is_compiled(function: Any) -> bool:
@@ -1207,23 +1182,10 @@ def dtensor_at_work() -> bool:
 
 # For remat._pure.
 
-has_global_module_hooks: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
-
 
 def hooks_so_far() -> int:
     """How many hooks of modules and tensors were ever registered."""
     return RemovableHandle.next_id
-
-
-def has_hooks_since(number: int, modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether all modules or some have hooks that were registered when so many ever were, or later."""
-    if number == hooks_so_far():
-        return False
-    spaces = [
-        *(held for name, held in vars(torch.nn.modules.module).items() if name.startswith("_global_")),
-        *(held for m in modules for name, held in vars(m).items() if name.endswith("_hooks")),
-    ]
-    return any(key >= number for held in spaces if isinstance(held, dict) for key in held)
 
 
 _hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -1244,42 +1206,3 @@ def shape_of_module(module: torch.nn.Module) -> Any:
     children = [*modules, *map(id, modules.values())]
     tensors = [*attributes["_parameters"]], [*attributes["_buffers"]]
     return id(type(module)), next(reversed(attributes)), len(attributes), *tensors, children
-
-
-def have_shapes(shapes: Iterable[tuple[Any, Any]], hooks_count: bool = True) -> bool:
-    """Whether all modules, by weak reference, live and have these shapes. Written out: it is called for each call.
-
-    `hooks_count`: whether they may not have got hooks.
-    """
-    for ref, shape in shapes:
-        module = ref()
-        if module is None or (shape is None and shape_of_module(module) is not None):
-            return False
-        if shape is None:
-            continue
-        kind, last, size, parameters, buffers, children = shape
-        attributes = module.__dict__
-        if (
-            id(type(module)) != kind
-            or len(attributes) != size
-            or next(reversed(attributes)) != last
-            or (
-                hooks_count
-                and (
-                    attributes["_forward_hooks"]
-                    or attributes["_forward_pre_hooks"]
-                    or attributes["_backward_hooks"]
-                    or attributes["_backward_pre_hooks"]
-                )
-            )
-            or type(attributes["_parameters"]) is not dict
-            or type(attributes["_buffers"]) is not dict
-            or [*attributes["_parameters"]] != parameters
-            or [*attributes["_buffers"]] != buffers
-            or (
-                (children or attributes["_modules"])
-                and [*attributes["_modules"], *map(id, attributes["_modules"].values())] != children
-            )
-        ):
-            return False
-    return True

@@ -39,7 +39,7 @@ def checkpoint_with(policy: Any) -> Callable[..., Any]:
         as_policy(policy),
         allow_cache_entry_mutation=True,  # dropout writes to what it has made
     )
-    return functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    return functools.partial(checkpoint, use_reentrant=False, context_fn=contexts, respect_saved_tensors_hooks=False)
 
 
 # The class of a wrapped module.

@@ -1,5 +1,6 @@
 """What torch.utils.checkpoint does, and remat.compat too: each test runs against both."""
 
+import contextlib
 import copy
 import functools
 import logging
@@ -15,12 +16,9 @@ from torch import Tensor, nn
 from torch.autograd import grad as grad_of
 
 import remat.compat
-from remat.compat import _checkpoint, _reentrant
 from tests.helpers import CountOps, Seen, assert_same, leaf, numbers
 
 MODULES = {"torch": torch.utils.checkpoint, "remat": remat.compat}
-
-
 
 
 @pytest.fixture(params=MODULES)
@@ -782,3 +780,118 @@ def test_every_public_name_is_there() -> None:
     assert set(torch.utils.checkpoint.__all__) <= set(remat.compat.__all__)
     shared = {n for n in remat.compat.__all__ if getattr(remat.compat, n) is getattr(torch.utils.checkpoint, n, None)}
     assert shared <= {"CheckpointPolicy"}
+
+
+# Side effects, contexts and hooks.
+
+
+@both_variants
+def test_side_effects_happen_again(api: Any, use_reentrant: bool) -> None:
+    seen: list[int] = []
+    module = nn.Linear(3, 3).double()
+    module.calls = 0
+
+    def fun(x: Tensor) -> Tensor:
+        seen.append(len(seen))
+        module.calls += 1
+        return module(x).sin().exp()
+
+    api.checkpoint(fun, leaf(numbers(3)), use_reentrant=use_reentrant).sum().backward()
+    assert (seen, module.calls) == ([0, 1], 2)
+
+
+@pytest.mark.parametrize("where", ["dict", "attribute", "cell"])
+def test_what_the_context_of_the_rerun_sets_is_seen(api: Any, where: str) -> None:
+    flags, module, again = {"again": False}, nn.Module(), False
+    module.again = False
+    seen = []
+
+    def fun(x: Tensor) -> Tensor:
+        seen.append({"dict": flags["again"], "attribute": module.again, "cell": again}[where])
+        return x.sin().tanh()
+
+    @contextlib.contextmanager
+    def rerun() -> Any:
+        nonlocal again
+        flags["again"] = module.again = again = True
+        try:
+            yield
+        finally:
+            flags["again"] = module.again = again = False
+
+    contexts = lambda: (contextlib.nullcontext(), rerun())  # noqa: E731
+    api.checkpoint(fun, leaf(numbers(3)), use_reentrant=False, context_fn=contexts).sum().backward()
+    assert seen == [False, True]
+    assert not again
+
+
+def test_hooks_of_the_user_see_positional_arguments_alone(api: Any) -> None:
+    w, k, packed = leaf(numbers(4, 3)), numbers(5, 3), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
+        api.checkpoint(lambda x, k: (x @ w.T).sin() + k.sum(), leaf(numbers(2, 3)), k=k, use_reentrant=False)
+    assert packed == [(2, 3)]
+
+
+def test_mutation_of_saved_tensors_may_be_allowed(api: Any) -> None:
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin()
+        z = y * y
+        y.mul_(0)
+        return z
+
+    x = leaf(numbers(3))
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        api.checkpoint(fun, x, use_reentrant=False).sum().backward()
+    assert_same(x.grad, (2 * x.sin() * x.cos()).detach())
+
+
+@both_variants
+def test_frozen_parameters_that_hooks_gather(api: Any, use_reentrant: bool) -> None:
+    """The way of ZeRO-3."""
+
+    def gather(m: nn.Module, *_: Any) -> None:
+        m.weight.data, m.bias.data = m.full
+
+    def release(m: nn.Module, *_: Any) -> None:
+        m.weight.data, m.bias.data = torch.empty(0), torch.empty(0)
+
+    def run(checkpoint: Any) -> Any:
+        norm, x = nn.LayerNorm(8).requires_grad_(False), leaf(numbers(4, 8).float())
+        norm.full = norm.weight.data, norm.bias.data
+        release(norm)
+        norm.register_forward_pre_hook(gather)
+        norm.register_full_backward_pre_hook(gather)
+        norm.register_forward_hook(release)
+        norm.register_full_backward_hook(release)
+        checkpoint(lambda x: norm(x).tanh(), x).sum().backward()
+        return x.grad
+
+    checkpoint = functools.partial(api.checkpoint, use_reentrant=use_reentrant)
+    if use_reentrant:
+        assert_same(run(checkpoint), run(plain))
+    else:
+        with pytest.raises(api.CheckpointError, match="different metadata"):
+            run(checkpoint)
+
+
+PHRASES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "more": (torch.sin, lambda x: x.sin().cos(), {"early_stop": False}, "trying to save more tensors"),
+    "fewer": (lambda x: x.sin().cos(), torch.sin, {}, "A different number of tensors was saved during the original"),
+    "debug": (torch.sin, lambda x: x[:2].sin(), {"debug": True}, "You are seeing this error because you passed `debug"),
+}
+
+
+@debugs
+@pytest.mark.parametrize("case", PHRASES)
+def test_the_phrases_of_errors(api: Any, case: str) -> None:
+    forward, rerun, options, phrase = PHRASES[case]
+    with pytest.raises(api.CheckpointError, match=phrase):
+        mismatch(api, forward, rerun, **options).backward()
+
+
+def test_backward_passes_that_overlap_are_told_so(api: Any) -> None:
+    y = api.checkpoint(lambda x: x.sin().exp(), leaf(numbers(3)), use_reentrant=False).sum()
+    with api.GraphExecGroup():
+        y.backward(retain_graph=True)
+        with pytest.raises(api.CheckpointError, match="Performing two backward calls that overlap"):
+            y.backward()

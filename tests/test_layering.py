@@ -18,9 +18,8 @@ ROOT = Path(remat.__file__).parent
 LAYERS = [
     {"_errors", "_typing"},
     {"_torch_internals"},
-    {"_effects", "_graph", "_closure", "_tail"},
-    {"_tree", "_places"},
-    {"_names"},
+    {"_effects", "_tree", "_graph", "_closure", "_holder", "_tail"},
+    {"_names", "_places"},
     {"policies", "random", "debug", "_ops", "_offload"},
     {"_context", "_static", "_compile"},
     {"_look", "_recipes"},

@@ -6,7 +6,6 @@ import inspect
 import io
 import pickle
 import threading
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,6 @@ from torch.func import functional_call, grad, jvp, stack_module_state, vmap
 from torch.nn.utils import parametrizations
 
 from remat import policies, remat
-from remat._pure import reads
 from remat.debug import LiveBytes
 from remat.nn import RematReport, WrappedModule, apply_remat, remat_module
 
@@ -134,7 +132,7 @@ def test_a_policy_is_kept_to() -> None:
     with CountOps() as ops:
         backward(wrapped(policies.save_ops("tanh")), numbers(3, 4))
     assert ops["tanh"] == 4
-    assert ops["sin"] == 8
+    assert ops["addmm"] == 8 + 1  # with that of the head
 
 
 def deep(wrap: bool) -> nn.Module:
@@ -297,7 +295,7 @@ def test_copies(way: str, policy: Any) -> None:
     assert type(made.layers[0]) is type(model.layers[0])
     with CountOps() as ops:
         found = backward(made, numbers(3, 4))
-    assert ops["sin"] == (4 if policy is policies.everything_saveable else 8)
+    assert ops["tanh"] == (4 if policy is policies.everything_saveable else 8)
     torch.testing.assert_close(found, backward(net(), numbers(3, 4)), rtol=0, atol=0)
 
 
@@ -367,7 +365,7 @@ def test_parametrizations() -> None:
             with CountOps() as ops:
                 results.append(backward(module, numbers(3, 4)))
             assert isinstance(module, nn.Linear)
-            assert ops["addmm"] == (2 if wrap is remat_module else 1)
+            assert ops["_weight_norm_interface"] == (2 if wrap is remat_module else 1)
     for result in results:
         torch.testing.assert_close(result, results[0], rtol=0, atol=0)
 
@@ -491,7 +489,7 @@ def test_replicas_in_threads(policy: Any) -> None:
         thread.join()
     with CountOps() as ops:
         torch.cat(out).square().sum().backward()
-    assert ops["sin"] == 2 * len(model.layers)
+    assert ops["tanh"] == 2 * len(model.layers)
     found = {n: p.grad for n, p in model.named_parameters()}
     torch.testing.assert_close(found, expected[1])
 
@@ -656,14 +654,12 @@ class CallsItself(nn.Module):
 @pytest.mark.parametrize(
     "make", [CallsItself, lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh()), lambda: nn.Linear(3, 3)]
 )
-def test_a_wrapped_module_need_not_be_watched(make: Any, shape: tuple[int, ...]) -> None:
+def test_a_wrapped_module_may_call_itself(make: Any, shape: tuple[int, ...]) -> None:
     module, x = make(), torch.ones(shape)
     options = {"scale": 2.0} if isinstance(module, CallsItself) else {}
     module(x, **options).sum().backward()
     expected = [p.grad for p in module.parameters()]
     module.zero_grad()
-    base = type(module)
     remat_module(module)
-    assert reads(types.MethodType(base.forward, module)) is not None
     module(x, **options).sum().backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), expected, strict=True))

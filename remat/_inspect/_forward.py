@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._errors import RematError
+from remat._holder import Holder, tensors_held
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -38,8 +39,7 @@ def root_nodes(out: Any) -> list[Any]:
 
 def tensors_behind(nodes: list[Any]) -> list[Tensor]:
     """The plain tensors that nodes hold, or for which they hold what hooks have made of them."""
-    held = [h for node in nodes for h in internals.held_by(node)]
-    found = [internals.innermost(h) for h in held if isinstance(h, Tensor)]
+    found = [*tensors_held(nodes), *internals.unpacked_by_hooks(nodes, Holder)]
     return [t for t in found if t.layout == torch.strided]
 
 

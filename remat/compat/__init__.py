@@ -1,4 +1,39 @@
-"""Being written again."""
+"""All of torch.utils.checkpoint, on an engine of our own: change one import."""
 
-from torch.utils.checkpoint import *  # noqa: F403
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts  # noqa: F401
+from remat._errors import CheckpointError as CheckpointError
+from remat.compat._checkpoint import checkpoint as checkpoint
+from remat.compat._devices import DefaultDeviceType as DefaultDeviceType
+from remat.compat._devices import check_backward_validity as check_backward_validity
+from remat.compat._devices import detach_variable as detach_variable
+from remat.compat._devices import get_device_states as get_device_states
+from remat.compat._devices import noop_context_fn as noop_context_fn
+from remat.compat._devices import set_device_states as set_device_states
+from remat.compat._group import GraphExecGroup as GraphExecGroup
+from remat.compat._reentrant import CheckpointFunction as CheckpointFunction
+from remat.compat._selective import SAC_IGNORED_OPS as SAC_IGNORED_OPS
+from remat.compat._selective import SelectiveCheckpointContext as SelectiveCheckpointContext
+from remat.compat._selective import create_selective_checkpoint_contexts as create_selective_checkpoint_contexts
+from remat.compat._sequential import checkpoint_sequential as checkpoint_sequential
+from remat.compat._settings import set_checkpoint_debug_enabled as set_checkpoint_debug_enabled
+from remat.compat._settings import set_checkpoint_early_stop as set_checkpoint_early_stop
+from remat.policies import CheckpointPolicy as CheckpointPolicy
+
+__all__ = [
+    "SAC_IGNORED_OPS",
+    "CheckpointError",
+    "CheckpointFunction",
+    "CheckpointPolicy",
+    "DefaultDeviceType",
+    "GraphExecGroup",
+    "SelectiveCheckpointContext",
+    "check_backward_validity",
+    "checkpoint",
+    "checkpoint_sequential",
+    "create_selective_checkpoint_contexts",
+    "detach_variable",
+    "get_device_states",
+    "noop_context_fn",
+    "set_checkpoint_debug_enabled",
+    "set_checkpoint_early_stop",
+    "set_device_states",
+]

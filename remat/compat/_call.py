@@ -1,0 +1,327 @@
+"""One call of a checkpointed function, kept so that it can be repeated. Both variants use it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from remat import _torch_internals as internals
+from remat import _tree
+from remat._call import rerunning
+from remat._closure import Closure, Operand
+from remat._context import Ambient, Modes, RandomState, replayed
+from remat._errors import CheckpointError, note_rerun
+from remat._graph import is_made_since
+from remat._look import Look, current_look, unseen
+from remat._places import Place, filled, item, places_in_modules
+from remat.compat._look import ForwardLook, RerunLook
+from remat.random._keyed import running, suspended
+
+Context = contextlib.AbstractContextManager[Any]
+NOTHING: Context = contextlib.nullcontext()
+_MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: [{} {}], which {} "
+    "was given, reads from outside or saves for its rerun, is at version {}; expected version {} instead. Change it "
+    "after the backward, or change a copy: x = x.clone()."
+)
+_SHARED = (
+    "checkpoint: {} changes two tensors in place that lie in the same memory, of shapes {} and {}. The rerun would "
+    "start from two copies. Change one of them alone, or clone it before."
+)
+
+
+def modified(tensor: Tensor, before: int, name: str) -> RuntimeError:
+    """The error for a tensor that was written to since it was at a version. `name`: of the function."""
+    with internals.DisableTorchFunction():
+        return RuntimeError(_MODIFIED.format(tensor.type(), list(tensor.shape), name, tensor._version, before))
+
+
+class Outside:
+    """A tensor that the forward read from outside, or was given in a container or by its closure.
+
+    What a checkpointed function around it has made is saved through the hooks of that one, which computes it again.
+    """
+
+    __slots__ = ("key", "ref", "requires_grad", "saved", "version")
+
+    def __init__(self, tensor: Tensor, value: Tensor, around: Look | None) -> None:
+        """`value`: what stands for the tensor, in a rerun of a function around."""
+        self.key, self.ref = id(tensor), weakref.ref(tensor)
+        self.saved: Any = internals.save(value) if around is not None and around.has_made(tensor) else value
+        self.version = internals.version(value)
+        self.requires_grad = value.requires_grad
+
+    def unpack(self) -> Tensor:
+        """The value."""
+        return self.saved if isinstance(self.saved, Tensor) else self.saved.unpack()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it was written to since the forward. The hooks of a function around look after theirs."""
+        return isinstance(self.saved, Tensor) and internals.version(self.saved) != self.version
+
+
+class Call:
+    """One call of a function.
+
+    **Attributes:**
+
+    - `name`: of the function.
+    - `operands`: until the forward is over, the tensors among the arguments and in the closure of the function.
+    - `arguments`: how many of these are positional arguments themselves. The caller holds those.
+    - `random`: the draws to repeat, None where there were none.
+    - `written`: by identity, the tensors from outside that the function writes to, and what they were before.
+    - `held`: the other operands; None for those that are written to.
+    - `parameters`, `outside`: what else the function reads from outside, parameters and others.
+    - `last_look`: what has looked at the rerun, for the caller to take.
+    """
+
+    random: RandomState | None = None
+    written: Mapping[int, tuple[weakref.ref[Tensor], Tensor]] = types.MappingProxyType({})
+    held: Sequence[Outside | None] = ()
+    outside: Sequence[Outside] = ()
+    parameters: Sequence[Tensor] = ()
+    last_look: RerunLook | None = None
+    _flags: Mapping[int, types.CellType] = types.MappingProxyType({})
+    _states: Sequence[tuple[int, bool]] = ()
+    """Of the parameters, how often each had been written to, and whether it required grad."""
+    _places: Mapping[int, list[Place]] = types.MappingProxyType({})
+    """Where modules had tensors, by identity."""
+    _forward: ForwardLook | None = None
+    _needs_look = False
+    _shared: tuple[list[int], list[int]] | None = None
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        preserve_rng_state: bool,
+        watches_cells: bool = False,
+    ) -> None:
+        """A call that is about to run.
+
+        **Arguments:**
+
+        - `watches_cells`: whether a context around the rerun may set a flag in a cell of the function.
+        """
+        self.name = getattr(fun, "__qualname__", None) or type(fun).__qualname__
+        self.operands: list[Tensor] = []
+        self._index: dict[int, int] = {}
+        self._around = current_look()
+        closure = self._closure = Closure(self._operand)
+        leaves, self._spec = _tree.flatten_call(args, kwargs)
+        for x in args:
+            if isinstance(x, Tensor):
+                self._operand(x)
+        self.arguments = len(self.operands)
+        self._leaves = [*map(closure.take_apart, leaves)]
+        self._fun = closure.take_apart(fun)
+        if watches_cells:
+            self._flags = closure.flags()
+        self._objects = closure.close()
+        self._ambient = Ambient.current()
+        self._modes = Modes.current()
+        self._variables = contextvars.copy_context()
+        self._preserves = preserve_rng_state
+
+    def _operand(self, tensor: Tensor) -> Operand:
+        index = self._index.get(id(tensor))
+        if index is None:
+            index = self._index[id(tensor)] = len(self.operands)
+            self.operands.append(tensor)
+        return Operand(index)
+
+    # The forward.
+
+    def look(self) -> ForwardLook:
+        """What has to look at the forward."""
+        if self._preserves:
+            self.random = RandomState(self.operands)
+        self._since = internals.next_sequence_number()
+        self._forward = ForwardLook(self.name, self.operands, self.random)
+        return self._forward
+
+    def undo(self, look: ForwardLook) -> None:
+        """Take back what the forward drew and wrote to tensors, so that another engine can run the function."""
+        if self.random is not None:
+            self.random.put_back()
+        with torch.no_grad():
+            for key, before in look.copies.items():
+                look.outside[key].value.copy_(before)
+
+    def finish(self, look: ForwardLook) -> None:
+        """The forward is over: note what it has read from outside, and what it has written to."""
+        around, self._around, self._forward = self._around, None, None
+        if self.random is not None:
+            self.random = self.random.drawn_since(look.drew)
+        copies, outside, index = look.copies, look.outside, self._index
+        if copies:
+            self.written = self._written_by(look)
+            shared = internals.two_that_share_memory([outside[key].tensor for key in copies])
+            self._shared = None if shared is None else (list(shared[0].shape), list(shared[1].shape))
+        if len(self.operands) > self.arguments:
+            self.held = [
+                None if id(t) in copies else Outside(t, outside[id(t)].value, around)
+                for t in self.operands[self.arguments :]
+            ]
+        if len(outside) > len(index):
+            self._note_outside(look, around)
+        look.forget()
+        self._needs_look = look.nests or look.sets_hooks
+        self._objects, self.operands = [], []
+
+    def _note_outside(self, look: ForwardLook, around: Look | None) -> None:
+        others = self._others_than_parameters(look)
+        look.forget()
+        if others:  # what is gone by now was made out of sight
+            found = ((ref(), value) for ref, value in others)
+            self.outside = [Outside(t, t if value is None else value, around) for t, value in found if t is not None]
+
+    def _others_than_parameters(self, look: ForwardLook) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
+        """Note the parameters that were read from outside. The others, and what stood for them."""
+        parameters, others, near = [], [], []
+        look.gathered |= internals.gathered_by_fully_shard()
+        for key, (t, value, *_) in look.outside.items():
+            is_operand, is_written = key in self._index, key in look.copies
+            if key not in look.gathered and (is_written or not is_operand):
+                near.append(t)
+            if is_operand or is_written:
+                continue
+            if type(t) is Parameter and value is t and not t.is_inference():
+                parameters.append(t)
+            elif not is_made_since(t, self._since):
+                others.append((weakref.ref(t), None if value is t else value))
+        self.parameters, self._states = parameters, [(t._version, t.requires_grad) for t in parameters]
+        self._places = places_in_modules(self._objects, near)
+        return others
+
+    def _written_by(self, look: ForwardLook) -> dict[int, tuple[weakref.ref[Tensor], Tensor]]:
+        return {key: (weakref.ref(look.outside[key].tensor), before) for key, before in look.copies.items()}
+
+    # The rerun.
+
+    def rerun(
+        self,
+        arguments: Sequence[Tensor | None],
+        context: Context = NOTHING,
+        stand_ins: dict[int, Tensor] | None = None,
+        looks: bool = False,
+    ) -> Any:
+        """The call again, and its result.
+
+        **Arguments:**
+
+        - `arguments`: the tensors among the positional arguments.
+        - `context`: entered around all of it.
+        - `stand_ins`: by identity, what stands for other tensors.
+        - `looks`: whether the caller will ask `last_look` what the rerun has made.
+        """
+        return self._variables.copy().run(self._rerun, arguments, context, stand_ins or {}, looks)
+
+    def _rerun(
+        self, arguments: Sequence[Tensor | None], context: Context, stand_ins: dict[int, Tensor], looks: bool
+    ) -> Any:
+        rerunning.set(True)
+        with internals.grad_enabled():
+            inputs, look, fill = self._prepared(arguments, stand_ins, looks)
+            modes = self._modes.entered()
+            draws = NOTHING if self.random is None else replayed(self.random)
+            keys = suspended() if internals.function_modes_active() and running() is not None else NOTHING
+            rebuild = self._closure.rebuilder(inputs)
+            flags = [(key, cell, cell.cell_contents) for key, cell in self._flags.items()]
+            try:
+                with self._ambient.restored(), draws, keys, modes, context, filled(fill):
+                    if flags:  # the context may have set one, for the function to see
+                        rebuild.keep({key: cell for key, cell, before in flags if cell.cell_contents is not before})
+                    args, kwargs = _tree.unflatten_call(self._spec, [*map(rebuild, self._leaves)])
+                    fun = rebuild(self._fun)
+                    with look:
+                        return fun(*args, **kwargs)
+            except Exception as error:
+                note_rerun(error, self.name)
+                raise
+            finally:
+                rebuild.clear()
+
+    def _prepared(
+        self, arguments: Sequence[Tensor | None], stand_ins: dict[int, Tensor], looks: bool
+    ) -> tuple[list[Any], Context, list[tuple[Place, Tensor]]]:
+        """The operands, what has to look at the rerun, and what to put into modules for it."""
+        if self._shared is not None:
+            raise CheckpointError(_SHARED.format(self.name, *self._shared))
+        inputs: list[Any] = [*arguments]
+        swaps: list[tuple[Tensor, Tensor]] = []
+        stale: dict[int, RuntimeError] = {}
+        fill: list[tuple[Place, Tensor]] = []
+        written = self.written
+        if self._forward is not None:  # a backward inside of the forward
+            inputs += self.operands[self.arguments :]
+            written = self._written_by(self._forward)
+        for o in self.held:
+            inputs.append(None if o is None else self._value_of(o, stand_ins, stale, swaps))
+        places = self._places
+        if stand_ins or self._states != [(t._version, t.requires_grad) for t in self.parameters]:
+            self._see_parameters(stand_ins, stale, swaps, looks)
+        for t in self.parameters if places else ():
+            value = stand_ins.get(id(t), t)
+            fill += [((names, key), value) for names, key in places.get(id(t), ()) if names.get(key) is not value]
+        for o in self.outside:
+            value, tensor = self._value_of(o, stand_ins, stale, swaps), o.ref()
+            fill += [(place, value) for place in places.get(o.key, ()) if item(*place) is not tensor]
+        for key, (ref, before) in written.items():
+            copy, tensor = before.clone(), ref()
+            if key in self._index:
+                inputs[self._index[key]] = copy
+            if tensor is not None:
+                swaps.append((tensor, copy))
+            fill += [(place, copy) for place in places.get(key, ()) if item(*place) is not tensor]
+        if swaps or stale or looks or self._needs_look or internals.may_run_compiled_code():
+            look = RerunLook(self.name, inputs, swaps, stale)
+            if looks:
+                self.last_look = look
+            return inputs, look, fill
+        return inputs, unseen() if internals.function_modes_active() else NOTHING, fill
+
+    def _see_parameters(
+        self,
+        stand_ins: dict[int, Tensor],
+        stale: dict[int, RuntimeError],
+        swaps: list[tuple[Tensor, Tensor]],
+        looks: bool,
+    ) -> None:
+        for t, (version, required_grad) in zip(self.parameters, self._states, strict=True):
+            value = stand_ins.get(id(t), t)
+            if t._version != version:
+                stale[id(t)] = modified(t, version, self.name)
+            if value.requires_grad and not required_grad:
+                swaps.append((t, value.detach()))
+            elif value is not t and (looks or id(t) not in self._places):  # else modules have the value for a while
+                swaps.append((t, value))
+
+    def _value_of(
+        self,
+        outside: Outside,
+        stand_ins: dict[int, Tensor],
+        stale: dict[int, RuntimeError],
+        swaps: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        value = stand_ins.get(outside.key)
+        if value is None:
+            value = outside.unpack()
+        if outside.is_stale:
+            stale[id(value)] = modified(value, outside.version, self.name)
+        if value.requires_grad and not outside.requires_grad:
+            value = value.detach()
+        tensor = outside.ref()
+        if tensor is not None and tensor is not value:
+            swaps.append((tensor, value))
+        return value

@@ -1,0 +1,244 @@
+"""`checkpoint`, and its form as a decorator."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from remat import _torch_internals as internals
+from remat._errors import warn
+from remat._look import current_look
+from remat._remat import plainly, remat
+from remat.compat import _debug, _settings
+from remat.compat._check import check_body, check_call, check_contexts, check_flag, check_function, hint
+from remat.compat._devices import noop_context_fn, warn_without_grad
+from remat.compat._reentrant import CheckpointFunction
+from remat.compat._region import NO_CONTEXTS, Contexts, Options, Region, UsesTransforms
+from remat.compat._selective import Selective, call_compiled, for_one_region
+from remat.random._keyed import running
+
+_DETERMINISM_CHECKS = ("default", "none")
+
+
+class _Arguments(NamedTuple):
+    """The options of a call, checked."""
+
+    use_reentrant: bool
+    preserve_rng_state: bool
+    context_fn: Callable[[], Contexts]
+    determinism_check: str
+    debug: bool
+    early_stop: bool
+    respect_saved_tensors_hooks: bool | None
+
+
+def checkpoint(
+    function: Any = None,
+    *args: Any,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], Contexts] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run a function, and run it again on backward instead of storing its activations.
+
+    It is `torch.utils.checkpoint.checkpoint`, with the same arguments and the same two variants:
+
+    - `use_reentrant=False`, the one to use: the graph is recorded, so it works with nested structures, closures and
+        keyword arguments, under `torch.autograd.grad` and with backward passes inside of the function.
+    - `use_reentrant=True`: the forward runs in `torch.no_grad`. There are gradients only if one of the positional
+        arguments requires grad; the function has no keyword arguments.
+
+    The function runs again with all its side effects: `remat.is_rerunning()` tells. Arguments, its closure, random
+    draws, autocast and the like are as at the call, and what it writes in place to tensors from outside it writes once.
+    Under the transforms of `torch.func`, and for a function that uses them, it is `remat(function)(*args, **kwargs)`.
+
+    **Arguments:**
+
+    - `function`: what to run. Without it, the decorator with these options is returned:
+        `checkpoint(use_reentrant=False)(fn)`.
+    - `args`, `kwargs`: what to call it with.
+    - `use_reentrant`: which variant; say it, the default is True with a warning.
+    - `preserve_rng_state`: repeat the random draws of the forward in the rerun, those of torch's generators.
+    - `context_fn`: returns two context managers, for the forward and for the rerun, as
+        `create_selective_checkpoint_contexts` does. Not for the reentrant variant.
+    - `determinism_check`: `"default"` compares shape, dtype and device of what both runs save, `"none"` only how many
+        there are. Not for the reentrant variant.
+    - `debug`: on a mismatch, name the first op that differs, with both call sites. Not for the reentrant variant.
+    - `early_stop`: end the rerun as soon as all that the backward needs is there.
+    - `respect_saved_tensors_hooks`: whether what selective checkpointing keeps goes through the user's
+        `saved_tensors_hooks` around the call, such as `save_on_cpu`. None: it does not, and there is a warning, for
+        later versions of torch change that. Not for the reentrant variant.
+
+    **Returns:** what the function returned, or the decorator.
+
+    **Raises:** `TypeError` for what is no function, and for generators and async functions, whose body runs later;
+    `ValueError` for options that the variant does not have; on backward, `CheckpointError` where the rerun differs
+    from the forward, and `RuntimeError` where a tensor that the function was given, or read, was changed in place in
+    between.
+
+    **Source:** Chen et al., *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174.
+
+    Examples:
+        >>> import torch
+        >>> from remat import checkpoint
+        >>> layer = torch.nn.Linear(3, 3)
+        >>> x = torch.ones(2, 3)
+        >>> y = checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=False)
+        >>> y.sum().backward()
+        >>> layer.weight.grad.shape
+        torch.Size([3, 3])
+    """
+    if use_reentrant is None:
+        warn_use_reentrant("checkpoint")
+        use_reentrant = True
+    elif use_reentrant is not False and use_reentrant is not True:
+        check_flag("use_reentrant", use_reentrant)
+    if preserve_rng_state is not True and preserve_rng_state is not False:
+        check_flag("preserve_rng_state", preserve_rng_state)
+    if use_reentrant:
+        if function is not None and kwargs:
+            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs) + hint(kwargs))
+        if context_fn is not noop_context_fn or debug is not False:
+            raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
+        if respect_saved_tensors_hooks is not None:
+            raise ValueError("Passing `respect_saved_tensors_hooks` is only supported when use_reentrant=False.")
+    elif determinism_check not in _DETERMINISM_CHECKS:
+        known = list(_DETERMINISM_CHECKS)
+        raise ValueError(f"determinism_check should be one of {known}, but got {determinism_check}")
+    given = _Arguments(
+        use_reentrant,
+        preserve_rng_state,
+        context_fn,
+        determinism_check,
+        debug,
+        early_stop,
+        respect_saved_tensors_hooks,
+    )
+    if function is None and not args:
+        if kwargs:
+            got = ", ".join(kwargs) + hint(kwargs)
+            raise TypeError(f"checkpoint: a decorator has no arguments for the function; got {got}.")
+        return functools.partial(_decorated, given)
+    return _call(given, function, args, kwargs)
+
+
+def _decorated(given: _Arguments, function: Callable[..., Any]) -> Callable[..., Any]:
+    check_function(function)
+    check_body(function)
+
+    @functools.wraps(function)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if given.use_reentrant and kwargs:
+            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+        return _call(given, function, args, kwargs)
+
+    return checkpointed
+
+
+def _call(given: _Arguments, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        return call_compiled(function, args, kwargs, given.context_fn, given.preserve_rng_state)
+    check_body(function)
+    try:
+        if given.use_reentrant:
+            return _reentrant(function, args, given.preserve_rng_state)
+        return _non_reentrant(given, function, args, kwargs)
+    except TypeError as error:
+        check_call(function, args, kwargs, error)
+        raise
+
+
+@internals.left_alone_by_dynamo
+def _reentrant(function: Callable[..., Any], args: tuple[Any, ...], preserve_rng_state: bool) -> Any:
+    if plainly.get():
+        return function(*args)
+    if _needs_transforms():
+        return _reentrant_under_transforms(function, args, preserve_rng_state)
+    try:
+        return CheckpointFunction.apply(function, preserve_rng_state, *args)
+    except UsesTransforms:
+        return _reentrant_under_transforms(function, args, preserve_rng_state)
+
+
+@internals.left_alone_by_dynamo
+def _non_reentrant(
+    given: _Arguments, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    contexts = NO_CONTEXTS
+    if given.context_fn is not noop_context_fn:
+        contexts = for_one_region(*check_contexts(given.context_fn), given.respect_saved_tensors_hooks)
+    if not torch.is_grad_enabled() or plainly.get():
+        return function(*args, **kwargs)
+    if _needs_transforms():
+        return _functional(function, contexts, given.preserve_rng_state)(*args, **kwargs)
+    stop, traced = _settings.early_stop.get(), _settings.debug_enabled.get()
+    options = Options(
+        given.preserve_rng_state, given.determinism_check != "none", given.early_stop if stop is None else stop
+    )
+    with internals.DisableTorchFunction():
+        region = Region(function, args, kwargs, options, contexts)
+    if given.debug if traced is None else traced:
+        _debug.trace(region)
+    try:
+        out = region.run(function, args, kwargs)
+    except UsesTransforms:
+        return _functional(function, contexts, given.preserve_rng_state)(*args, **kwargs)
+    outer = current_look()
+    if outer is not None:
+        with internals.DisableTorchFunction():
+            outer.add_call(region.name, out)
+    return out
+
+
+def warn_use_reentrant(who: str) -> None:
+    """Warn that an argument is missing."""
+    warn(
+        f"remat.{who}: the use_reentrant parameter should be passed explicitly. use_reentrant=False is recommended; "
+        "use_reentrant=True keeps what happens now, without it. torch.utils.checkpoint raises an exception here in its "
+        "later versions."
+    )
+
+
+# Transforms.
+
+
+def _needs_transforms() -> bool:
+    if internals.transforms_active() or internals.forward_ad_active() or internals.saved_tensors_hooks_refused():
+        return True
+    return bool(internals.function_modes_active()) and running() is not None  # its draws are those of a key
+
+
+def _functional(function: Any, contexts: Contexts, preserve_rng_state: bool) -> Any:
+    """`function` by the functional engine, under the same contexts."""
+    forward, rerun = contexts
+    if isinstance(forward, Selective):
+        return remat(function, policy=forward.policy, preserve_rng_state=preserve_rng_state)
+    if contexts is NO_CONTEXTS:
+        return remat(function, preserve_rng_state=preserve_rng_state)
+    in_turn = itertools.chain([forward], itertools.repeat(rerun))  # not a list: for a rerun that would begin again
+
+    def under_context(*args: Any, **kwargs: Any) -> Any:
+        with next(in_turn):
+            return function(*args, **kwargs)
+
+    return remat(under_context, preserve_rng_state=preserve_rng_state)
+
+
+def _reentrant_under_transforms(function: Any, args: tuple[Any, ...], preserve_rng_state: bool) -> Any:
+    """The reentrant variant where the functional engine has to do it."""
+    if not any(internals.requires_grad_at_any_level(x) for x in args if isinstance(x, torch.Tensor)) and not (
+        internals.transforms_active() or internals.forward_ad_active()
+    ):
+        warn_without_grad(args)
+        with torch.no_grad():
+            return function(*args)
+    return remat(function, preserve_rng_state=preserve_rng_state)(*args)

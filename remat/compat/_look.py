@@ -1,0 +1,228 @@
+"""How checkpoints look at their runs.
+
+The graph of a checkpointed function stays, so nothing is out of sight: a run may call modules that `fully_shard` or
+`parallelize_module` has prepared, and may write to what is differentiated.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
+
+from remat import _torch_internals as internals
+from remat._effects import Effects, effects_of, written_by
+from remat._graph import is_made_since
+from remat._look import Look, Read
+
+_SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
+_TREES = frozenset({list, tuple, dict})
+_acts: dict[Any, bool] = {}
+"""Whether a function does more than compute."""
+is_wrapper = internals.is_wrapper
+
+
+def _has_tensors(tree: Any) -> bool:
+    items = tree.values() if type(tree) is dict else tree
+    return any(isinstance(x, Tensor) or type(x) in _TREES for x in items)
+
+
+class ForwardLook(Look):
+    """Looks at the forward of a checkpoint: what it reads from outside, and what that was before it was written to.
+
+    **Attributes:**
+
+    - `gathered`: by identity, tensors that hooks gather whole, as those of ZeRO-3 and FSDP2 do. They do it in the
+        rerun too.
+    - `saves_unwritten`: whether an op saves memory that its kernel is yet to write: a rerun can't stop before that.
+    """
+
+    def __init__(self, name: str, given: Iterable[Tensor], random: Any) -> None:
+        """A look at a run of the function `name`, which is given tensors. `random`: what to tell of generators."""
+        super().__init__(name, given, random)
+        self.gathered: set[int] = set()
+        self.saves_unwritten = False
+        self._was_lazy: set[int] = set()
+        """Parameters that have got their memory in this run. A rerun finds them as they are."""
+        self._since = internals.next_sequence_number()
+        self._is_alone = True
+        """Whether nothing can stand for a tensor, and nobody else gathers any."""
+
+    def begin(self, outer: Look | None) -> None:
+        super().begin(outer)
+        self._is_alone = outer is None and not self.is_rerun and not internals.uses_fully_shard()
+
+    def forget(self) -> None:
+        """What it has seen was noted: hold nothing."""
+        self.outside.clear()
+        self._memory = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_compiling():  # `torch.cond` is compiled under the active modes
+            return func(*args, **(kwargs or {}))
+        delegate = self.delegate
+        if delegate is not None:
+            return delegate.__torch_function__(func, types, args, kwargs)
+        known = self._known
+        for a in args:
+            kind = type(a)
+            if kind in _SCALARS or id(a) in known:
+                continue
+            if kind is Parameter and self._is_alone and self._memory is None:
+                self.outside[id(a)] = Read(a, a, 0, func)
+                known.add(id(a))
+            elif isinstance(a, Tensor) or (kind in _TREES and _has_tensors(a)):
+                args = self._seen(args)
+                break
+        acts = _acts.get(func)
+        if acts is None:
+            acts = effects_of(func).acts
+            if len(_acts) < 10_000:  # custom functions may be made anew for each call
+                _acts[func] = acts
+        if kwargs:
+            for a in kwargs.values():
+                if id(a) not in known if isinstance(a, Tensor) else type(a) in _TREES and _has_tensors(a):
+                    kwargs = {k: self._seen_in(v) for k, v in kwargs.items()}
+                    break
+            if acts or kwargs.get("inplace") or "out" in kwargs or kwargs.get("generator") is not None:
+                return self._call(effects_of(func), func, args, kwargs)
+            out = func(*args, **kwargs)
+        elif acts:
+            return self._call(effects_of(func), func, args, {})
+        else:
+            out = func(*args)
+        kind = type(out)
+        if kind is Tensor and not is_wrapper(out):
+            known.add(id(out))
+            if not out.requires_grad and id(out) not in self.outside:
+                self._unkept.append(weakref.ref(out))
+        elif kind not in _SCALARS:
+            self._add_result(func, out)
+        return out
+
+    def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
+        if effects.moves_hooks:
+            return func(*args, **kwargs)
+        if effects.draws:
+            self._mark_draw()
+            self.saves_unwritten = self.saves_unwritten or "rrelu" in func.__name__
+        with internals.DisableTorchFunction():
+            if effects.writes or "out" in kwargs or kwargs.get("inplace"):
+                for t in () if internals.fully_shard_at_work() else written_by(func, args, kwargs):
+                    if id(t) not in self._was_lazy:  # what FSDP2's hooks write, they write again
+                        self.before_write(t)
+            elif effects.sets_data:
+                if is_lazy(args[0]):
+                    self._was_lazy.add(id(args[0]))
+                elif args[0].shape == args[1].shape:
+                    self.before_write(args[0])
+                else:
+                    self.gathered.add(id(args[0]))
+            if effects.sets_hook:
+                args = self._with_hook(args)
+            for x in kwargs.values() if effects.draws or kwargs.get("generator") is not None else ():
+                if isinstance(x, torch.Generator):
+                    self.notice(x)
+        out = func(*args, **kwargs)
+        self._add_result(func, out)
+        return out
+
+    def _add_result(self, func: Any, out: Any) -> None:
+        if type(out) is Tensor and not is_wrapper(out):
+            self._known.add(id(out))
+            if not out.requires_grad and id(out) not in self.outside:
+                self._unkept.append(weakref.ref(out))
+        elif type(out) not in _SCALARS:
+            with internals.DisableTorchFunction():
+                self.add_results(func, out)
+
+    def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
+        key = id(tensor)
+        if key in self._known:
+            return tensor
+        if internals.level_of(tensor) > self.depth:
+            self.read(internals.unwrapped(tensor), handed_on=True)
+            self._known.add(key)
+            return tensor
+        if internals.fully_shard_at_work():
+            return tensor
+        value = self._swaps.get(key, tensor) if self.outer is None else self.outer.read(tensor, handed_on)
+        if handed_on:
+            self.handed_on.add(key)
+        self._add(tensor, value)
+        return value
+
+    def has_made(self, tensor: Tensor) -> bool:
+        # Another tensor may have got the identity of one that has died.
+        return super().has_made(tensor) and (
+            is_made_since(tensor, self._since) or any(ref() is tensor for ref in self._unkept)
+        )
+
+    def _copied(self, value: Tensor) -> Tensor:
+        with torch.no_grad():
+            return value.clone().requires_grad_(value.requires_grad)
+
+    def _with_hook(self, args: Any) -> Any:
+        self.sets_hooks = self.sets_hooks or not self.has_made(args[0])
+        return args
+
+    def _note(self, func: Any, shape: int) -> None:
+        """Checkpoints compare what runs save, and not their calls."""
+
+
+class RerunLook(ForwardLook):
+    """Looks at a rerun: copies stand for what the forward wrote to, and what was read has to be as it was."""
+
+    is_rerun = True
+
+    def __init__(
+        self,
+        name: str,
+        given: Iterable[Tensor],
+        swaps: Iterable[tuple[Tensor, Tensor]],
+        stale: dict[int, RuntimeError],
+    ) -> None:
+        """A look at a rerun of the function `name`, which is given tensors.
+
+        **Arguments:**
+
+        - `swaps`: tensors, and what stands for them.
+        - `stale`: by identity, what to raise where tensors are read that were changed since the forward.
+        """
+        super().__init__(name, [t for t in given if id(t) not in stale], None)
+        self._swaps = {id(tensor): stand_in for tensor, stand_in in swaps}
+        self._originals = {id(stand_in): tensor for tensor, stand_in in swaps}
+        self._stale = stale
+
+    def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
+        out = super()._call(effects, func, args, kwargs)
+        return self._originals.get(id(out), out) if effects.writes else out  # `m.count += 1` assigns what it returns
+
+    def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
+        key = id(tensor)
+        if key in self._stale:
+            raise self._stale[key]
+        if key in self._known:
+            return tensor
+        stand_in = self._swaps.get(key)
+        if stand_in is not None:
+            return stand_in
+        self._add(tensor, tensor)
+        return tensor
+
+    def before_write(self, written: Tensor) -> None:
+        """What the forward wrote to is a copy here."""
+
+    def notice(self, generator: torch.Generator) -> None:
+        """It draws again what the forward drew."""
+
+    def _with_hook(self, args: Any) -> Any:
+        if id(args[0]) in self.outside:  # the forward has put it on the tensor itself
+            return (torch.empty(0, requires_grad=True), *args[1:])
+        return args

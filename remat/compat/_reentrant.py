@@ -1,0 +1,190 @@
+"""The reentrant variant: one node for the whole function, whose backward runs it again and differentiates that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat._errors import RematError
+from remat._graph import Stranger, prove
+from remat._look import current_look
+from remat.compat._call import NOTHING, Call
+from remat.compat._devices import warn_without_grad
+from remat.compat._look import ForwardLook
+from remat.compat._region import UsesTransforms
+
+_NOT_NECESSARY = "none of output has requires_grad=True, this checkpoint() is not necessary"
+_CHANGES = (
+    "checkpoint: with use_reentrant=True, {} changes a tensor of shape {}, {} in place that is differentiated. Its "
+    "rerun would start from the changed value. Change a copy instead: x = x.clone(), or use use_reentrant=False."
+)
+_OUT_OF_SIGHT = (
+    "checkpoint: with use_reentrant=True, in {}, {}, that the function takes from outside where no torch function was "
+    "seen to read it: by an autograd.Function, an extension or a ScriptModule. Pass it as an argument, use "
+    "use_reentrant=False, or call .backward() without inputs."
+)
+_GATHERED = (
+    "checkpoint: with use_reentrant=True, parameters that are gathered inside of the function, as fully_shard does, "
+    "get gradients from .backward() without inputs alone; got another backward pass and a parameter of shape {}. Use "
+    "use_reentrant=False."
+)
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """The node of the reentrant variant; `checkpoint(fn, *args, use_reentrant=True)` applies it.
+
+    Its inputs are the tensors among the arguments and the differentiated ones that the function was seen to read from
+    outside. So it works under `torch.autograd.grad` and `.backward(inputs=...)` too.
+
+    **Arguments:** of `apply`:
+
+    - `run_function`: the function.
+    - `preserve_rng_state`: whether the rerun draws the same random numbers.
+    - `args`: what the function is called with.
+
+    **Returns:** what the function returns.
+
+    **Source:** `torch.utils.checkpoint.CheckpointFunction`.
+
+    Examples:
+        >>> import torch
+        >>> from remat.compat import CheckpointFunction
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y = CheckpointFunction.apply(torch.sin, True, x)
+    """
+
+    @classmethod
+    def apply(cls, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """Run the function on the arguments, which are positional."""
+        if not warn_without_grad(args) or not torch.is_grad_enabled():
+            with torch.no_grad():
+                return run_function(*args)
+        with internals.DisableTorchFunction():
+            call = Call(run_function, args, {}, preserve_rng_state)
+            look = call.look()
+        with torch.no_grad(), look:
+            out = run_function(*args)
+        with internals.DisableTorchFunction():
+            if look.handed_on:
+                call.undo(look)
+                raise UsesTransforms
+            arguments = _arguments(call, look)
+            values = [
+                v.detach() if isinstance(v, Tensor) and not look.has_made(v) else v  # it belongs to somebody else
+                for v in (out if isinstance(out, tuple) else (out,))
+            ]
+            call.finish(look)
+            gathered = look.gathered
+            captured = {id(t): t for t in call.parameters if t.requires_grad}
+            captured.update(
+                (o.key, o.unpack()) for o in (*call.held, *call.outside) if o is not None and o.requires_grad
+            )
+            rest = [captured.pop(key) for key in gathered if key in captured]
+            results = super().apply(call, captured, rest, values, len(arguments), *arguments, *captured.values())
+            outer = current_look()
+            if outer is not None:
+                outer.add_call(call.name, results)
+        return _rebuilt(type(out), results) if isinstance(out, tuple) else results[0]
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        captured: dict[int, Tensor],
+        gathered: list[Tensor],
+        values: list[Any],
+        count: int,
+        *inputs: Tensor | None,
+    ) -> Any:
+        """Attach the node to the values of the forward run, which is over."""
+        ctx.call, ctx.captured, ctx.gathered = call, captured, gathered
+        ctx.save_for_backward(*(None if t is None else internals.savable(t) for t in inputs[:count]))
+        results = tuple(values)
+        values.clear()
+        return results
+
+    @staticmethod
+    @internals.left_alone_by_dynamo
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        """Run the function again, and differentiate that."""
+        with internals.base_level() if internals.transforms_active() else NOTHING:
+            given = ctx.call, ctx.saved_tensors, ctx.captured, ctx.gathered, cotangents
+            found = internals.with_subclasses(lambda: _gradients(*given))
+        if not internals.graph_is_retained():  # as for what is saved: the call may hold what leads to this node
+            ctx.call, ctx.captured, ctx.gathered = None, {}, []
+        return (None, None, None, None, None, *found)
+
+
+def _arguments(call: Call, look: ForwardLook) -> list[Tensor | None]:
+    """The positional arguments, without those that the function has written to, which start from copies."""
+    for before in look.copies.values():
+        if before.requires_grad:
+            raise RematError(_CHANGES.format(call.name, list(before.shape), before.dtype))
+    return [None if id(t) in look.copies else t for t in call.operands[: call.arguments]]
+
+
+def _rebuilt(kind: Any, items: Sequence[Any]) -> Any:
+    """A tuple, or one with names."""
+    if hasattr(kind, "_fields"):
+        return kind._make(items)
+    return kind(items) if kind.__module__ == "torch.return_types" else tuple(items)
+
+
+def _stand_in(operand: Tensor, create_graph: bool) -> Tensor:
+    """What the rerun reads in the place of an operand: the hooks of that are not for the rerun to call."""
+    if create_graph and operand.requires_grad:
+        return operand.view_as(operand)
+    return operand.detach().requires_grad_(operand.requires_grad)
+
+
+def _gradients(
+    call: Call,
+    saved: Sequence[Tensor | None],
+    captured: dict[int, Tensor],
+    gathered: Sequence[Tensor],
+    cotangents: Sequence[Any],
+) -> list[Tensor | None]:
+    """The gradients of the arguments and of what was captured.
+
+    NOTE [gathered parameters]: hooks inside of the function gather whole parameters for it and, in the backward pass of
+    the rerun, reduce their `.grad` and free them. So they are no operands, whose gradients come later: the rerun reads
+    them themselves, and its backward pass accumulates into them.
+    """
+    create_graph = torch.is_grad_enabled()
+    accumulates = not create_graph and internals.accumulates_into_all_leaves()
+    if gathered:
+        if not accumulates:
+            raise RematError(_GATHERED.format(list(gathered[0].shape)))
+        internals.begin_forward_of_fully_shard()
+    arguments = [None if t is None else _stand_in(t, create_graph) for t in saved]
+    stand_ins = {key: _stand_in(t, create_graph) for key, t in captured.items()}
+    own = [*arguments, *stand_ins.values()]
+    since = internals.next_sequence_number()
+    out = call.rerun(arguments, stand_ins=stand_ins, looks=not accumulates)
+    look, call.last_look = call.last_look, None
+    pairs = [
+        (o, c)
+        for o, c in zip(out if isinstance(out, tuple) else (out,), cotangents, strict=False)
+        if isinstance(o, Tensor) and o.requires_grad
+    ]
+    if not pairs:
+        raise RuntimeError(_NOT_NECESSARY)
+    outputs, given = [o for o, _ in pairs], [c for _, c in pairs]
+    if accumulates:
+        torch.autograd.backward(outputs, given)
+        return [None if t is None else t.grad for t in own]
+    targets = {i: t for i, t in enumerate(own) if t is not None and t.requires_grad}
+    if look is not None:
+        try:
+            prove(outputs, [*targets.values()], since, look.has_made)
+        except Stranger as stranger:
+            raise RematError(_OUT_OF_SIGHT.format(call.name, stranger)) from None
+    found = torch.autograd.grad(outputs, [*targets.values()], given, allow_unused=True, create_graph=create_graph)
+    gradients: list[Tensor | None] = [None] * len(own)
+    for i, gradient in zip(targets, found, strict=True):
+        gradients[i] = gradient
+    return gradients

@@ -1,0 +1,275 @@
+"""The non-reentrant variant: the graph is the native one, and saves nothing.
+
+Saved-tensor hooks put a `Holder` in the place of each tensor that the graph would save. The first `Holder` to be
+unpacked in a backward pass runs the function again, which collects those tensors by position. They belong to the
+backward pass: each goes as it is unpacked, and the rest go when the pass ends or fails.
+
+Regions nest: what the inner one is given is saved through the hooks of the outer one.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat._errors import CheckpointError
+from remat._holder import Holder
+from remat.compat._call import NOTHING, Call, Context, modified
+from remat.compat._group import recomputed_in
+
+Contexts = tuple[Context, Context]
+NO_CONTEXTS: Contexts = (NOTHING, NOTHING)
+Meta = tuple[torch.Size, torch.dtype, torch.device]
+_meta_of: Callable[[Tensor], Meta] = operator.attrgetter("shape", "dtype", "device")
+
+_TIP = (
+    "To find the cause, pass debug=True to checkpoint, or call it under set_checkpoint_debug_enabled(True): the error "
+    "then names the first op that differs, with both call sites. Pass a list for an iterator, which the forward has "
+    "used up."
+)
+_MORE = "trying to save more tensors during recomputation than during the original forward pass: {1} instead of {0}."
+_FEWER = (
+    "A different number of tensors was saved during the original forward and recomputation.\n"
+    "Number of tensors saved during forward: {}\nNumber of tensors saved during recomputation: {}"
+)
+_DIFFERENT = "Recomputed values for the following tensors have different metadata than during the forward pass."
+_TWICE = (
+    "Unpack is being triggered for a tensor that was already unpacked once in this backward pass. If your "
+    "autograd.Function reads ctx.saved_tensors in its backward, it has to do so only once."
+)
+_OVERLAP = (
+    "Unpack is being triggered for a tensor that was already unpacked once. Performing two backward calls that overlap "
+    "(i.e. require the same saved activation in order to compute gradients) is not allowed under one GraphExecGroup."
+)
+_SWALLOWED = (
+    "remat.checkpoint: the forward context of context_fn swallowed an exception that the function raised, so there is "
+    "no result. Catch it inside of the function, or around checkpoint."
+)
+
+
+class UsesTransforms(Exception):  # noqa: N818
+    """The function uses `torch.func`: the functional engine has to run it. What it did so far is taken back."""
+
+
+class _Stop(BaseException):
+    """All that the backward needs is there. No `except Exception` of the user's may catch it."""
+
+
+class Options(NamedTuple):
+    """How to run a region."""
+
+    preserve_rng_state: bool = True
+    compares_metadata: bool = True
+    early_stop: bool = True
+
+
+class _Recomputed:
+    """The saved tensors for one backward pass, with their versions. None: nobody asks for it, or it was unpacked."""
+
+    __slots__ = ("__weakref__", "key", "saved")
+
+    def __init__(self, key: Any, saved: list[tuple[Tensor, int] | None]) -> None:
+        self.key = key
+        self.saved = saved
+
+    def clear(self) -> None:
+        """The backward pass is over."""
+        self.saved = []
+
+
+class _Collector:
+    """Collects what a rerun saves."""
+
+    def __init__(self, holders: list[weakref.ref[Holder]], early_stop: bool) -> None:
+        self.saved: list[tuple[Tensor, int] | None] = []
+        self._holders = holders
+        self._last = len(holders) - 1 if early_stop else -1
+        self._is_done = False
+
+    @internals.left_alone_by_dynamo
+    def pack(self, tensor: Tensor) -> Tensor:
+        """The hook: collects `tensor`."""
+        if internals.function_modes_active():
+            with internals.DisableTorchFunction():
+                return self._pack(tensor)
+        return self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if self._is_done:  # somebody has caught what says "stop"
+            return tensor
+        saved, holders = self.saved, self._holders
+        index = len(saved)
+        if index < len(holders) and holders[index]() is not None:
+            saved.append((tensor, -1 if tensor.is_inference() else tensor._version))
+        else:
+            saved.append(None)
+        if index == self._last:
+            self._is_done = True
+            raise _Stop
+        return tensor
+
+
+@internals.left_alone_by_dynamo
+def _unpack(holder: Holder) -> Tensor:
+    return holder.owner.unpack(holder.index)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class Region:
+    """One checkpointed call."""
+
+    explain: Callable[[CheckpointError], CheckpointError] | None = None
+    """What makes a more detailed error of one: for debugging."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: Options,
+        contexts: Contexts,
+    ) -> None:
+        self.forward_context, self.rerun_context = contexts
+        self._options = options
+        custom = contexts is not NO_CONTEXTS
+        self._call = Call(fun, args, kwargs, options.preserve_rng_state, custom)
+        self._saved: list[Any] = [internals.save(t) for t in self._call.operands[: self._call.arguments]]
+        self._holders: list[weakref.ref[Holder]] = []
+        self._metas: list[Meta] = []
+        self._recomputed: weakref.ref[_Recomputed] | None = None
+        self._is_complete = False
+        self._early_stop = options.early_stop
+
+    @property
+    def name(self) -> str:
+        """Of the function."""
+        return self._call.name
+
+    # The forward.
+
+    def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The user's own call."""
+        call = self._call
+        with internals.DisableTorchFunction():
+            look = call.look()
+        returned = False
+        internals.push_saved_tensors_hooks(self._pack, _unpack)
+        try:
+            with self.forward_context, look:
+                out = fun(*args, **kwargs)
+                returned = True
+        except RuntimeError as error:
+            if internals.refuses_hooks(error):
+                call.undo(look)
+                raise UsesTransforms from None
+            raise
+        finally:
+            internals.pop_saved_tensors_hooks()
+        if not returned:
+            raise RuntimeError(_SWALLOWED)
+        with internals.DisableTorchFunction():
+            for i, key in enumerate([*map(id, call.operands[: call.arguments])] if look.copies else ()):
+                if key in look.copies:  # it may lead to this region
+                    self._saved[i] = None
+            self._early_stop = self._options.early_stop and not look.saves_unwritten
+            call.finish(look)
+        self._is_complete = True
+        return out
+
+    @internals.left_alone_by_dynamo
+    def _pack(self, tensor: Tensor) -> Holder:
+        """The hook: what the graph keeps in the place of `tensor`."""
+        if internals.function_modes_active():
+            with internals.DisableTorchFunction():
+                self._metas.append(_meta_of(tensor))
+        else:
+            self._metas.append(_meta_of(tensor))
+        holder = Holder(self, len(self._holders))
+        self._holders.append(weakref.ref(holder))
+        return holder
+
+    # The backward.
+
+    def held(self) -> Sequence[Any]:
+        """What it holds to run again: tensors, or what hooks have put in their place."""
+        call = self._call
+        others = [o.saved for o in (*call.held, *call.outside) if o is not None]
+        saved = [*self._saved, *others]
+        return [s if isinstance(s, Tensor) else internals.held_in(s) for s in saved if s is not None]
+
+    def unpack(self, index: int) -> Tensor:
+        """The saved tensor with this number."""
+        group = internals.graph_exec_group()
+        key = internals.graph_task() if group is None else group
+        recomputed = None if self._recomputed is None else self._recomputed()
+        if recomputed is None or recomputed.key != key:
+            recomputed = self._recompute(key, group)
+        entry = recomputed.saved[index]
+        recomputed.saved[index] = None
+        if entry is None:
+            raise self._error(_TWICE if group is None else _OVERLAP)
+        tensor, before = entry
+        if before != -1 and before != tensor._version:
+            raise modified(tensor, before, self._call.name)
+        return tensor
+
+    def _recompute(self, key: Any, group: Any) -> _Recomputed:
+        recomputed = _Recomputed(key, internals.with_subclasses(self._rerun))
+        if key == -1:  # outside of a backward pass: `grad_fn._saved_self`
+            return recomputed
+        self._recomputed = weakref.ref(recomputed)
+        if group is None:
+            internals.at_end_of_graph_task(recomputed.clear)
+        else:
+            recomputed_in.setdefault(group, []).append(recomputed)
+        return recomputed
+
+    def _rerun(self) -> list[tuple[Tensor, int] | None]:
+        """Run the function again: what its graph saves."""
+        with internals.base_level() if internals.transforms_active() else NOTHING:
+            arguments = [None if s is None else s.unpack() for s in self._saved]
+            collector = _Collector(self._holders, self._early_stop)
+            context = self.rerun_context
+            if context is not NOTHING and not self._is_complete:  # a backward inside of the forward, and of its context
+                context = internals.DisableTorchDispatch()
+            internals.push_saved_tensors_hooks(collector.pack, _same)
+            try:
+                self._call.rerun(arguments, context)
+            except _Stop:
+                pass
+            finally:
+                internals.pop_saved_tensors_hooks()
+        if self._is_complete:
+            self._check(collector.saved)
+        return collector.saved
+
+    def _check(self, saved: list[tuple[Tensor, int] | None]) -> None:
+        """Raise unless the rerun saved what the forward saved."""
+        if len(saved) != len(self._holders):
+            message = _MORE if len(saved) > len(self._holders) else _FEWER
+            raise self._error(f"{message.format(len(self._holders), len(saved))}\n{_TIP}")
+        if not self._options.compares_metadata:
+            return
+        lines = []
+        for i, (entry, forward) in enumerate(zip(saved, self._metas, strict=True)):
+            if entry is not None and (rerun := _meta_of(entry[0])) != forward:
+                pairs = zip(("shape", "dtype", "device"), forward, rerun, strict=True)
+                parts = [f"{name} {f} in the forward, {r} in the rerun" for name, f, r in pairs if f != r]
+                lines.append(f"tensor at position {i}: " + "; ".join(parts))
+        if lines:
+            raise self._error("\n".join([_DIFFERENT, *lines, _TIP]))
+
+    def _error(self, message: str) -> CheckpointError:
+        error = CheckpointError(f"remat.checkpoint: {message}")
+        return error if self.explain is None else self.explain(error)
