@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextvars
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,14 @@ _NOT_FOUND = (
     "remat: in {}, {}, that the function takes from outside, and remat can't find it: no torch function was seen to "
     "read it, and no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
 )
+_SCRIPTED = (
+    "remat: {} calls a ScriptModule, {}: the tensors that it reads are out of remat's sight. Call the function through "
+    "remat.checkpoint(..., use_reentrant=False)."
+)
+_SHARED = (
+    "remat: {} changes tensors of shape {} and {} in place that it was given or captured and that share their memory. "
+    "Its rerun would change a copy of each. Give it one of them, and take views of that inside."
+)
 _HANDED_ON = (
     "remat: {} hands a tensor of shape {}, {} that it takes from outside straight to a transform or an extension, and "
     "no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
@@ -44,8 +53,8 @@ _OTHER_OPERANDS = (
     "remat: the rerun of {} {} on tensor {} of the {} that it was given or that it captured, unlike its forward run. {}"
 )
 _CHANGED_SINCE = (
-    "remat: a tensor of shape {}, {} that {} reads from outside was changed in place between its forward run and the "
-    "backward, where it runs again. Do the backward first, or change a copy: x = x.clone()."
+    "remat: a tensor of shape {}, {} that {} reads from outside has been modified by an inplace operation between its "
+    "forward run and the backward, where it runs again. Do the backward first, or change a copy: x = x.clone()."
 )
 _DEAD = (
     "remat: the rerun of {} found a tensor of a transform that is over. It is in a place where remat does not look (a "
@@ -90,7 +99,7 @@ def _matters(tensor: Tensor) -> bool:
 class _Original:
     """The tensor of the forward that an operand stands for."""
 
-    __slots__ = ("attributes", "handed_on", "origin", "places", "ref", "written")
+    __slots__ = ("attributes", "handed_on", "origin", "places", "position", "ref", "written")
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref = weakref.ref(tensor)
@@ -98,6 +107,8 @@ class _Original:
         """Where modules and others hold it."""
         self.handed_on = False
         """Whether reruns have to find the operand there: no torch call of the function's reads the tensor itself."""
+        self.position: int | None = None
+        """How many calls the signature had when the forward read it first; None where it was given or is in a cell."""
         self.origin: Origin | None = None
         """What the tape of a policy knows it by, where it is written to."""
         self.written = False
@@ -112,12 +123,13 @@ class Remembered(NamedTuple):
 
     given: list[weakref.ref[Tensor]]
     """What the call was given, and found in cells."""
-    found: list[weakref.ref[Tensor]]
-    """What else it read from outside."""
-    survivors: list[weakref.ref[Tensor]]
-    lost: list[Any]
+    found: list[tuple[weakref.ref[Tensor], list[Place]]]
+    """What else it read from outside, and where that was."""
+    survivors: list[tuple[weakref.ref[Tensor], int]]
     signature: Signature
     nests: bool
+    reached: list[int]
+    """Positions, in `given` and then `found`, of those that the results may depend on."""
     result: tuple[list[Any], _tree.PyTreeSpec]
     """What it returned, without tensors."""
     returned: list[tuple[int, torch.Size, torch.dtype]]
@@ -151,6 +163,9 @@ class Call:
     _recorder: Recorder | None = None
     _result: tuple[list[Any], _tree.PyTreeSpec] | None = None
     _look: Look | None = None
+    _stands_in = False
+    _places: Mapping[int, list[Place]] = MappingProxyType({})
+    """By identity, the places that are known from the forward of an outer function."""
 
     def __init__(self, fun: Callable[..., Any], name: str, leaves: list[Any], spec: _tree.PyTreeSpec | None) -> None:
         """A call with arguments.
@@ -180,17 +195,18 @@ class Call:
         self._under_transforms = internals.transforms_active()
         self._has_tangents = internals.forward_ad_active()
         self.signature = Signature()
-        self._constants: list[tuple[weakref.ref[Tensor], int, Any]] = []
-        self._cell_constants: list[tuple[weakref.ref[Tensor], int, Any]] = []
-        self._lost: list[tuple[Any, torch.Size, torch.dtype]] = []
-        """Of constants that were gone at the end of the forward: reader, shape and dtype."""
-        self._survivors: list[weakref.ref[Tensor]] = []
+        self._constants: list[tuple[weakref.ref[Tensor], int, int]] = []
+        self._cell_constants: list[tuple[weakref.ref[Tensor], int, int]] = []
+        """What the function reads from outside and is no operand: its version, and when the forward read it first."""
+        self._survivors: list[tuple[weakref.ref[Tensor], int]] = []
         self._returned: list[tuple[int, torch.Size, torch.dtype]] = []
         self._rebuilders: list[Rebuilder] = []
         self._replays: list[Replay] = []
         self._rerun_looks: list[RerunLook] = []
         self._reached: set[int] = set()
         """The operands that the results depend on."""
+        self._ambiguous: set[int] = set()
+        """Those that the graph does not tell from others."""
         self.hooked: frozenset[int] = frozenset()
 
     def _add(self, tensor: Tensor) -> Operand:
@@ -302,9 +318,12 @@ class Call:
         if self.hooked or any(original.written for original in self._originals):
             return None
         given = [original.ref for original in self._originals[: self._held]]
-        found = [original.ref for original in self._originals[self._held :]] + [ref for ref, *_ in self._constants]
+        found = [(original.ref, original.places) for original in self._originals[self._held :]]
+        found += [(ref, []) for ref, *_ in self._constants]
+        unused = self.leaves - self._reached - self._ambiguous
+        reached = [i for i, position in enumerate(self._positions) if position not in unused]
         return Remembered(
-            given, found, self._survivors, self._lost, self.signature, self.nests, self._result, self._returned
+            given, found, self._survivors, self.signature, self.nests, reached, self._result, self._returned
         )
 
     def stand_in(self, forward: Remembered, outer: Look) -> Any:
@@ -312,7 +331,7 @@ class Call:
 
         They are filled with NaN, so that a mistake would be loud, and have the derivative that the call would have.
         """
-        found = [ref() for ref in forward.found]
+        found = [ref() for ref, _ in forward.found]
         if len(self.operands) != len(forward.given) or any(t is None for t in found):
             return None
         look = self._look = Look(self.name, self.operands[: self._given], None)
@@ -320,15 +339,15 @@ class Call:
         for t in (*self.operands, *found, *(ref() for ref in forward.given)):
             if t is not None:
                 look.read(t)
-        self._survivors, self._lost = [*forward.survivors], [*forward.lost]
+        self._stands_in = True
+        self._places = {id(ref()): places for ref, places in forward.found}
+        self._survivors = [*forward.survivors]
         self.since = internals.next_sequence_number()
         self.signature = forward.signature
         self.nests = forward.nests
-        zeros = [
-            t.flatten()[:0].sum()
-            for _, t, *_ in look.outside.values()
-            if _matters(t) and (t.is_floating_point() or t.is_complex())
-        ]
+        originals = [*self.operands, *found]
+        values = [look.outside[id(originals[i])].value for i in forward.reached]
+        zeros = [t.flatten()[:0].sum() for t in values if _matters(t) and (t.is_floating_point() or t.is_complex())]
         leaves, spec = forward.result
         leaves = list(leaves)
         for i, shape, dtype in forward.returned:
@@ -339,15 +358,19 @@ class Call:
 
     def _find_operands(self, look: Look) -> None:
         """Add to the operands what the run was seen to read, and note what else it depends on."""
+        if len(look.copies) > 1:
+            shared = internals.two_that_share_memory([look.outside[key].tensor for key in look.copies])
+            if shared is not None:
+                raise RematError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
         constants = {}
         index = self._index
         for tensor, version in self._in_cells:
-            if id(tensor) not in look.copies:
-                read = look.outside.pop(id(tensor), None)
-                self._cell_constants.append((weakref.ref(tensor), version, read and read.reader))
-                if internals.version(tensor) != version:
-                    raise RematError(CHANGES.format(self.name, list(tensor.shape), tensor.dtype, "a place out of sight"))
-        for key, (tensor, value, version, _) in look.outside.items():
+            read = look.outside.pop(id(tensor), None) if id(tensor) not in look.copies else None
+            if read is not None or self._stands_in:
+                self._cell_constants.append((weakref.ref(tensor), version, 0 if read is None else read.position))
+            if read is not None and internals.version(tensor) != version:
+                raise RematError(CHANGES.format(self.name, list(tensor.shape), tensor.dtype, "a place out of sight"))
+        for key, (tensor, value, version, *_) in look.outside.items():
             if key in look.copies:
                 original = self._originals[self._add(tensor).index]
                 original.written = True
@@ -361,18 +384,24 @@ class Call:
             else:
                 constants[key] = tensor
         captured = {id(t): t for t in self.operands[self._held :]}
+        for key in captured:
+            self._originals[index[key]].position = look.outside[key].position
+        for key, places in self._places.items():  # now they may hold what an outer rerun has put there
+            if key in captured:
+                self._originals[index[key]].places = places
+                del captured[key]
         if captured or constants:
             for key, places in places_in_modules(self._objects, [*captured.values(), *constants.values()]).items():
                 tensor = captured.pop(key, None)
                 if tensor is None:
-                    self._add(constants.pop(key))
+                    self._originals[self._add(constants.pop(key)).index].position = look.outside[key].position
                 self._originals[index[key]].places = places
             for tensor, place in search(self._objects, captured, far=False) if captured else ():
                 self._originals[self._index[id(tensor)]].places.append(place)
             for key in look.handed_on & captured.keys():
                 self._must_have_place(key)
         for key, t in constants.items():
-            self._constants.append((weakref.ref(t), look.outside[key].version, look.outside[key].reader))
+            self._constants.append((weakref.ref(t), look.outside[key].version, look.outside[key].position))
 
     def _values(self, look: Look) -> list[Tensor]:
         """The operands as the forward found them."""
@@ -398,6 +427,9 @@ class Call:
                 if any(t.grad_fn is node and t.output_nr == number for t in layers(found)):
                     tensor = found
                     break
+        for obj in self._objects:
+            if isinstance(obj, torch.jit.ScriptModule):
+                raise RematError(_SCRIPTED.format(self.name, obj.original_name))
         if tensor is None or id(tensor) in self._index:
             raise RematError(_NOT_FOUND.format(self.name, stranger)) from None
         self._add(tensor)
@@ -418,8 +450,9 @@ class Call:
         """See that the forward depends on nothing but operands. Raises `Stranger`."""
         look = self._look
         assert look is not None
-        nodes, reached = prove(values, operands, since, look.has_made)
+        nodes, reached, ambiguous = prove(values, operands, since, look.has_made)
         self._reached |= reached
+        self._ambiguous |= ambiguous
         if look.signature.tail is not None:
             later = [n for n in nodes if internals.sequence_number(n) >= look.tail_number]
             if not keep_no_tensors(later):
@@ -431,8 +464,9 @@ class Call:
         """See that a rerun depends on the operands that the forward depended on. `complete`: of all its results."""
         if self._has_tangents:  # the graph of a tangent is another one
             return
-        if not operands <= self._reached or (complete and operands != self._reached):
-            i = min(operands ^ self._reached)
+        operands, before = operands - self._ambiguous, self._reached - self._ambiguous
+        if not operands <= before or (complete and operands != before):
+            i = min(operands ^ before)
             how = "does not depend" if i in self._reached else "depends"
             raise CheckpointError(_OTHER_OPERANDS.format(self.name, how, i + 1, len(self._positions), PURITY))
 
@@ -460,9 +494,11 @@ class Call:
     def _rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
         rerunning.set(True)
         inputs = [operands[i] for i in self._positions]
-        swaps, fill, originals = self._place(inputs)  # the originals are held, for they are known by their identities
+        pairs, fill = self._place(inputs)  # the originals are held, for they are known by their identities
+        swaps = {id(tensor): operand for tensor, operand, _ in pairs}
         look = RerunLook(self.name, self.signature, swaps, inputs, self.level)
-        look.allow(self._known_constants(), self._lost, self._alive())
+        look.written = {id(operand): tensor for tensor, operand, is_written in pairs if is_written}
+        look.expect(*self._expected(inputs))
         look.spares_tail = self.tape is None and not internals.tracing()
         self._rerun_looks.append(look)
         rebuild = self._closure.rebuilder(inputs)
@@ -488,7 +524,7 @@ class Call:
                         raise RematError(_DEAD.format(self.name)) from error
                     note_rerun(error, self.name)
                     raise
-        del originals
+        del pairs
         look.finish()
         leaves, _ = _tree.flatten(out)
         found = []
@@ -499,11 +535,14 @@ class Call:
             found.append(t)
         return found
 
-    def _place(self, inputs: list[Tensor]) -> tuple[dict[int, Tensor], list[tuple[Place, Tensor]], list[Tensor]]:
-        """What stands for which tensor in a rerun, by identity; which places are to be filled; the tensors."""
-        swaps: dict[int, Tensor] = {}
+    def _place(self, inputs: list[Tensor]) -> tuple[list[tuple[Tensor, Tensor, bool]], list[tuple[Place, Tensor]]]:
+        """What is to be put in the place of what.
+
+        **Returns:** each original that another tensor stands for in this rerun, that tensor, and whether the function
+        writes to it and it is in no place that holds the other one meanwhile; and the places that are to hold operands.
+        """
+        pairs: list[tuple[Tensor, Tensor, bool]] = []
         fill: list[tuple[Place, Tensor]] = []
-        originals = []
         for i, original in enumerate(self._originals):
             if original.written:
                 inputs[i] = inputs[i].clone()
@@ -513,30 +552,30 @@ class Call:
             if tensor is operand:
                 continue
             if tensor is not None:
-                originals.append(tensor)
-                swaps[id(tensor)] = operand
+                pairs.append((tensor, operand, original.written and not original.places))
             if original.attributes:
                 vars(operand).update(original.attributes)
             if original.handed_on and not original.places:
                 raise RematError(_HANDED_ON.format(self.name, list(operand.shape), operand.dtype))
-        return swaps, fill, originals
+        return pairs, fill
 
-    def _known_constants(self) -> dict[int, Any]:
-        """What the forward read from outside and is no operand, as `RerunLook.allow` wants it."""
-        found = {}
-        for ref, version, reader in (*self._constants, *self._cell_constants):
+    def _expected(self, inputs: list[Tensor]) -> tuple[dict[int, int], set[int]]:
+        """What a rerun may read besides what it is given, and when; and which of these the forward has made."""
+        reads: dict[int, int] = {}
+        for original, operand in zip(self._originals, inputs, strict=True):
+            if original.position is not None:
+                tensor = original.ref()
+                reads[id(operand)] = original.position
+                if tensor is not None:
+                    reads[id(tensor)] = original.position
+        for ref, version, position in (*self._constants, *self._cell_constants):
             tensor = ref()
             if tensor is not None:
                 if internals.version(tensor) != version:
                     raise CheckpointError(_CHANGED_SINCE.format(list(tensor.shape), tensor.dtype, self.name))
-                found[id(tensor)] = reader, tensor.shape, tensor.dtype
-        return found
-
-    def _alive(self) -> Iterator[int]:
-        for ref in self._survivors:
-            tensor = ref()
-            if tensor is not None:
-                yield id(tensor)
+                reads[id(tensor)] = position
+        survivors = {id(t): position for ref, position in self._survivors if (t := ref()) is not None}
+        return {**reads, **survivors}, set(survivors)
 
     def _replay(self, operands: Iterable[Tensor], inputs: Iterable[Tensor]) -> Any:
         if self.tape is None or internals.tracing():
@@ -570,9 +609,7 @@ class Call:
         look, self._look = self._look, None
         assert look is not None
         self._survivors += look.survivors()
-        read = [(weakref.ref(r.tensor), r.reader, r.tensor.shape, r.tensor.dtype) for r in look.outside.values()]
         look.outside.clear()
-        self._lost += [(reader, shape, dtype) for ref, reader, shape, dtype in read if ref() is None]
         self._constants = [constant for constant in self._constants if constant[0]() is not None]
         self._objects, self.operands, self._in_cells = [], [], []
         self._index = {}

@@ -184,7 +184,15 @@ def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool) -
             t if i not in leaves else _alias(t) if t.requires_grad else _detached(t, leaf=True)
             for i, t in enumerate(operands)
         ]
-    return [t if i in leaves and _is_bare_leaf(t) else _detached(t, i in leaves) for i, t in enumerate(operands)]
+    inputs: list[Tensor] = []
+    own: set[int] = set()
+    for i, t in enumerate(operands):
+        if i in leaves and id(t) not in own and _is_bare_leaf(t):  # once: below a `vmap` two operands may be one
+            own.add(id(t))
+            inputs.append(t)
+        else:
+            inputs.append(_detached(t, i in leaves))
+    return inputs
 
 
 def _is_bare_leaf(tensor: Tensor) -> bool:

@@ -109,7 +109,7 @@ def effects_of(func: Any) -> Effects:
 
 def _reads_no_value(func: Any) -> bool:
     if type(func) is _GETTER:
-        return func.__self__.__name__ not in _GIVES_VALUES
+        return getattr(func.__self__, "__name__", "data") not in _GIVES_VALUES
     return func in _SUMS or func in _LAYOUT or func is Tensor.register_hook
 
 

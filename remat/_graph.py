@@ -72,6 +72,8 @@ class Proof(NamedTuple):
     """The nodes made since the run began."""
     reached: set[int]
     """Positions of operands."""
+    ambiguous: set[int]
+    """Positions of operands that the graph does not tell from others: below a `vmap` two may be one tensor."""
 
 
 def prove(
@@ -85,9 +87,13 @@ def prove(
     """
     ends: dict[tuple[Any, int], int] = {}
     leaves: dict[int, int] = {}
+    ambiguous: set[int] = set()
     for i, t in enumerate(operands):
         if t.requires_grad:
             edges = edges_of(t, since)
+            first = leaves.get(id(t)) if not edges else ends.get(edges[0])
+            if first is not None:
+                ambiguous |= {first, i}
             if edges:
                 ends[edges[0]] = i
             for edge in edges[1:]:
@@ -134,7 +140,7 @@ def prove(
                 if position is None:
                     raise Stranger(edge, reader)
                 reached.add(position)
-    return Proof(nodes, reached)
+    return Proof(nodes, reached, ambiguous)
 
 
 def _of_one(accumulator: Any, tensors: Sequence[Tensor]) -> int | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,10 +49,10 @@ _LAZY = (
     "remat: {} calls a lazy module that has yet to make its parameters, and a rerun would begin after that. Call it "
     "once before, in torch.no_grad()."
 )
-_REPLACED = (
-    "remat: in the rerun of {}, {} reads a tensor of shape {}, {} that the forward has made, where the forward read "
-    "another one from outside: the function has replaced it. Write to it in place (self.mean.copy_(...)), which happens "
-    "once, or pass it as an argument."
+_TOO_EARLY = (
+    "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, earlier than its forward did: the function "
+    "has replaced a tensor, or tensors have changed places since. Write in place (self.mean.copy_(...)), which happens "
+    "once, or pass them as arguments. {}"
 )
 _STRANGER = (
     "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, which its forward did not read. {} If "
@@ -84,6 +84,10 @@ class _Blind:
 _BLIND: Any = _Blind()
 
 
+_made_and_kept: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+"""By identity, what forwards have made without a derivative and somebody keeps. Other runs did not depend on it."""
+
+
 class Signature:
     """The calls of a forward whose results are differentiated.
 
@@ -113,8 +117,10 @@ class Read(NamedTuple):
     """What stood for it: in the rerun of an outer function that may be another tensor."""
     version: int
     """How often it had been written to, at the first read."""
+    position: int
+    """How many calls the signature had then."""
     reader: Any
-    """The function that read it first; None where it was given."""
+    """The function that read it."""
 
 
 class Look(TorchFunctionMode):
@@ -154,7 +160,10 @@ class Look(TorchFunctionMode):
         self._given = given
         self._known: set[int] = set()
         self._swaps: dict[int, Tensor] = {}
-        self._unkept: list[weakref.ref[Tensor]] = []
+        self._fresh: dict[int, weakref.ref[Tensor]] = {}
+        """By identity, what the run has made without a derivative and not read yet."""
+        self._kept: list[tuple[weakref.ref[Tensor], int, Any]] = []
+        """The same, read since; how many calls the signature had at the first read, and the reader."""
 
     # As a mode.
 
@@ -187,12 +196,18 @@ class Look(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         _current.look, mode = self._before
         if self.outer is not None:
-            self.outer._known |= self._known  # what this run has made may be found by the rest of the outer one
+            self.outer._adopt(self)
         if mode is not None:
             mode.delegate = self._delegate_before
         if _current.mode is self:
             internals.pop_function_mode()
             _current.mode = mode
+
+    def _adopt(self, inner: Look) -> None:
+        """A run inside of this one is over. What it has made may be found by the rest of this one."""
+        self._known |= inner._known
+        self._fresh.update(inner._fresh)
+        self._kept += [(ref, self._count(), reader) for ref, _, reader in inner._kept]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_compiling():  # `torch.cond` is compiled under the active modes
@@ -222,11 +237,11 @@ class Look(TorchFunctionMode):
         else:
             out = self._maybe_tail(effects, func, args, {})
         if type(out) is Tensor and not internals.is_wrapper(out):
-            known.add(id(out))
             if out.requires_grad:
+                known.add(id(out))
                 self._note(func, _hash_of(out))
-            elif id(out) not in self.outside:
-                self._unkept.append(weakref.ref(out))
+            else:
+                self._add_fresh(out)
         elif type(out) not in _SCALARS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out)
@@ -245,6 +260,10 @@ class Look(TorchFunctionMode):
                     raise RematError(_LAZY.format(self.name))
                 if not internals.requires_grad_at_any_level(args[0]):
                     self.before_write(args[0])
+            if effects.is_custom or effects.draws:
+                for x in args:
+                    if isinstance(x, torch.Generator):
+                        self.notice(x)
             if effects.is_custom:
                 self.handed_on.update(id(a) for a in args if id(a) in self.outside)
             if effects.sets_hook:
@@ -258,7 +277,11 @@ class Look(TorchFunctionMode):
         if type(out) not in _SCALARS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, not effects.is_unlisted)
-        return out
+        return self.original_of(out) if effects.writes else out  # `self.count += 1` assigns what it returns
+
+    def original_of(self, out: Any) -> Any:
+        """The tensor that a rerun has written to a copy of, where `out` is that copy."""
+        return out if self.outer is None else self.outer.original_of(out)
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function, and see whether it begins the tail or ends it."""
@@ -297,8 +320,11 @@ class Look(TorchFunctionMode):
         - `handed_on`: whether a transform inside of the function has wrapped it, and no torch call reads it.
         """
         key = id(tensor)
-        if key in self._known:
+        if key in self._known or self._take_fresh(tensor):
             return tensor
+        known = self.outside.get(key)
+        if known is not None:
+            return known.value
         value = self._swaps.get(key, tensor)  # in a rerun, which may run below the level of the original
         if value is tensor and internals.level_of(tensor) > self.depth:
             self.read(internals.unwrapped(tensor), handed_on=True)
@@ -314,7 +340,7 @@ class Look(TorchFunctionMode):
         return value
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
-        self.outside[id(tensor)] = Read(tensor, value, internals.version(value), self._reader)
+        self.outside[id(tensor)] = Read(tensor, value, internals.version(value), self._count(), self._reader)
         self._known.add(id(value))
         if self._memory is not None:
             self._memory.setdefault(internals.memory_of(value), []).append(id(tensor))
@@ -386,13 +412,33 @@ class Look(TorchFunctionMode):
             return
         differentiated = False
         for t in found:
-            self._know_layers(t)
             if internals.requires_grad_at_any_level(t):
                 differentiated = True
-            elif id(t) not in self.outside:
-                self._unkept.append(weakref.ref(t))
+            elif internals.level_of(t) <= self.depth:
+                self._add_fresh(t)
+                continue
+            self._know_layers(t)
         if differentiated and listed:
             self._note(func, _hash_of(out) if out is found[0] else hash(tuple(map(_hash_of, found))))
+
+    def _add_fresh(self, tensor: Tensor) -> None:
+        key = id(tensor)
+        if key not in self.outside:  # else it was given back
+            self._known.discard(key)  # of a tensor that has died since
+            self._fresh[key] = weakref.ref(tensor)
+
+    def _take_fresh(self, tensor: Tensor) -> bool:
+        """Whether the run has made a tensor that is read for the first time."""
+        ref = self._fresh.pop(id(tensor), None)
+        if ref is None or ref() is not tensor:
+            return False
+        self._kept.append((ref, self._count(), self._reader))
+        self._known.add(id(tensor))
+        return True
+
+    def _count(self) -> int:
+        """How many calls the signature has so far."""
+        return len(self.signature.calls)
 
     def _know_layers(self, tensor: Tensor) -> None:
         """A tensor was made, and so were those that it wraps: a transform inside of the function may unwrap it."""
@@ -412,12 +458,26 @@ class Look(TorchFunctionMode):
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run has made a tensor."""
-        return id(tensor) in self._known and id(tensor) not in self.outside
+        key = id(tensor)
+        fresh = self._fresh.get(key)
+        return key not in self.outside and (key in self._known or (fresh is not None and fresh() is tensor))
 
-    def survivors(self) -> list[weakref.ref[Tensor]]:
-        """What the run has made without a derivative and somebody keeps: a table that is computed on first use, say."""
-        refs, self._unkept = self._unkept, []
-        return [ref for ref in refs if ref() is not None]
+    def survivors(self) -> list[tuple[weakref.ref[Tensor], int]]:
+        """What the run has made without a derivative, and read, and somebody keeps: a table made on first use, say.
+
+        What may have been put in the place of a tensor that was read in the same way is not among these.
+        """
+        kept, fresh = self._kept, self._fresh
+        self._kept, self._fresh = [], {}
+        found = []
+        others = {(r.position, r.reader, r.tensor.shape, r.tensor.dtype) for r in self.outside.values()} if kept else ()
+        for ref, position, reader in (*kept, *((ref, 0, None) for ref in fresh.values())):
+            tensor = ref()
+            if tensor is not None:
+                _made_and_kept[id(tensor)] = tensor
+                if reader is not None and (position, reader, tensor.shape, tensor.dtype) not in others:
+                    found.append((ref, position))
+        return found
 
 
 class RerunLook(Look):
@@ -426,6 +486,7 @@ class RerunLook(Look):
     **Attributes:**
 
     - `spares_tail`: whether the tail need not be computed.
+    - `written`: by the identities of copies, the tensors that the function writes to.
     """
 
     is_rerun = True
@@ -450,6 +511,7 @@ class RerunLook(Look):
         """
         super().__init__(name, operands, None)
         self._swaps = swaps
+        self.written: dict[int, Tensor] = {}
         self._forward = forward
         self._since = internals.next_sequence_number()
         self._position = 0
@@ -458,41 +520,51 @@ class RerunLook(Look):
         self._read: set[int] = set()
         """Tensors that it reads and may have made out of sight."""
         self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
-        self._read_survivors: list[tuple[Any, torch.Size, torch.dtype]] = []
+
+    def original_of(self, out: Any) -> Any:
+        return self.written.get(id(out), out)
 
     def begin(self, outer: Look | None) -> None:
         identities = [id(t) for t in self._given]
-        self._known.update(identities)
         self.outside = dict.fromkeys(identities, None)
+        self._known.update(identities)
+        self._known.difference_update(self._expected)
 
-    def allow(self, constants: dict[int, Any], lost: Sequence[Any], survivors: Iterable[int]) -> None:
-        """Say what it may read besides operands.
+    def expect(self, reads: dict[int, int], survivors: Collection[int]) -> None:
+        """Say what it may read besides what it is given, and when.
 
         **Arguments:**
 
-        - `constants`: by identity, what the forward read from outside, with the function that read it first, shape
-            and dtype.
-        - `lost`: the same without identities, of what was gone at the end of the forward.
-        - `survivors`: identities of what the forward made and somebody keeps.
+        - `reads`: by identity, how many calls the signature of the forward had when it read a tensor first.
+        - `survivors`: the identities of those that the forward has made, and somebody keeps.
         """
-        self._constants = constants
-        self._lost = lost
-        self._survivors = set(survivors)
+        self._expected = reads
+        self._survivors = survivors
+
+    def _count(self) -> int:
+        return self._position
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
-        if key in self._known:
+        if key in self._known or self._take_fresh(tensor):
             return tensor
-        operand = self._swaps.get(key)
-        if operand is not None:
-            return operand
-        if key in self._constants:
-            del self._constants[key]
-        elif key in self._survivors:
-            self._read_survivors.append((self._reader, tensor.shape, tensor.dtype))
-            tensor = self._swaps[key] = internals.below_grad_levels(tensor)
-            key = id(tensor)
-        elif internals.level_of(tensor) > self.depth:
+        position = self._expected.get(key)
+        if position is None and key not in self._swaps:
+            return self._read_other(tensor)
+        if position is not None and self._position < position:
+            raise CheckpointError(_TOO_EARLY.format(self.name, list(tensor.shape), tensor.dtype, call_site(), PURITY))
+        if key in self._survivors and key not in self._swaps:
+            self._swaps[key] = internals.below_grad_levels(tensor)
+        operand = self._swaps.get(key, tensor)
+        self._known.add(id(operand))
+        return operand
+
+    def _read_other(self, tensor: Tensor) -> Tensor:
+        """A tensor is read that the forward was not seen to read."""
+        key = id(tensor)
+        if _made_and_kept.get(key) is tensor:
+            raise CheckpointError(_STRANGER.format(self.name, [*tensor.shape], tensor.dtype, call_site(), PURITY))
+        if internals.level_of(tensor) > self.depth:
             inner = internals.unwrapped(tensor)
             if self.read(inner, handed_on=True) is not inner:
                 raise CheckpointError(
@@ -518,7 +590,9 @@ class RerunLook(Look):
     def spared_call(self, name: str) -> Any:
         forward, position = self._forward, self._position
         at_tail = self.spares_tail and position == forward.tail
-        return forward.tail_call if at_tail and forward.calls[position][0][0] == name else None
+        if not at_tail or forward.calls[position][0][0] != name:
+            return None
+        return forward.tail_call
 
     def before_write(self, written: Tensor) -> None:
         """What the forward wrote to is a copy here."""
@@ -542,7 +616,7 @@ class RerunLook(Look):
         if position == len(calls):
             then = "had ended"
         elif calls[position][0] is func:
-            then = "got another shape"
+            then = "got another shape or dtype"
         else:
             then = f"called {_name_of(calls[position][0])}"
         raise CheckpointError(
@@ -553,7 +627,7 @@ class RerunLook(Look):
     def check_suspects(self) -> None:
         """Called when the rerun's graph is gone. What it has made itself, out of sight, is gone as well."""
         for ref, shape, dtype, where in () if internals.tracing() else self._suspects:  # what is written down is kept
-            if ref() is not None and (shape, dtype) not in [lost[1:] for lost in self._lost]:
+            if ref() is not None:
                 raise CheckpointError(_STRANGER.format(self.name, list(shape), dtype, where, PURITY))
 
     def finish(self) -> None:
@@ -564,10 +638,6 @@ class RerunLook(Look):
                 f"remat: the rerun of {self.name} ended after {self._position} of {len(calls)} torch calls; the "
                 f"forward went on with {_name_of(calls[self._position][0])}. {PURITY}"
             )
-        unread = (*self._constants.values(), *self._lost) if self._read_survivors else ()
-        for read in self._read_survivors:
-            if read in unread:
-                raise CheckpointError(_REPLACED.format(self.name, _name_of(read[0]), list(read[1]), read[2]))
 
 
 def _hash_of(tensor: Tensor) -> int:

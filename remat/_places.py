@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from remat._closure import ATOMS, parts_of
-from remat._errors import RematError
 
 Place = tuple[Any, Any]
 """A dict or list, and a key of it."""
@@ -88,11 +87,6 @@ def places_in_modules(objects: Iterable[Any], tensors: Iterable[Tensor]) -> dict
     for module in _modules_near(objects):
         if not left:
             break
-        if isinstance(module, torch.jit.ScriptModule):
-            raise RematError(
-                f"remat: got a ScriptModule, {module.original_name}: the tensors that it reads are out of sight. Call the "
-                "function through remat.checkpoint(..., use_reentrant=False)."
-            )
         index = _indices.get(module)
         if index is None:
             index = _indices[module] = _Index(module)
@@ -107,6 +101,8 @@ def _modules_near(objects: Iterable[Any]) -> Iterator[torch.nn.Module]:
     """The outermost modules among objects, and among what these hold."""
     for obj in objects:
         for near in (obj,) if isinstance(obj, torch.nn.Module) else (obj, *_near(obj)):
+            if isinstance(near, torch.jit.ScriptModule):
+                continue  # it holds its tensors out of sight
             if isinstance(near, torch.nn.Module):
                 yield near
             elif isinstance(near, (list, tuple, dict)) and len(near) < _MOST_NEAR:

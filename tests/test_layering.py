@@ -18,8 +18,9 @@ ROOT = Path(remat.__file__).parent
 LAYERS = [
     {"_errors", "_typing"},
     {"_torch_internals"},
-    {"_effects", "_tree", "_graph", "_closure", "_holder", "_tail"},
-    {"_names", "_places"},
+    {"_effects", "_graph", "_closure", "_holder", "_tail"},
+    {"_tree", "_places"},
+    {"_names"},
     {"policies", "random", "debug", "_ops", "_offload"},
     {"_context", "_static", "_compile"},
     {"_look", "_recipes"},

@@ -16,6 +16,7 @@ from remat._remat import plainly, remat
 from remat.compat import _debug, _settings
 from remat.compat._check import check_body, check_call, check_contexts, check_flag, check_function, hint
 from remat.compat._devices import noop_context_fn, warn_without_grad
+from remat.compat._look import ForwardLook
 from remat.compat._reentrant import CheckpointFunction
 from remat.compat._region import NO_CONTEXTS, Contexts, Options, Region, UsesTransforms
 from remat.compat._selective import Selective, call_compiled, for_one_region
@@ -214,7 +215,12 @@ def warn_use_reentrant(who: str) -> None:
 def _needs_transforms() -> bool:
     if internals.transforms_active() or internals.forward_ad_active() or internals.saved_tensors_hooks_refused():
         return True
-    return bool(internals.function_modes_active()) and running() is not None  # its draws are those of a key
+    if not internals.function_modes_active():
+        return False
+    look = current_look()
+    if look is not None and not isinstance(look, ForwardLook):
+        return True  # in a function under remat: its reruns may be at another level of transforms
+    return running() is not None  # its draws are those of a key
 
 
 def _functional(function: Any, contexts: Contexts, preserve_rng_state: bool) -> Any:

@@ -48,6 +48,7 @@ class ForwardLook(Look):
         super().__init__(name, given, random)
         self.gathered: set[int] = set()
         self.saves_unwritten = False
+        self._unkept: list[weakref.ref[Tensor]] = []
         self._was_lazy: set[int] = set()
         """Parameters that have got their memory in this run. A rerun finds them as they are."""
         self._since = internals.next_sequence_number()
@@ -75,7 +76,7 @@ class ForwardLook(Look):
             if kind in _SCALARS or id(a) in known:
                 continue
             if kind is Parameter and self._is_alone and self._memory is None:
-                self.outside[id(a)] = Read(a, a, 0, func)
+                self.outside[id(a)] = Read(a, a, 0, 0, func)
                 known.add(id(a))
             elif isinstance(a, Tensor) or (kind in _TREES and _has_tensors(a)):
                 args = self._seen(args)
@@ -131,7 +132,7 @@ class ForwardLook(Look):
                     self.notice(x)
         out = func(*args, **kwargs)
         self._add_result(func, out)
-        return out
+        return self.original_of(out) if effects.writes else out
 
     def _add_result(self, func: Any, out: Any) -> None:
         if type(out) is Tensor and not is_wrapper(out):
@@ -200,9 +201,8 @@ class RerunLook(ForwardLook):
         self._originals = {id(stand_in): tensor for tensor, stand_in in swaps}
         self._stale = stale
 
-    def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        out = super()._call(effects, func, args, kwargs)
-        return self._originals.get(id(out), out) if effects.writes else out  # `m.count += 1` assigns what it returns
+    def original_of(self, out: Any) -> Any:
+        return self._originals.get(id(out), out)
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
