@@ -31,6 +31,7 @@ from remat._tape import Origin, Replay, Tape
 from remat.random._keyed import Position, resumed, running, suspended
 
 _TENSORS = (Tensor, torch.nn.Parameter)
+_NEVER = 1 << 62
 rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)
 
 _NOT_FOUND = (
@@ -108,7 +109,7 @@ class _Original:
         self.handed_on = False
         """Whether reruns have to find the operand there: no torch call of the function's reads the tensor itself."""
         self.position: int | None = None
-        """How many calls the signature had when the forward read it first; None where it was given or is in a cell."""
+        """How many calls the signature had when the forward read it first; None where it was given, or not known."""
         self.origin: Origin | None = None
         """What the tape of a policy knows it by, where it is written to."""
         self.written = False
@@ -125,7 +126,7 @@ class Remembered(NamedTuple):
     """What the call was given, and found in cells."""
     found: list[tuple[weakref.ref[Tensor], list[Place]]]
     """What else it read from outside, and where that was."""
-    survivors: list[tuple[weakref.ref[Tensor], int]]
+    survivors: list[tuple[weakref.ref[Tensor], Any]]
     signature: Signature
     nests: bool
     reached: list[int]
@@ -198,7 +199,7 @@ class Call:
         self._constants: list[tuple[weakref.ref[Tensor], int, int]] = []
         self._cell_constants: list[tuple[weakref.ref[Tensor], int, int]] = []
         """What the function reads from outside and is no operand: its version, and when the forward read it first."""
-        self._survivors: list[tuple[weakref.ref[Tensor], int]] = []
+        self._survivors: list[tuple[weakref.ref[Tensor], Any]] = []
         self._returned: list[tuple[int, torch.Size, torch.dtype]] = []
         self._rebuilders: list[Rebuilder] = []
         self._replays: list[Replay] = []
@@ -281,7 +282,9 @@ class Call:
         assert self._look is not None
         if id(result) in self._look.outside:
             return False
-        if not is_made_since(result, self.since) and not (internals.forward_ad_active() and self._look.has_made(result)):
+        if not is_made_since(result, self.since) and not (
+            internals.forward_ad_active() and self._look.has_made(result)
+        ):
             return False
         if not (result.is_floating_point() or result.is_complex()):
             return False
@@ -365,7 +368,8 @@ class Call:
         constants = {}
         index = self._index
         for tensor, version in self._in_cells:
-            read = look.outside.pop(id(tensor), None) if id(tensor) not in look.copies else None
+            written = id(tensor) in look.copies
+            read: Any = None if written else look.outside.pop(id(tensor), None)
             if read is not None or self._stands_in:
                 self._cell_constants.append((weakref.ref(tensor), version, 0 if read is None else read.position))
             if read is not None and internals.version(tensor) != version:
@@ -392,8 +396,9 @@ class Call:
                 del captured[key]
         if captured or constants:
             for key, places in places_in_modules(self._objects, [*captured.values(), *constants.values()]).items():
-                tensor = captured.pop(key, None)
-                if tensor is None:
+                if key in captured:
+                    del captured[key]
+                else:
                     self._originals[self._add(constants.pop(key)).index].position = look.outside[key].position
                 self._originals[index[key]].places = places
             for tensor, place in search(self._objects, captured, far=False) if captured else ():
@@ -559,8 +564,8 @@ class Call:
                 raise RematError(_HANDED_ON.format(self.name, list(operand.shape), operand.dtype))
         return pairs, fill
 
-    def _expected(self, inputs: list[Tensor]) -> tuple[dict[int, int], set[int]]:
-        """What a rerun may read besides what it is given, and when; and which of these the forward has made."""
+    def _expected(self, inputs: list[Tensor]) -> tuple[dict[int, int], dict[int, Any]]:
+        """What a rerun may read besides what it is given, and when; and how it read what it has made itself."""
         reads: dict[int, int] = {}
         for original, operand in zip(self._originals, inputs, strict=True):
             if original.position is not None:
@@ -574,13 +579,15 @@ class Call:
                 if internals.version(tensor) != version:
                     raise CheckpointError(_CHANGED_SINCE.format(list(tensor.shape), tensor.dtype, self.name))
                 reads[id(tensor)] = position
-        survivors = {id(t): position for ref, position in self._survivors if (t := ref()) is not None}
-        return {**reads, **survivors}, set(survivors)
+        survivors = {id(t): how for ref, how in self._survivors if (t := ref()) is not None}
+        return reads, survivors
 
     def _replay(self, operands: Iterable[Tensor], inputs: Iterable[Tensor]) -> Any:
         if self.tape is None or internals.tracing():
             return NOTHING
-        again = any(t.grad_fn is not None or internals.requires_grad_below(t) for t in operands)  # in a derivative of it
+        again = any(
+            t.grad_fn is not None or internals.requires_grad_below(t) for t in operands
+        )  # in a derivative of it
         replay = Replay(self.tape, self.name, self.last_rerun and not again)
         for original, operand in zip(self._originals, inputs, strict=True):
             if original.written:
@@ -609,6 +616,12 @@ class Call:
         look, self._look = self._look, None
         assert look is not None
         self._survivors += look.survivors()
+        for i in range(self._given, self._held):
+            read = look.outside.get(id(self.operands[i]))
+            if read is not None:
+                self._originals[i].position = read.position
+            elif not self._stands_in and self._positions[i] not in self._reached:
+                self._originals[i].position = _NEVER
         look.outside.clear()
         self._constants = [constant for constant in self._constants if constant[0]() is not None]
         self._objects, self.operands, self._in_cells = [], [], []
@@ -624,5 +637,5 @@ def _attributes_of(obj: Any) -> list[Any]:
 class _All:
     """All identities: what is looked for is known by its node."""
 
-    def __contains__(self, key: int) -> bool:
+    def __contains__(self, key: object) -> bool:
         return True

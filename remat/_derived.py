@@ -131,9 +131,7 @@ def vjp(
     return fn.then(pullback, is_vjp=True)
 
 
-def _prove_rerun(
-    fn: Derived, values: Sequence[Tensor], inputs: Sequence[Tensor], since: int, complete: bool
-) -> None:
+def _prove_rerun(fn: Derived, values: Sequence[Tensor], inputs: Sequence[Tensor], since: int, complete: bool) -> None:
     """See that a rerun depends on the inputs that the forward depended on, and on nothing else.
 
     **Arguments:**

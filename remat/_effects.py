@@ -72,8 +72,8 @@ class Effects(NamedTuple):
     is_custom: bool = False
     """It is `autograd.Function.apply`, which is seen inside of transforms alone."""
     is_unlisted: bool = False
-    """It is no part of a signature: `apply`; `requires_grad_`, which a rerun may find done; `view_as`, by which hooks look
-    for the node of a leaf."""
+    """It is no part of a signature: `apply`; `requires_grad_`, which a rerun may find done; `view_as`, by which hooks
+    look for the node of a leaf."""
     acts: bool = False
     """It does one of these."""
     multiplies: bool = False

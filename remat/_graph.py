@@ -19,7 +19,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 
 
-class Stranger(Exception):
+class Stranger(Exception):  # noqa: N818  # it is caught, and told by another
     """The results of a run depend on a tensor that is no operand.
 
     **Attributes:**
@@ -53,7 +53,7 @@ def edges_of(tensor: Tensor, since: int) -> list[tuple[Any, int]]:
     node = tensor.grad_fn
     if node is None:
         return []
-    edge = (node, tensor.output_nr)
+    edge: tuple[Any, int] = (node, tensor.output_nr)
     found = [edge]
     while _is_since(edge[0], since) and len(edge[0].next_functions) == 1:
         edge = edge[0].next_functions[0]
@@ -76,9 +76,7 @@ class Proof(NamedTuple):
     """Positions of operands that the graph does not tell from others: below a `vmap` two may be one tensor."""
 
 
-def prove(
-    values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_own: Callable[[Tensor], bool]
-) -> Proof:
+def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_own: Callable[[Tensor], bool]) -> Proof:
     """See that values depend on nothing but operands. Raises `Stranger`: NOTE [the proof].
 
     **Arguments:**

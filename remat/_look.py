@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,9 +50,9 @@ _LAZY = (
     "once before, in torch.no_grad()."
 )
 _TOO_EARLY = (
-    "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, earlier than its forward did: the function "
-    "has replaced a tensor, or tensors have changed places since. Write in place (self.mean.copy_(...)), which happens "
-    "once, or pass them as arguments. {}"
+    "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, earlier than its forward did: the "
+    "function has replaced a tensor, or tensors have changed places since. Write in place (self.mean.copy_(...)), "
+    "which happens once, or pass them as arguments. {}"
 )
 _STRANGER = (
     "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, which its forward did not read. {} If "
@@ -161,9 +161,9 @@ class Look(TorchFunctionMode):
         self._known: set[int] = set()
         self._swaps: dict[int, Tensor] = {}
         self._fresh: dict[int, weakref.ref[Tensor]] = {}
-        """By identity, what the run has made without a derivative and not read yet."""
-        self._kept: list[tuple[weakref.ref[Tensor], int, Any]] = []
-        """The same, read since; how many calls the signature had at the first read, and the reader."""
+        """By identity, what the run has made without a derivative."""
+        self._reads: dict[int, set[tuple[int, Any]]] = {}
+        """How these were read: how many calls the signature had then, and the function that read."""
 
     # As a mode.
 
@@ -207,7 +207,8 @@ class Look(TorchFunctionMode):
         """A run inside of this one is over. What it has made may be found by the rest of this one."""
         self._known |= inner._known
         self._fresh.update(inner._fresh)
-        self._kept += [(ref, self._count(), reader) for ref, _, reader in inner._kept]
+        for key, reads in inner._reads.items():
+            self._reads.setdefault(key, set()).update((self._count(), reader) for _, reader in reads)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_compiling():  # `torch.cond` is compiled under the active modes
@@ -320,7 +321,7 @@ class Look(TorchFunctionMode):
         - `handed_on`: whether a transform inside of the function has wrapped it, and no torch call reads it.
         """
         key = id(tensor)
-        if key in self._known or self._take_fresh(tensor):
+        if key in self._known or self._is_fresh(tensor):
             return tensor
         known = self.outside.get(key)
         if known is not None:
@@ -331,6 +332,7 @@ class Look(TorchFunctionMode):
             self._known.add(key)
             return tensor
         if self.outer is not None:
+            self.outer._reader = self._reader
             value = self.outer.read(tensor, handed_on)
         if not value.requires_grad and internals.dtensor_at_work():
             raise RematError(TAKEN_APART.format(self.name))
@@ -424,16 +426,18 @@ class Look(TorchFunctionMode):
     def _add_fresh(self, tensor: Tensor) -> None:
         key = id(tensor)
         if key not in self.outside:  # else it was given back
-            self._known.discard(key)  # of a tensor that has died since
-            self._fresh[key] = weakref.ref(tensor)
+            known = self._fresh.get(key)
+            if known is None or known() is not tensor:  # it may be of a tensor that has died since
+                self._known.discard(key)
+                self._reads.pop(key, None)
+                self._fresh[key] = weakref.ref(tensor)
 
-    def _take_fresh(self, tensor: Tensor) -> bool:
-        """Whether the run has made a tensor that is read for the first time."""
-        ref = self._fresh.pop(id(tensor), None)
+    def _is_fresh(self, tensor: Tensor) -> bool:
+        """Whether the run has made a tensor without a derivative, which is read now."""
+        ref = self._fresh.get(id(tensor))
         if ref is None or ref() is not tensor:
             return False
-        self._kept.append((ref, self._count(), self._reader))
-        self._known.add(id(tensor))
+        self._reads.setdefault(id(tensor), set()).add((self._count(), self._reader))
         return True
 
     def _count(self) -> int:
@@ -462,21 +466,21 @@ class Look(TorchFunctionMode):
         fresh = self._fresh.get(key)
         return key not in self.outside and (key in self._known or (fresh is not None and fresh() is tensor))
 
-    def survivors(self) -> list[tuple[weakref.ref[Tensor], int]]:
+    def survivors(self) -> list[tuple[weakref.ref[Tensor], set[tuple[int, Any]]]]:
         """What the run has made without a derivative, and read, and somebody keeps: a table made on first use, say.
 
         What may have been put in the place of a tensor that was read in the same way is not among these.
         """
-        kept, fresh = self._kept, self._fresh
-        self._kept, self._fresh = [], {}
         found = []
-        others = {(r.position, r.reader, r.tensor.shape, r.tensor.dtype) for r in self.outside.values()} if kept else ()
-        for ref, position, reader in (*kept, *((ref, 0, None) for ref in fresh.values())):
+        others = {(r.position, r.reader, r.tensor.shape, r.tensor.dtype) for r in self.outside.values()}
+        for key, ref in self._fresh.items():
             tensor = ref()
             if tensor is not None:
-                _made_and_kept[id(tensor)] = tensor
-                if reader is not None and (position, reader, tensor.shape, tensor.dtype) not in others:
-                    found.append((ref, position))
+                _made_and_kept[key] = tensor
+                reads = self._reads.get(key, ())
+                if reads and not any((*read, tensor.shape, tensor.dtype) in others for read in reads):
+                    found.append((ref, set(reads)))
+        self._fresh, self._reads = {}, {}
         return found
 
 
@@ -530,13 +534,13 @@ class RerunLook(Look):
         self._known.update(identities)
         self._known.difference_update(self._expected)
 
-    def expect(self, reads: dict[int, int], survivors: Collection[int]) -> None:
+    def expect(self, reads: dict[int, int], survivors: dict[int, set[tuple[int, Any]]]) -> None:
         """Say what it may read besides what it is given, and when.
 
         **Arguments:**
 
         - `reads`: by identity, how many calls the signature of the forward had when it read a tensor first.
-        - `survivors`: the identities of those that the forward has made, and somebody keeps.
+        - `survivors`: by identity, how the forward read what it has made and somebody keeps.
         """
         self._expected = reads
         self._survivors = survivors
@@ -546,18 +550,23 @@ class RerunLook(Look):
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
-        if key in self._known or self._take_fresh(tensor):
+        if key in self._known or self._is_fresh(tensor):
             return tensor
+        if key in self._survivors:
+            if (self._position, self._reader) not in self._survivors[key]:
+                raise self._too_early(tensor)
+            return internals.below_grad_levels(tensor)
         position = self._expected.get(key)
         if position is None and key not in self._swaps:
             return self._read_other(tensor)
         if position is not None and self._position < position:
-            raise CheckpointError(_TOO_EARLY.format(self.name, list(tensor.shape), tensor.dtype, call_site(), PURITY))
-        if key in self._survivors and key not in self._swaps:
-            self._swaps[key] = internals.below_grad_levels(tensor)
+            raise self._too_early(tensor)
         operand = self._swaps.get(key, tensor)
         self._known.add(id(operand))
         return operand
+
+    def _too_early(self, tensor: Tensor) -> CheckpointError:
+        return CheckpointError(_TOO_EARLY.format(self.name, list(tensor.shape), tensor.dtype, call_site(), PURITY))
 
     def _read_other(self, tensor: Tensor) -> Tensor:
         """A tensor is read that the forward was not seen to read."""

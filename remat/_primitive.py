@@ -57,7 +57,7 @@ class Link:
         self.outs = outs
         self.level = level
         self.leaves = fn.call.leaves.union([i for i, t in enumerate(operands) if t.requires_grad])
-        """The operands that are differentiated. They are in each rerun, so that its signature is that of the forward."""
+        """The operands that are differentiated. They are in each rerun: its signature is that of the forward."""
         self.thread = threading.get_ident()
         self.versions = internals.memory_versions(operands) if level else []
         """How often operands had been written to. Below all transforms autograd sees to that."""
@@ -68,7 +68,8 @@ class Link:
             if now != before:
                 raise CheckpointError(
                     f"remat: a tensor of shape {list(tensor.shape)}, {tensor.dtype} that {self.fn.call.name} was given "
-                    "or captured has been modified by an inplace operation between its forward run and the backward, where it runs again. "
+                    "or captured has been modified by an inplace operation between its forward run and the backward, "
+                    "where it runs again. "
                     "Change a copy instead: x = x.clone()."
                 )
 

@@ -87,11 +87,12 @@ class Remat(Generic[P, R]):
                     leaves = given
                     args, kwargs = _tree.unflatten_call(spec, leaves)
             call = Call(fun, self._name, leaves, spec)
-            spared = None if outer is None else outer.spared_call(self._name)
-            if spared is not None and (out := call.stand_in(spared, outer)) is not None:
-                out = _with_derivative(call, out)
-                outer.add_call(self._name, out, call.signature.calls, call.remembered())
-                return out
+            if outer is not None and (spared := outer.spared_call(self._name)) is not None:
+                out = call.stand_in(spared, outer)
+                if out is not None:
+                    out = _with_derivative(call, out)
+                    outer.add_call(self._name, out, call.signature.calls, call.remembered())
+                    return out
         where = None if watch is None else call_site
         out = call.run(fun, args, kwargs, self._policy, self._options.preserve_rng_state, where)
         see = None if watch is None else watch(fun, call, out, args, kwargs)
@@ -169,7 +170,7 @@ def _with_derivative(call: Call, out: Any) -> Any:
             attached = [_of_kind(type(v), a) for v, a in zip(values, attached, strict=True)]
             out = results.replaced(attached)
         values.clear()
-        results = None
+        del results
         call.let_go()
         return out
 

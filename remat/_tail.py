@@ -53,11 +53,12 @@ def without_products(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @functools.cache
-def _keeps_tensors(kind: type) -> bool:
+def _keeps_tensors(kind: Any) -> bool:
     """Whether nodes of this class save tensors for their backward."""
     return any(name.startswith(("_raw_saved_", "saved_tensors")) for name in dir(kind))
 
 
 def keep_no_tensors(nodes: Iterable[Any]) -> bool:
     """Whether none of these autograd nodes saves a tensor."""
-    return not any(_keeps_tensors(type(node)) for node in nodes)
+    kinds: set[Any] = {type(node) for node in nodes}
+    return not any(map(_keeps_tensors, kinds))

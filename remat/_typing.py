@@ -21,9 +21,9 @@ class RepeatableCall(Protocol):
     """During a rerun: the level whose derivative it is for, 0 below all transforms."""
     last_rerun: bool
     """Where there is a tape: whether the rerun that is about to come is known to be the last."""
-    leaves: AbstractSet[int]
+    leaves: frozenset[int]
     """The operands that were differentiated in the forward, at any level."""
-    hooked: AbstractSet[int]
+    hooked: frozenset[int]
     """The levels of the tensors that the function has put hooks on."""
 
     @property

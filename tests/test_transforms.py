@@ -274,8 +274,7 @@ def test_recursive_halving_runs_n_log_n_ops(n: int) -> None:
 
     with CountOps() as ops:
         grad(lambda x: sines(n, x).sum())(numbers(3))
-    # Each of the log2(n) reruns of an outer call runs a half: the second call in it stands in.
-    # The n inner ones run once.
+    # Each of the log2(n) reruns of an outer call runs a half: the second call in it stands in. The inner ones run once.
     assert ops["sin"] == n + n // 2 * (n.bit_length() - 2) + n
 
 
