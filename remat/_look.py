@@ -481,13 +481,13 @@ class Look(TorchFunctionMode):
         What may have been put in the place of a tensor that was read in the same way is not among these.
         """
         found = []
-        others = {(r.position, r.reader, r.tensor.shape, r.tensor.dtype) for r in self.outside.values()}
+        others = {(r.position, r.reader, _hash_of(r.tensor)) for r in self.outside.values()}
         for key, ref in self._fresh.items():
             tensor = ref()
             if tensor is not None:
                 _made_and_kept[key] = tensor
                 reads = self._reads.get(key, ())
-                if reads and not any((*read, tensor.shape, tensor.dtype) in others for read in reads):
+                if reads and not any((*read, _hash_of(tensor)) in others for read in reads):
                     found.append((ref, set(reads)))
         self._fresh, self._reads = {}, {}
         return found
@@ -659,8 +659,13 @@ class RerunLook(Look):
 
 
 def _hash_of(tensor: Tensor) -> int:
-    """A hash of shape and dtype. The lengths in a nested tensor are new symbols each time, or there are none."""
-    return hash(tensor.dtype if tensor.is_nested else (tensor.shape, tensor.dtype))
+    """A hash of shape and dtype, or of dtype alone where a length is a symbol: nested, or compiled for any shape."""
+    if tensor.is_nested:
+        return hash(tensor.dtype)
+    try:
+        return hash((tensor.shape, tensor.dtype))
+    except TypeError:  # torch.SymInt
+        return hash(tensor.dtype)
 
 
 def name_of(func: Any) -> str:

@@ -380,7 +380,7 @@ CHANGES = [line.strip() for line in CHANGES.splitlines() if line.strip()]
 
 
 HIDDEN = ["deque([{}, {}])", "Slots({}, {})"]
-COUNTS = ["add_(0.25)", "mul_(0.5)", "copy_({c} * 0.5 + 0.1)".format(c="torch.full((3,), 0.5, dtype=torch.float64)")]
+COUNTS = ["add_(0.25)", "mul_(0.5)", "copy_(torch.full((3,), 0.1, dtype=torch.float64))"]
 
 
 class _Scope:
@@ -518,9 +518,9 @@ def _container(draw: Any, scope: _Scope) -> None:
 @st.composite
 def _outside(draw: Any, scope: _Scope) -> None:
     """A tensor that functions under remat write to: a counter."""
-    name = scope.new("c")
-    scope.lines.append(f"{name} = torch.full((3,), 0.5, dtype=torch.float64)")
-    scope.values[name] = torch.full((3,), 0.5, dtype=torch.float64)
+    name, code = scope.new("c"), f"torch.full((3,), {draw(st.sampled_from(['0.5', '0.1']))}, dtype=torch.float64)"
+    scope.lines.append(f"{name} = {code}")
+    scope.values[name] = scope.value(code)
     scope.counters.append(name)
 
 

@@ -1004,7 +1004,29 @@ def mapped_below_another_call(ck: Any, x: Tensor) -> Tensor:
     return vmap(fun)(x)
 
 
+def given_by_a_partial_and_captured(ck: Any, x: Tensor) -> Tensor:
+    return ck(functools.partial(lambda v: grad(lambda t: (torch.sin(t) * x).sum())(v["a"]), {"a": x, "b": x}))()
+
+
+def rebound_inside(ck: Any, x: Tensor) -> Tensor:
+    def fun(v: Any, u: Tensor) -> Tensor:
+        v = vmap(ck(lambda t: torch.tanh(t * v[1])))(u)
+        return v.sum(0)
+
+    return ck(fun)([x, x], x)
+
+
+def results_of_calls_in_containers(ck: Any, x: Tensor) -> Tensor:
+    y = ck(lambda: (ck(lambda: x)(), torch.sin(x)))()
+    held = {"a": y[1], "b": (y[0],)}
+    z = ck(lambda: ck(lambda: held["a"])())()
+    return ck(lambda: z)() + z.clone()
+
+
 FOUND = [
+    given_by_a_partial_and_captured,
+    rebound_inside,
+    results_of_calls_in_containers,
     an_argument_that_is_mapped_and_captured,
     an_argument_that_is_mapped_and_captured_in_remat,
     inner_gradients_at_what_is_captured,
@@ -1020,3 +1042,31 @@ def test_found_by_the_fuzzer(program: Any, transform: str) -> None:
     x = numbers(3, 3) / 2
     expected = TRANSFORMS[transform](lambda x: program(plain, x), x)
     assert_same(TRANSFORMS[transform](lambda x: program(remat, x), x), expected)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("transform", ["grad", ".backward()", "grad(grad)", ".backward() of grad", "double backward"])
+def test_a_hook_in_a_call_inside(depth: int, transform: str) -> None:
+    """It is called for one order of derivatives, or remat says that it can't."""
+
+    def program(ck: Any) -> Fun:
+        def hooked(x: Tensor) -> Tensor:
+            y = x.sin()
+            if y.requires_grad:
+                y.register_hook(lambda g: g * 0.5)
+            return y.sin()
+
+        fun: Any = hooked
+        for _ in range(depth):
+            fun = ck(lambda x, inner=fun: inner(x.sin()))
+        return fun
+
+    x = numbers(3)
+    expected = TRANSFORMS[transform](program(plain), x)
+    try:
+        actual = TRANSFORMS[transform](program(remat), x)
+    except RematError as error:
+        with pytest.raises(RematError, match="puts a hook on a tensor"):
+            raise error from None
+    else:
+        assert_same(actual, expected)

@@ -661,10 +661,15 @@ class _Calls(nn.Module):
 # Nothing leaks.
 
 
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    grad(torch.sin)(torch.ones(()))  # what torch imports at its first transform leaves cycles
+@pytest.fixture(scope="module")
+def first_transform() -> None:
+    """What torch imports then leaves cycles."""
+    grad(torch.sin)(torch.ones(()))
     gc.collect()
+
+
+@pytest.fixture
+def no_gc(first_transform: None) -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()

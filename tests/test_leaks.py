@@ -18,10 +18,15 @@ from remat import CheckpointError, remat
 from remat.debug import LiveBytes
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _first_transform() -> None:
+    """What torch imports then leaves cycles."""
+    grad(torch.sin)(torch.ones(()))
+    gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def _no_gc() -> Iterator[None]:
-    grad(torch.sin)(torch.ones(()))  # what torch imports at its first transform leaves cycles
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
