@@ -23,7 +23,7 @@ from remat._closure import ATOMS, Closure, Operand, Rebuilder
 from remat._context import NOTHING, Ambient, KeptDraws, Modes, OwnCasts, RandomState, all_of, replayed
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, layers, prove
-from remat._look import CHANGES, Look, RerunLook, Signature, name_of
+from remat._look import CHANGES, ELSEWHERE, Look, RerunLook, Signature, name_of
 from remat._places import Place, filled, item, places_in_modules, script_module_near, search
 from remat._recorder import Recorder
 from remat._tail import keep_no_tensors
@@ -266,7 +266,7 @@ class Call:
                 self._key = self._add(look.read(keys.key)).index
         self.signature = look.signature
         self.nests = look.nests
-        self.hooked = frozenset([level for level in look.signature.hooks if level is not None])
+        self.hooked = frozenset([level for level in look.signature.hooks if level not in (None, ELSEWHERE)])
         return out
 
     def results_of(self, out: Any) -> _tree.Picked:
@@ -323,7 +323,7 @@ class Call:
         """What a rerun of an outer function needs to know to be spared this call. None where it must run."""
         if self._result is None or self.random is not None or self.tape is not None or self._drew_from is not None:
             return None
-        if self.hooked or any(original.written for original in self._originals):
+        if self.signature.hooks or any(original.written for original in self._originals):
             return None
         given = [original.ref for original in self._originals[: self._held]]
         captured = self._originals[self._held :]

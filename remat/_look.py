@@ -88,6 +88,9 @@ _made_and_kept: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDict
 """By identity, what forwards have made without a derivative and somebody keeps. Other runs did not depend on it."""
 
 
+ELSEWHERE = -1
+
+
 class Signature:
     """The calls of a forward whose results are differentiated.
 
@@ -96,8 +99,8 @@ class Signature:
     - `calls`: a function and a hash of the result's shapes for each call.
     - `tail`: the position of the last matrix product or call of a function under remat, if no later call reads values.
     - `tail_call`: what is remembered of that call, if it is one.
-    - `hooks`: for each hook that the function sets, the level of its tensor; None for one inside of a transform of
-        its own.
+    - `hooks`: for each hook that the function sets, the level of its tensor. None for one inside of a transform of its
+        own, `ELSEWHERE` for one that the rerun of an outer function has put on another tensor.
     """
 
     __slots__ = ("calls", "hooks", "tail", "tail_call")
@@ -462,8 +465,9 @@ class Look(TorchFunctionMode):
             raise RematError(SHARDED.format(self.name))
         self.sets_hooks = True
         level = max(internals.level_of(args[0]), 0)
-        self.signature.hooks.append(None if level > self.depth else level)
-        return args
+        given = args if self.outer is None else self.outer._with_hook(args)  # it has to know of all hooks inside
+        self.signature.hooks.append(ELSEWHERE if given is not args else None if level > self.depth else level)
+        return given
 
     def stands_for(self, tensor: Tensor) -> bool:
         """Whether another tensor stands for this one."""

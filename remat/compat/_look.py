@@ -177,7 +177,7 @@ class ForwardLook(Look):
 
     def _with_hook(self, args: Any) -> Any:
         self.sets_hooks = self.sets_hooks or not self.has_made(args[0])
-        return args
+        return args if self.outer is None else self.outer._with_hook(args)
 
     def _note(self, func: Any, shape: int) -> None:
         """Checkpoints compare what runs save, and not their calls."""
