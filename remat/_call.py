@@ -415,6 +415,9 @@ class Call:
                 self._originals[self._index[id(tensor)]].places.append(place)
             for key in look.handed_on & captured.keys():
                 self._must_have_place(key)
+        held = {id(t) for t in self.operands[: self._held]}
+        for tensor, place in search(self._objects, also) if (also := look.handed_on & held) else ():
+            self._originals[index[id(tensor)]].places.append(place)  # it may have been found there, too
         for key, t in constants.items():
             self._constants.append((weakref.ref(t), look.outside[key].version, look.outside[key].position))
 
