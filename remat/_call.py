@@ -22,7 +22,7 @@ from remat import _tree
 from remat._closure import ATOMS, Closure, Operand, Rebuilder
 from remat._context import NOTHING, Ambient, KeptDraws, Modes, OwnCasts, RandomState, all_of, replayed
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
-from remat._graph import Stranger, is_made_since, layers, prove
+from remat._graph import Stranger, edges_of, is_made_since, layers_and_tangents, prove
 from remat._look import CHANGES, ELSEWHERE, Look, RerunLook, Signature, name_of
 from remat._places import Place, filled, item, places_in_modules, script_module_near, search
 from remat._recorder import Recorder
@@ -440,9 +440,8 @@ class Call:
         """Make an operand of a tensor that no torch call was seen to read."""
         tensor = stranger.leaf
         if tensor is None:
-            node, number = stranger.edge
             for found, _ in search(self._objects, _All()):
-                if any(t.grad_fn is node and t.output_nr == number for t in layers(found)):
+                if any(stranger.edge in edges_of(t, self.since) for t in layers_and_tangents(found)):
                     tensor = found
                     break
         scripted = script_module_near(self._objects)

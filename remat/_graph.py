@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from remat import _torch_internals as internals
 
@@ -154,6 +155,15 @@ def layers(tensor: Tensor) -> list[Tensor]:
     found = [tensor]
     while internals.is_wrapper(found[-1]):
         found.append(internals.unwrapped(found[-1]))
+    return found
+
+
+def layers_and_tangents(tensor: Tensor) -> list[Tensor]:
+    """The layers of a tensor, and their tangents."""
+    found = layers(tensor)
+    if internals.forward_ad_active():
+        tangents = (forward_ad.unpack_dual(t).tangent for t in found)
+        found += [layer for t in tangents if t is not None for layer in layers(t)]
     return found
 
 
