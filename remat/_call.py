@@ -465,8 +465,11 @@ class Call:
             reader = "an op" if read is None or read.reader is None else name_of(read.reader)
             raise RematError(_HANDED_ON.format(self.name, reader, list(tensor.shape), tensor.dtype))
 
-    def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor], since: int) -> None:
-        """See that the forward depends on nothing but operands. Raises `Stranger`."""
+    def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor], since: int) -> set[int]:
+        """See that the forward depends on nothing but operands. Raises `Stranger`.
+
+        **Returns:** the positions of the operands that it may depend on.
+        """
         look = self._look
         assert look is not None
         nodes, reached, ambiguous = prove(values, operands, since, look.has_made)
@@ -478,6 +481,7 @@ class Call:
                 look.signature.tail = None
         if look.sets_hooks:  # they may hold the graph
             internals.forget_saved(nodes)
+        return reached | ambiguous
 
     def compare_reached(self, operands: AbstractSet[int], complete: bool) -> None:
         """See that a rerun depends on the operands that the forward depended on. `complete`: of all its results."""
@@ -604,7 +608,7 @@ class Call:
         again = any(
             t.grad_fn is not None or internals.requires_grad_below(t) for t in operands
         )  # in a derivative of it
-        replay = Replay(self.tape, self.name, self.last_rerun and not again)
+        replay = Replay(self.tape, self.last_rerun and not again)
         for original, operand in zip(self._originals, inputs, strict=True):
             if original.written:
                 replay.stands_for(operand, original.origin)

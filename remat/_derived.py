@@ -6,7 +6,7 @@ Each takes and returns flat lists of tensors, and runs on whatever stack it is c
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,17 +62,20 @@ class Derived:
         derived.since = self.since
         return derived
 
-    def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor]) -> None:
-        """See that values depend on nothing but operands. Raises `Stranger` if the user's own call does."""
+    def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor]) -> Container[int]:
+        """See that values depend on nothing but operands. Raises `Stranger` if the user's own call does.
+
+        **Returns:** the positions of the operands that they may depend on.
+        """
         if self.since < 0:
-            return
+            return range(len(operands))
         if not self.is_vjp:
-            self.call.prove(values, operands, self.since)
-            return
+            return self.call.prove(values, operands, self.since)
         try:
-            prove(values, operands, self.since, lambda leaf: True)
+            proof = prove(values, operands, self.since, lambda leaf: True)
         except Stranger as stranger:
             raise RematError(_UNSEEN.format(self.call.name, stranger)) from None
+        return proof.reached | proof.ambiguous
 
 
 def vjp(

@@ -90,22 +90,21 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
     for i, t in enumerate(operands):
         if t.requires_grad:
             edges = edges_of(t, since)
-            first = leaves.get(id(t)) if not edges else ends.get(edges[0])
-            if first is not None:
-                ambiguous |= {first, i}
+            firsts = {ends.setdefault(edge, i) for edge in edges}
+            leaf = getattr(edges[-1][0], "variable", None) if edges else t
+            if leaf is not None:
+                firsts.add(leaves.setdefault(id(leaf), i))
+            if firsts != {i}:
+                ambiguous |= {i, *firsts}
             if edges:
                 ends[edges[0]] = i
-            for edge in edges[1:]:
-                ends.setdefault(edge, i)
-            if not edges:
-                leaves[id(t)] = i
-            elif edges[-1][0] is not None and hasattr(edges[-1][0], "variable"):
-                leaves[id(edges[-1][0].variable)] = i
     seen: set[Any] = set()
     nodes: list[Any] = []
     reached: set[int] = set()
     for v in values:
         node = v.grad_fn
+        if node is None and id(v) in leaves:
+            reached.add(leaves[id(v)])
         if node is None or node in seen:
             continue
         end = ends.get((node, v.output_nr))
@@ -134,11 +133,12 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
                 nodes.append(node)
             elif id(leaf) in leaves:
                 reached.add(leaves[id(leaf)])
-            elif not is_own(leaf):
+            else:
                 position = _of_one(node, operands)
-                if position is None:
+                if position is not None:
+                    reached.add(position)
+                elif not is_own(leaf):
                     raise Stranger(edge, reader)
-                reached.add(position)
     return Proof(nodes, reached, ambiguous)
 
 

@@ -247,13 +247,13 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
     if not outs or (internals.tracing() and not internals.compiling()):
         return values  # what is written down can be differentiated later
     kept = [values[i] for i in outs]
-    fn.prove(kept, operands)
-    if not any(t.requires_grad for t in operands):
-        return values  # they depend on a leaf that the function has made
+    reached = fn.prove(kept, operands)
+    link = Link(fn, outs, operands)
     with internals.forward_ad_disabled():  # for the node, the tangents of its operands are constants
-        nodes = RematNode.apply(
-            Link(fn, outs, operands), [v.detach() for v in kept], internals.sharing_memory(kept, operands), *operands
-        )
+        saved = [t if i in reached or not t.requires_grad else t.detach() for i, t in enumerate(operands)]
+        if not any(t.requires_grad for t in saved):
+            return values  # they depend on a leaf that the function has made
+        nodes = RematNode.apply(link, [v.detach() for v in kept], internals.sharing_memory(kept, operands), *saved)
     return _replace(values, outs, nodes)
 
 
@@ -268,14 +268,17 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
         return values
     lifted = internals.wrapped_for_grad(inner, level)
     lifted_operands = internals.wrapped_for_grad(operands, level)
-    if outs:
-        fn.prove([values[i] for i in outs], lifted_operands)
-    if not outs or not any(t.requires_grad for t in lifted_operands):
+    reached = fn.prove([values[i] for i in outs], lifted_operands) if outs else ()
+    saved = [
+        t if i in reached or not t.requires_grad else internals.wrap_grad(internals.unwrap_grad(t, level), level)
+        for i, t in enumerate(lifted_operands)
+    ]
+    if not any(t.requires_grad for t in saved):
         return lifted
     link = Link(fn, outs, lifted_operands, level)
     shared = internals.sharing_memory([values[i] for i in outs], operands)
     with internals.forward_ad_disabled():
-        nodes = internals.apply_at_level(RematNode, link, [lifted[i] for i in outs], shared, *lifted_operands)
+        nodes = internals.apply_at_level(RematNode, link, [lifted[i] for i in outs], shared, *saved)
     return _replace(lifted, outs, nodes)
 
 

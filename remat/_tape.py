@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._errors import CheckpointError
 from remat._offload import Offloaded
 from remat._ops import Layout, OpFacts, bytes_of, facts_of, flat, layout_of, plain, storages, tensors
 from remat._recipes import Cell, Operand, Recipe, compute
@@ -60,16 +59,11 @@ class Kept:
         if self.offloaded:
             self._copy.fetch()
 
-    def get(self, name: str) -> Tensor:
-        """The tensor as it was computed. `name`: of the function."""
+    def get(self) -> Tensor | None:
+        """The tensor as it was computed. None if it was changed in place since."""
         if self.offloaded:
             return self._layout.over(self._copy.get().untyped_storage())
-        if internals.memory_versions(self._watched) != self._versions:
-            raise CheckpointError(
-                f"remat: the result of {self.func} that the policy kept for {name} was changed in place after the "
-                "forward run, so the backward would read a wrong value. Change a copy instead: x = x.clone()."
-            )
-        return self.memory.detach()
+        return self.memory.detach() if internals.memory_versions(self._watched) == self._versions else None
 
 
 class Origin(NamedTuple):
@@ -150,8 +144,8 @@ class Tape:
 class Replay(OpMode):
     """Gives the ops of a rerun their kept results, and skips those that need not run."""
 
-    def __init__(self, tape: Tape, name: str, last: bool, *, sees_calls: bool = True) -> None:
-        """A rerun of the function `name`.
+    def __init__(self, tape: Tape, last: bool, *, sees_calls: bool = True) -> None:
+        """A rerun.
 
         **Arguments:**
 
@@ -161,7 +155,6 @@ class Replay(OpMode):
         super().__init__(sees_calls)
         tape.fetch()
         self._tape = tape
-        self._name = name
         self._last = last
 
     def __enter__(self) -> Any:
@@ -215,9 +208,14 @@ class Replay(OpMode):
         is_exposed |= self._shares and any(c.is_shared for c in contents)
         if is_exposed:
             self._fill(contents)
-        if op is None or op.runs or (is_exposed and not op.is_view and not self._tape.kept.keys() >= {*op.values}):
+        if op is None or op.runs:
             return self._run(op, contents, facts, args, kwargs)
-        return func(*args, **kwargs) if op.is_view else self._skip(op, reads, facts, args, kwargs)
+        if op.is_view:
+            return func(*args, **kwargs)
+        kept = self._kept(op)
+        if is_exposed and len(kept) < len(op.values):
+            return self._run(op, contents, facts, args, kwargs)
+        return self._skip(op, kept, reads, facts, args, kwargs)
 
     def _run(self, op: Op | None, reads: Iterable[Content], facts: OpFacts, args: Any, kwargs: Any) -> Any:
         self._fill(reads)
@@ -232,14 +230,33 @@ class Replay(OpMode):
                 self._set(t.untyped_storage(), value)
         return out
 
-    def _skip(self, op: Op, reads: list[tuple[Content, Layout]], facts: OpFacts, args: Any, kwargs: Any) -> Any:
+    def _kept(self, op: Op) -> dict[Value, Tensor]:
+        """The values of an op that were kept, and were not changed in place since."""
+        found: dict[Value, Tensor] = {}
+        for value in op.values:
+            kept = self._tape.kept.get(value)
+            if kept is not None and (tensor := kept.get()) is not None:
+                found[value] = tensor
+                if self._last:
+                    del self._tape.kept[value]
+        return found
+
+    def _skip(
+        self,
+        op: Op,
+        kept: dict[Value, Tensor],
+        reads: list[tuple[Content, Layout]],
+        facts: OpFacts,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         changed = facts.written(args, kwargs)
         before = None
         if op.after is not None:
             before = op.after.now()
             op.after.put_back()
         recipe: Any = None
-        if not self._tape.kept.keys() >= {*op.values}:
+        if len(kept) < len(op.values):
             operands = (Operand(self._cell(content), layout) for content, layout in reads)
             given = _replaced(args, operands)
             recipe = Recipe(facts, given, dict(zip(kwargs, _replaced(kwargs.values(), operands), strict=True)), before)
@@ -247,32 +264,22 @@ class Replay(OpMode):
         results = []
         for i, x in enumerate(op.outputs):
             if isinstance(x, Value):
-                kept = self._take(x)
-                t = _hollow(x) if kept is None else kept
+                t = kept[x] if x in kept else _hollow(x)
                 content = self._set(t.untyped_storage(), x)
-                if kept is None:
+                if x not in kept:
                     content.hollow = recipe.output(i)
                 results.append(t)
             else:
                 results.append(changed[x.position] if isinstance(x, Changed) else x)
         for i, t in enumerate(changed):
             content = self._content(t.untyped_storage())
-            kept = self._take(op.writes[i])
-            if kept is not None:
+            value = op.writes[i]
+            if value in kept:
                 self._protect(content)
-                bytes_of(t.untyped_storage()).copy_(bytes_of(kept.untyped_storage()))
-            content.hollow = recipe.write(i) if kept is None else None
-            content.value = op.writes[i]
+                bytes_of(t.untyped_storage()).copy_(bytes_of(kept[value].untyped_storage()))
+            content.hollow = None if value in kept else recipe.write(i)
+            content.value = value
         return op.returns(results) if op.returns in (list, tuple) else results[0]
-
-    def _take(self, value: Value) -> Tensor | None:
-        kept = self._tape.kept.get(value)
-        if kept is None:
-            return None
-        tensor = kept.get(self._name)
-        if self._last:
-            del self._tape.kept[value]
-        return tensor
 
     # What was skipped.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
@@ -33,8 +33,8 @@ class RepeatableCall(Protocol):
     def __call__(self, *operands: Tensor) -> list[Any]:
         """The results of the function for some operands."""
 
-    def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor], since: int) -> None:
-        """See that the results of the forward depend on nothing but operands. Raises `Stranger`."""
+    def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor], since: int) -> Container[int]:
+        """See that the results of the forward depend on nothing but operands, and on which. Raises `Stranger`."""
 
     def made_by_rerun(self, leaf: Tensor) -> bool:
         """Whether a rerun has made a leaf itself."""

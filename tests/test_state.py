@@ -609,7 +609,8 @@ def test_a_captured_tensor_out_of_reach() -> None:
         return remat(lambda x: grad(lambda v: (v * x).sin().sum())(held[0]))(numbers(3)).sum()
 
     with pytest.raises(
-        RematError, match=r"lambda.* hands a tensor of shape \[3\].* straight to a transform.* Pass it as an argument"
+        RematError,
+        match=r"lambda.* reads a tensor of shape \[3\].* hands straight to a transform.* Pass it as an argument",
     ):
         grad(loss)(numbers(3))
 

@@ -610,7 +610,7 @@ def test_memory_that_is_read_without_ops(fun: Fun, policy: Any) -> None:
 
 
 @pytest.mark.parametrize("transform", [".backward()", "grad"])
-def test_a_kept_value_that_was_changed_later_is_an_error(transform: str) -> None:
+def test_a_kept_value_that_was_changed_later_is_computed_again(transform: str) -> None:
     def fun(x: Tensor) -> Any:
         h = x.sin()
         return h, h.cos()
@@ -620,8 +620,7 @@ def test_a_kept_value_that_was_changed_later_is_an_error(transform: str) -> None
         h.detach().mul_(2)
         return out
 
-    with pytest.raises(CheckpointError, match=r"result of aten.sin.default that the policy kept for .*fun was changed"):
-        TRANSFORMS[transform](changed, numbers(3))
+    assert_same(TRANSFORMS[transform](changed, numbers(3)), TRANSFORMS[transform](lambda x: fun(x)[1], numbers(3)))
 
 
 def test_what_is_offloaded_can_be_changed() -> None:
@@ -927,14 +926,16 @@ def test_random_programs_under_random_policies(example: Example, policy: policie
 @pytest.mark.parametrize("view", [lambda y: y.view(-1), lambda y: y.mT, lambda y: y.detach()])
 @pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "grad(grad)"])
 def test_a_result_that_shares_memory_with_a_kept_value_is_changed(transform: str, view: Any) -> None:
-    def program(x: Tensor) -> Tensor:
+    """Then it is not read, but computed again."""
+
+    def program(x: Tensor, factor: int) -> Tensor:
         y, z = remat(lambda x: (view(h := x @ x), h.sin()), policy=policies.dots_saveable)(x)
         with torch.no_grad():
-            y.mul_(10)
+            y.mul_(factor)
         return z
 
-    with pytest.raises((CheckpointError, RuntimeError), match=r"in.?place"):
-        TRANSFORMS[transform](program, numbers(3, 3))
+    run = TRANSFORMS[transform]
+    assert_same(run(lambda x: program(x, 10), numbers(3, 3)), run(lambda x: program(x, 1), numbers(3, 3)))
 
 
 def test_a_value_that_is_computed_twice_is_changed() -> None:
@@ -942,11 +943,11 @@ def test_a_value_that_is_computed_twice_is_changed() -> None:
         a, b = x @ x, x @ x
         return a, a.sin() * b.numel()
 
-    x = leaf(numbers(3, 3))
-    a, b = remat(fun, policy=policies.dots_saveable)(x)
+    x = numbers(3, 3)
+    a, b = remat(fun, policy=policies.dots_saveable)(leaf_x := leaf(x))
     a.detach().mul_(10)
-    with pytest.raises(CheckpointError, match=r"mm.*in place"):
-        b.sum().backward()
+    b.sum().backward()
+    assert_same(leaf_x.grad, grad(lambda x: fun(x)[1].sum())(x))
 
 
 def test_kept_values_are_given_back_where_the_operand_was_a_result() -> None:
