@@ -155,6 +155,7 @@ class Call:
     - `leaves`: the operands that are differentiated, at any level.
     - `hooked`: the levels of the tensors that the function has put hooks on.
     - `since`: all autograd nodes with higher sequence numbers were made in the call, or later.
+    - `as_they_were`: the results that it has not computed. They may be from outside, and of no op that it called.
     """
 
     level: int | None = None
@@ -162,6 +163,7 @@ class Call:
     nests = False
     leaves: frozenset[int] = frozenset()
     last_rerun = False
+    as_they_were: Sequence[Tensor] = ()
     tape: Tape | None = None
     random: RandomState | KeptDraws | None = None
     _drew_from: Position | None = None
@@ -272,6 +274,9 @@ class Call:
     def results_of(self, out: Any) -> _tree.Picked:
         """What the function has computed and is differentiated, in the tree that it returned."""
         results = _tree.Picked(out, self._is_computed)
+        self.as_they_were = [
+            x for x in results.leaves if isinstance(x, Tensor) and not any(x is t for t in results.tensors)
+        ]
         for leaf in results.leaves:
             if not isinstance(leaf, Tensor) and type(leaf) not in ATOMS:
                 held = (t for t in _attributes_of(leaf) if isinstance(t, Tensor))
@@ -325,14 +330,22 @@ class Call:
             return None
         if self.signature.hooks or any(original.written for original in self._originals):
             return None
-        given = [original.ref for original in self._originals[: self._held]]
-        captured = self._originals[self._held :]
+        given, captured = self._originals[: self._held], self._originals[self._held :]
+        if any(original.places for original in given):  # it was given a tensor that it has found elsewhere, too
+            return None
         found = [(o.ref, o.places if o.in_modules else []) for o in captured]
         found += [(ref, []) for ref, *_ in self._constants]
         unused = self.leaves - self._reached - self._ambiguous
         reached = [i for i, position in enumerate(self._positions) if position not in unused]
         return Remembered(
-            given, found, self._survivors, self.signature, self.nests, reached, self._result, self._returned
+            [o.ref for o in given],
+            found,
+            self._survivors,
+            self.signature,
+            self.nests,
+            reached,
+            self._result,
+            self._returned,
         )
 
     def stand_in(self, forward: Remembered, outer: Look) -> Any:
@@ -587,12 +600,17 @@ class Call:
     def _expected(self, inputs: list[Tensor]) -> tuple[dict[int, int], dict[int, Any]]:
         """What a rerun may read besides what it is given, and when; and how it read what it has made itself."""
         reads: dict[int, int] = {}
+        given: set[int] = set()
         for original, operand in zip(self._originals, inputs, strict=True):
-            if original.position is not None:
+            if original.position is None:
+                given.add(id(operand))
+            else:
                 tensor = original.ref()
                 reads[id(operand)] = original.position
                 if tensor is not None:
                     reads[id(tensor)] = original.position
+        for key in given & reads.keys():  # it was captured, too
+            del reads[key]
         for ref, version, position in (*self._constants, *self._cell_constants):
             tensor = ref()
             if tensor is not None:

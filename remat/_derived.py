@@ -197,7 +197,9 @@ def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool) -
 
 
 def _is_bare_leaf(tensor: Tensor) -> bool:
-    return tensor.is_leaf and tensor.requires_grad and not tensor._backward_hooks and not internals.forward_ad_active()
+    if not tensor.is_leaf or not tensor.requires_grad or tensor._backward_hooks or internals.forward_ad_active():
+        return False
+    return not tensor._is_view()  # the primal of a dual made in no_grad looks like a leaf, and has no accumulator
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -105,6 +105,8 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
         node = v.grad_fn
         if node is None and id(v) in leaves:
             reached.add(leaves[id(v)])
+        elif node is None and v.requires_grad and not is_own(v):
+            raise Stranger((internals.gradient_edge(v).node, 0), internals.gradient_edge(v).node)
         if node is None or node in seen:
             continue
         end = ends.get((node, v.output_nr))

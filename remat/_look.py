@@ -212,6 +212,7 @@ class Look(TorchFunctionMode):
         """A run inside of this one is over. What it has made may be found by the rest of this one."""
         self._known |= inner._known
         self._fresh.update(inner._fresh)
+        self.handed_on |= inner.handed_on & self.outside.keys()
         for key, reads in inner._reads.items():
             self._reads.setdefault(key, set()).update((self._count(), reader) for _, reader in reads)
 
@@ -327,6 +328,8 @@ class Look(TorchFunctionMode):
         - `handed_on`: whether a transform inside of the function has wrapped it, and no torch call reads it.
         """
         key = id(tensor)
+        if handed_on and key in self.outside:
+            self.handed_on.add(key)
         if key in self._known or self._is_fresh(tensor):
             return tensor
         known = self.outside.get(key)
@@ -394,15 +397,25 @@ class Look(TorchFunctionMode):
         if not (internals.forward_ad_active() and internals.inside_jvp_of_function()):  # its ops are no calls of ours
             self.signature.calls.append((func, shape))
 
-    def add_call(self, name: str, out: Any, calls: Iterable[Any] = (), remembered: Any = None) -> None:
+    def add_call(
+        self,
+        name: str,
+        out: Any,
+        calls: Iterable[Any] = (),
+        remembered: Any = None,
+        as_they_were: Iterable[Tensor] = (),
+    ) -> None:
         """A call inside of this one, which had a look of its own, has returned `out`.
 
         **Arguments:**
 
         - `calls`: its signature.
         - `remembered`: what a rerun needs to be spared the call; None where it must run.
+        - `as_they_were`: what is in `out` and the call has not computed.
         """
         self.nests = True
+        for t in as_they_were:
+            self.read(t)
         signature = self.signature
         position = len(signature.calls)
         signature.tail = None
@@ -427,7 +440,8 @@ class Look(TorchFunctionMode):
             elif internals.level_of(t) <= self.depth:
                 self._add_fresh(t)
                 continue
-            self._know_layers(t)
+            if id(t) not in self._swaps:  # else a call inside has returned it as it was
+                self._know_layers(t)
         if differentiated and listed:
             self._note(func, _hash_of(out) if out is found[0] else hash(tuple(map(_hash_of, found))))
 
@@ -622,9 +636,9 @@ class RerunLook(Look):
     def _with_hook(self, args: Any) -> Any:
         hooks, number = self._forward.hooks, self._hook
         self._hook += 1
-        level = hooks[number] if number < len(hooks) else None
+        level = hooks[number] if number < len(hooks) else ELSEWHERE  # the forward has put none, for `requires_grad`
         if id(args[0]) in self.outside or (level is not None and level != self._level):
-            return (torch.empty(0, requires_grad=True), *args[1:])  # the forward has put it on the tensor itself
+            return (torch.empty(0, requires_grad=True), *args[1:])  # or the forward has put it on the tensor itself
         return args
 
     def _note(self, func: Any, shape: int) -> None:

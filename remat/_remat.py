@@ -99,7 +99,7 @@ class Remat(Generic[P, R]):
         out = _with_derivative(call, out)
         if outer is not None:
             with internals.DisableTorchFunction():
-                outer.add_call(self._name, out, call.signature.calls, call.remembered())
+                outer.add_call(self._name, out, call.signature.calls, call.remembered(), call.as_they_were)
         if see is not None:
             see(out)
         return out

@@ -16,7 +16,19 @@ import torch
 from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, Seen, assert_same, leaf, numbers, pair, plain
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.func import (
+    functional_call,
+    functionalize,
+    grad,
+    grad_and_value,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    linearize,
+    vjp,
+    vmap,
+)
 
 from remat import CheckpointError, RematError, remat
 
@@ -1023,7 +1035,46 @@ def results_of_calls_in_containers(ck: Any, x: Tensor) -> Tensor:
     return ck(lambda: z)() + z.clone()
 
 
+def given_and_captured_and_read_before_a_transform_gets_it(ck: Any, x: Tensor) -> Tensor:
+    held = [torch.sin(x)]
+
+    def fun(v: Tensor) -> Tensor:
+        v = ck(lambda t: t)(torch.tanh(v))
+        return grad(lambda t: (torch.sin(t) * v).sum())(held[0])
+
+    return ck(fun)(held[0])
+
+
+def given_and_captured_and_read_before_a_nested_call_hands_it_on(ck: Any, x: Tensor) -> Tensor:
+    held = [torch.sin(x)]
+
+    def fun(v: Tensor) -> Tensor:
+        return ck(lambda u: u * u + grad(lambda t: torch.sin(t).sum())(held[0]))(v)
+
+    return ck(fun)(held[0])
+
+
+def given_and_captured_and_a_nested_call_reads_both(ck: Any, x: Tensor) -> Tensor:
+    held = [torch.sin(x)]
+    return ck(lambda v: ck(lambda u, w: (torch.sin(torch.sin(w)), held[0].detach()))(v, v)[0])(held[0])
+
+
+def returned_by_a_call_inside_as_it_was(ck: Any, x: Tensor) -> Tensor:
+    held = [x, x]
+
+    def fun(xs: list[Tensor]) -> Tensor:
+        y = torch.tanh(xs[1])
+        z = ck(lambda: ck(lambda y: held[1])(y))()
+        return y.sin() + z * z
+
+    return ck(fun)(held)
+
+
 FOUND = [
+    returned_by_a_call_inside_as_it_was,
+    given_and_captured_and_read_before_a_transform_gets_it,
+    given_and_captured_and_read_before_a_nested_call_hands_it_on,
+    given_and_captured_and_a_nested_call_reads_both,
     given_by_a_partial_and_captured,
     rebound_inside,
     results_of_calls_in_containers,
@@ -1070,3 +1121,37 @@ def test_a_hook_in_a_call_inside(depth: int, transform: str) -> None:
             raise error from None
     else:
         assert_same(actual, expected)
+
+
+def test_a_hook_behind_requires_grad() -> None:
+    """In the forward, under a level that does not differentiate it, the result does not require a gradient."""
+
+    def program(ck: Any, x: Tensor, z: Tensor) -> Tensor:
+        def fun() -> Tensor:
+            y = torch.sin(z)
+            if y.requires_grad:
+                y.register_hook(lambda g: g * 0.5)
+            return y
+
+        return (ck(fun)() * x).sin().sum()
+
+    grads = []
+    for ck in (plain, remat):
+        x, z = leaf(numbers(3)), leaf(numbers(3, seed=1))
+        g, value = grad_and_value(lambda x, z=z, ck=ck: program(ck, x, z))(x)
+        (g.sum() + value).backward()
+        grads.append(z.grad)
+    assert_same(*grads)
+
+
+def test_tangents_that_depend_on_what_is_differentiated_and_a_draw() -> None:
+    def program(ck: Any, x: Tensor) -> Tensor:
+        return ck(lambda v: ck(lambda u: u * u)(v) * torch.rand_like(v))(x)
+
+    grads = []
+    for ck in (plain, remat):
+        torch.manual_seed(0)
+        x = leaf(numbers(3))
+        jvp(lambda x, ck=ck: program(ck, x), (x,), (x.cos(),))[1].sum().backward()
+        grads.append(x.grad)
+    assert_same(*grads)

@@ -31,7 +31,7 @@ def recorded(fun: Fun, x: Tensor, policy: Any) -> Tape:
 
 def replayed(fun: Fun, x: Tensor, tape: Tape, last: bool = False) -> Tensor:
     """The gradient by a rerun."""
-    with Replay(tape, "fun", last) as replay:
+    with Replay(tape, last) as replay:
         out = fun(x)
     node = out.grad_fn
     shape = out.shape
@@ -97,7 +97,7 @@ def test_what_nobody_reads_is_no_number() -> None:
     """A mistake is loud: memory that was not computed is full of NaN."""
     x = leaf(numbers(3))
     tape = recorded(lambda x: x.sin().sum() * 2, x, nothing_saveable)
-    with Replay(tape, "fun", False):
+    with Replay(tape, False):
         out = x.sin().sum() * 2
     assert out.isnan()
 
@@ -105,7 +105,7 @@ def test_what_nobody_reads_is_no_number() -> None:
 def test_python_reads_what_was_dead() -> None:
     x = leaf(numbers(3))
     tape = recorded(lambda x: x.sin() * 2, x, nothing_saveable)
-    with Replay(tape, "fun", False), torch.no_grad():
+    with Replay(tape, False), torch.no_grad():
         found = (x.sin() * 2).tolist(), (x.sin() * 2)[1].item(), (x.sin() * 2).numpy(), (x.sin() * 2 > 0).any().item()
     y = x.detach().sin() * 2
     assert_same(found[0], y.tolist())
