@@ -103,10 +103,12 @@ def _matters(tensor: Tensor) -> bool:
 class _Original:
     """The tensor of the forward that an operand stands for."""
 
-    __slots__ = ("attributes", "handed_on", "in_modules", "origin", "places", "position", "ref", "written")
+    __slots__ = ("also", "attributes", "handed_on", "in_modules", "origin", "places", "position", "ref", "written")
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref = weakref.ref(tensor)
+        self.also: list[weakref.ref[Tensor]] = []
+        """What else the function may find: in the rerun of an outer one, another tensor stood for it."""
         self.places: list[Place] = []
         """Where modules and others hold it."""
         self.in_modules = False
@@ -431,6 +433,9 @@ class Call:
         held = {id(t) for t in self.operands[: self._held]}
         for tensor, place in search(self._objects, also) if (also := look.handed_on & held) else ():
             self._originals[index[id(tensor)]].places.append(place)  # it may have been found there, too
+        for key, i in index.items():
+            if (read := look.outside.get(key)) is not None:
+                self._originals[i].also = [*map(weakref.ref, look.others_for(read))]
         for key, t in constants.items():
             self._constants.append((weakref.ref(t), look.outside[key].version, look.outside[key].position))
 
@@ -533,9 +538,8 @@ class Call:
         rerunning.set(True)
         inputs = [operands[i] for i in self._positions]
         pairs, fill = self._place(inputs)  # the originals are held, for they are known by their identities
-        swaps = {id(tensor): operand for tensor, operand, _ in pairs}
-        look = RerunLook(self.name, self.signature, swaps, inputs, self.level)
-        look.written = {id(operand): tensor for tensor, operand, is_written in pairs if is_written}
+        look = RerunLook(self.name, self.signature, pairs, inputs, self.level)
+        look.written = self._written(inputs)
         look.expect(*self._expected(inputs))
         look.spares_tail = self.tape is None and not internals.tracing()
         self._rerun_looks.append(look)
@@ -562,7 +566,7 @@ class Call:
                         raise RematError(_DEAD.format(self.name)) from error
                     note_rerun(error, self.name)
                     raise
-        del pairs
+        pairs.clear()
         look.finish()
         leaves, _ = _tree.flatten(out)
         found = []
@@ -573,13 +577,13 @@ class Call:
             found.append(t)
         return found
 
-    def _place(self, inputs: list[Tensor]) -> tuple[list[tuple[Tensor, Tensor, bool]], list[tuple[Place, Tensor]]]:
+    def _place(self, inputs: list[Tensor]) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Place, Tensor]]]:
         """What is to be put in the place of what.
 
-        **Returns:** each original that another tensor stands for in this rerun, that tensor, and whether the function
-        writes to it and it is in no place that holds the other one meanwhile; and the places that are to hold operands.
+        **Returns:** each tensor that the function may find and another one stands for in this rerun, with that one;
+        and the places that are to hold operands.
         """
-        pairs: list[tuple[Tensor, Tensor, bool]] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
         fill: list[tuple[Place, Tensor]] = []
         for i, original in enumerate(self._originals):
             if original.written:
@@ -587,15 +591,27 @@ class Call:
             operand, tensor = inputs[i], original.ref()
             if original.places:
                 fill += [(place, operand) for place in original.places if item(*place) is not operand]
+            for found in (tensor, *(ref() for ref in original.also)):
+                if found is not None and found is not operand:
+                    pairs.append((found, operand))
             if tensor is operand:
                 continue
-            if tensor is not None:
-                pairs.append((tensor, operand, original.written and not original.places))
             if original.attributes:
                 vars(operand).update(original.attributes)
             if original.handed_on and not original.places:
                 raise RematError(_HANDED_ON.format(self.name, "an op", list(operand.shape), operand.dtype))
         return pairs, fill
+
+    def _written(self, inputs: list[Tensor]) -> dict[int, Tensor]:
+        """By the identities of operands, what the function writes to, in no place that holds the operand meanwhile."""
+        return {
+            id(operand): tensor
+            for original, operand in zip(self._originals, inputs, strict=True)
+            if original.written
+            and not original.places
+            and (tensor := original.ref()) is not None
+            and tensor is not operand
+        }
 
     def _expected(self, inputs: list[Tensor]) -> tuple[dict[int, int], dict[int, Any]]:
         """What a rerun may read besides what it is given, and when; and how it read what it has made itself."""

@@ -165,6 +165,7 @@ class Look(TorchFunctionMode):
         self._given = given
         self._known: set[int] = set()
         self._swaps: dict[int, Tensor] = {}
+        self._pairs: Sequence[tuple[Tensor, Tensor]] = ()
         self._fresh: dict[int, weakref.ref[Tensor]] = {}
         """By identity, what the run has made without a derivative."""
         self._reads: dict[int, set[tuple[int, Any]]] = {}
@@ -196,7 +197,7 @@ class Look(TorchFunctionMode):
             self._add(t, t)
         if outer is not None:
             self.outer = outer
-            self._swaps = outer._swaps
+            self._swaps, self._pairs = outer._swaps, outer._pairs
 
     def __exit__(self, *error: Any) -> None:
         _current.look, mode = self._before
@@ -483,6 +484,12 @@ class Look(TorchFunctionMode):
         self.signature.hooks.append(ELSEWHERE if given is not args else None if level > self.depth else level)
         return given
 
+    def others_for(self, read: Read) -> list[Tensor]:
+        """What else the function may find in the place of a tensor that it has read."""
+        if read.value is read.tensor:
+            return []
+        return [read.value, *(t for t, operand in self._pairs if operand is read.value and t is not read.tensor)]
+
     def stands_for(self, tensor: Tensor) -> bool:
         """Whether another tensor stands for this one."""
         return id(tensor) in self._swaps
@@ -527,7 +534,7 @@ class RerunLook(Look):
         self,
         name: str,
         forward: Signature,
-        swaps: dict[int, Tensor],
+        pairs: Sequence[tuple[Tensor, Tensor]],
         operands: Sequence[Tensor],
         level: int | None,
     ) -> None:
@@ -536,12 +543,13 @@ class RerunLook(Look):
         **Arguments:**
 
         - `forward`: the signature of the forward.
-        - `swaps`: what stands for tensors, by identity.
+        - `pairs`: tensors, each with the operand that stands for it.
         - `operands`: what the rerun is given.
         - `level`: that whose derivative the rerun is for.
         """
         super().__init__(name, operands, None)
-        self._swaps = swaps
+        self._pairs = pairs
+        self._swaps = {id(tensor): operand for tensor, operand in pairs}
         self.written: dict[int, Tensor] = {}
         self._forward = forward
         self._since = internals.next_sequence_number()

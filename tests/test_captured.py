@@ -1070,7 +1070,19 @@ def returned_by_a_call_inside_as_it_was(ck: Any, x: Tensor) -> Tensor:
     return ck(fun)(held)
 
 
+def lists_that_calls_inside_of_calls_read(ck: Any, x: Tensor) -> Tensor:
+    def outer(v: list[Tensor], w: list[Tensor]) -> Tensor:
+        def middle(_: Tensor) -> Tensor:
+            y = torch.cos(x)
+            return ck(lambda u: torch.cos(v[0]) * u)(w[0]) + y
+
+        return ck(middle)(v[0])
+
+    return ck(outer)([x, x], [torch.sin(x)])
+
+
 FOUND = [
+    lists_that_calls_inside_of_calls_read,
     returned_by_a_call_inside_as_it_was,
     given_and_captured_and_read_before_a_transform_gets_it,
     given_and_captured_and_read_before_a_nested_call_hands_it_on,
