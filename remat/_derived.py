@@ -117,6 +117,8 @@ def vjp(
                 _prove_rerun(fn, [values[o] for o in outs], inputs, since, len(outs) == len(values))
                 edges, given = _graph_alone(call, values, outs, cotangents)
         else:
+            if record and is_read and level == 0 and 0 in call.hooked:
+                raise RematError(HOOKED.format(call.name, "create_graph=True, around a transform,"))
             with internals.grad_level() as lift:
                 inputs = [lift(t) if i in leaves else t for i, t in enumerate(operands)]
                 since = internals.next_sequence_number()

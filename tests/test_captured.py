@@ -1167,3 +1167,15 @@ def test_tangents_that_depend_on_what_is_differentiated_and_a_draw() -> None:
         jvp(lambda x, ck=ck: program(ck, x), (x,), (x.cos(),))[1].sum().backward()
         grads.append(x.grad)
     assert_same(*grads)
+
+
+def test_a_hook_inside_and_a_recorded_backward_around_vmap() -> None:
+    def fun(x: Tensor) -> Tensor:
+        y = torch.sin(x)
+        y.register_hook(lambda g: g * 0.5)
+        return torch.sin(y)
+
+    x = leaf(numbers(3))
+    out = vmap(lambda t: remat(fun)(x) * t)(numbers(2, seed=1))
+    with pytest.raises(RematError, match="puts a hook on a tensor"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
