@@ -157,7 +157,6 @@ class Call:
     - `leaves`: the operands that are differentiated, at any level.
     - `hooked`: the levels of the tensors that the function has put hooks on.
     - `since`: all autograd nodes with higher sequence numbers were made in the call, or later.
-    - `as_they_were`: the results that it has not computed. They may be from outside, and of no op that it called.
     """
 
     level: int | None = None
@@ -165,7 +164,6 @@ class Call:
     nests = False
     leaves: frozenset[int] = frozenset()
     last_rerun = False
-    as_they_were: Sequence[Tensor] = ()
     tape: Tape | None = None
     random: RandomState | KeptDraws | None = None
     _drew_from: Position | None = None
@@ -276,9 +274,6 @@ class Call:
     def results_of(self, out: Any) -> _tree.Picked:
         """What the function has computed and is differentiated, in the tree that it returned."""
         results = _tree.Picked(out, self._is_computed)
-        self.as_they_were = [
-            x for x in results.leaves if isinstance(x, Tensor) and not any(x is t for t in results.tensors)
-        ]
         for leaf in results.leaves:
             if not isinstance(leaf, Tensor) and type(leaf) not in ATOMS:
                 held = (t for t in _attributes_of(leaf) if isinstance(t, Tensor))

@@ -398,25 +398,15 @@ class Look(TorchFunctionMode):
         if not (internals.forward_ad_active() and internals.inside_jvp_of_function()):  # its ops are no calls of ours
             self.signature.calls.append((func, shape))
 
-    def add_call(
-        self,
-        name: str,
-        out: Any,
-        calls: Iterable[Any] = (),
-        remembered: Any = None,
-        as_they_were: Iterable[Tensor] = (),
-    ) -> None:
+    def add_call(self, name: str, out: Any, calls: Iterable[Any] = (), remembered: Any = None) -> None:
         """A call inside of this one, which had a look of its own, has returned `out`.
 
         **Arguments:**
 
         - `calls`: its signature.
         - `remembered`: what a rerun needs to be spared the call; None where it must run.
-        - `as_they_were`: what is in `out` and the call has not computed.
         """
         self.nests = True
-        for t in as_they_were:
-            self.read(t)
         signature = self.signature
         position = len(signature.calls)
         signature.tail = None

@@ -20,7 +20,7 @@ from remat import _torch_internals as internals
 from remat._call import Call
 from remat._derived import Derived
 from remat._errors import call_site, shown
-from remat._look import current_look
+from remat._look import Look, current_look
 from remat._primitive import attach
 from remat._static import StaticArguments, as_tuple
 from remat.policies import Policy, as_policy
@@ -90,16 +90,16 @@ class Remat(Generic[P, R]):
             if outer is not None and (spared := outer.spared_call(self._name)) is not None:
                 out = call.stand_in(spared, outer)
                 if out is not None:
-                    out = _with_derivative(call, out)
+                    out = _with_derivative(call, out, outer)
                     outer.add_call(self._name, out, call.signature.calls, call.remembered())
                     return out
         where = None if watch is None else call_site
         out = call.run(fun, args, kwargs, self._policy, self._options.preserve_rng_state, where)
         see = None if watch is None else watch(fun, call, out, args, kwargs)
-        out = _with_derivative(call, out)
+        out = _with_derivative(call, out, outer)
         if outer is not None:
             with internals.DisableTorchFunction():
-                outer.add_call(self._name, out, call.signature.calls, call.remembered(), call.as_they_were)
+                outer.add_call(self._name, out, call.signature.calls, call.remembered())
         if see is not None:
             see(out)
         return out
@@ -158,10 +158,14 @@ def _with_function(kind: type[Remat[P, R]], attributes: dict[str, Any], fun: Cal
     return new
 
 
-def _with_derivative(call: Call, out: Any) -> Any:
+def _with_derivative(call: Call, out: Any, outer: Look | None) -> Any:
     """The result of a forward, with the remat'd derivative in the place of the graph it came with."""
     with internals.DisableTorchFunction():
         results = call.results_of(out)
+        if outer is not None:  # what is returned as it was may be from outside of the outer function, too
+            for i, x in enumerate(results.leaves):
+                if i not in results.positions and isinstance(x, Tensor):
+                    outer.read(x)
         if not results.tensors:
             return out
         attached = call.attach(results, lambda values, operands: _attach(call, values, operands))
