@@ -24,9 +24,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from remat import _torch_internals as internals
 from remat._effects import ORDINARY, Effects, effects_of, reads_numbers_alone, written_by
-from remat._errors import PURITY, CheckpointError, RematError, call_site
-from remat._graph import is_made_since
-from remat._tail import is_large, without_products
+from remat._errors import RematError, call_site
+from remat._tail import is_large
 
 _SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
 _CONTAINERS = (list, tuple, dict)
@@ -48,15 +47,6 @@ TAKEN_APART = (
 _LAZY = (
     "remat: {} calls a lazy module that has yet to make its parameters, and a rerun would begin after that. Call it "
     "once before, in torch.no_grad()."
-)
-_TOO_EARLY = (
-    "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, earlier than its forward did: the "
-    "function has replaced a tensor, or tensors have changed places since. Write in place (self.mean.copy_(...)), "
-    "which happens once, or pass them as arguments. {}"
-)
-_STRANGER = (
-    "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, which its forward did not read. {} If "
-    "it is a cache that the forward has filled (use_cache=True), switch the cache off."
 )
 
 
@@ -84,7 +74,7 @@ class _Blind:
 _BLIND: Any = _Blind()
 
 
-_made_and_kept: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+made_and_kept: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 """By identity, what forwards have made without a derivative and somebody keeps. Other runs did not depend on it."""
 
 
@@ -247,7 +237,7 @@ class Look(TorchFunctionMode):
         if type(out) is Tensor and not internals.is_wrapper(out):
             if out.requires_grad:
                 known.add(id(out))
-                self._note(func, _hash_of(out))
+                self._note(func, hash_of(out))
             else:
                 self._add_fresh(out)
         elif type(out) not in _SCALARS:
@@ -434,7 +424,7 @@ class Look(TorchFunctionMode):
             if id(t) not in self._swaps:  # else a call inside has returned it as it was
                 self._know_layers(t)
         if differentiated and listed:
-            self._note(func, _hash_of(out) if out is found[0] else hash(tuple(map(_hash_of, found))))
+            self._note(func, hash_of(out) if out is found[0] else hash(tuple(map(hash_of, found))))
 
     def _add_fresh(self, tensor: Tensor) -> None:
         key = id(tensor)
@@ -496,185 +486,19 @@ class Look(TorchFunctionMode):
         What may have been put in the place of a tensor that was read in the same way is not among these.
         """
         found = []
-        others = {(r.position, r.reader, _hash_of(r.tensor)) for r in self.outside.values()}
+        others = {(r.position, r.reader, hash_of(r.tensor)) for r in self.outside.values()}
         for key, ref in self._fresh.items():
             tensor = ref()
             if tensor is not None:
-                _made_and_kept[key] = tensor
+                made_and_kept[key] = tensor
                 reads = self._reads.get(key, ())
-                if reads and not any((*read, _hash_of(tensor)) in others for read in reads):
+                if reads and not any((*read, hash_of(tensor)) in others for read in reads):
                     found.append((ref, set(reads)))
         self._fresh, self._reads = {}, {}
         return found
 
 
-class RerunLook(Look):
-    """Looks at a rerun: operands stand for the tensors that the function finds, and its signature is compared.
-
-    **Attributes:**
-
-    - `spares_tail`: whether the tail need not be computed.
-    - `written`: by the identities of copies, the tensors that the function writes to.
-    """
-
-    is_rerun = True
-    spares_tail = False
-
-    def __init__(
-        self,
-        name: str,
-        forward: Signature,
-        pairs: Sequence[tuple[Tensor, Tensor]],
-        operands: Sequence[Tensor],
-        level: int | None,
-    ) -> None:
-        """A look at a rerun of the function `name`.
-
-        **Arguments:**
-
-        - `forward`: the signature of the forward.
-        - `pairs`: tensors, each with the operand that stands for it.
-        - `operands`: what the rerun is given.
-        - `level`: that whose derivative the rerun is for.
-        """
-        super().__init__(name, operands, None)
-        self._pairs = pairs
-        self._swaps = {id(tensor): operand for tensor, operand in pairs}
-        self.written: dict[int, Tensor] = {}
-        self._forward = forward
-        self._since = internals.next_sequence_number()
-        self._position = 0
-        self._hook = 0
-        self._level = level
-        self._read: set[int] = set()
-        """Tensors that it reads and may have made out of sight."""
-        self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
-
-    def original_of(self, out: Any) -> Any:
-        return self.written.get(id(out), out)
-
-    def begin(self, outer: Look | None) -> None:
-        identities = [id(t) for t in self._given]
-        self.outside = dict.fromkeys(identities, None)
-        self._known.update(identities)
-        self._known.difference_update(self._expected)
-
-    def expect(self, reads: dict[int, int], survivors: dict[int, set[tuple[int, Any]]]) -> None:
-        """Say what it may read besides what it is given, and when.
-
-        **Arguments:**
-
-        - `reads`: by identity, how many calls the signature of the forward had when it read a tensor first.
-        - `survivors`: by identity, how the forward read what it has made and somebody keeps.
-        """
-        self._expected = reads
-        self._survivors = survivors
-
-    def _count(self) -> int:
-        return self._position
-
-    def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
-        key = id(tensor)
-        if key in self._known or self._is_fresh(tensor):
-            return tensor
-        if key in self._survivors:
-            if (self._position, self._reader) not in self._survivors[key]:
-                raise self._too_early(tensor)
-            return internals.below_grad_levels(tensor)
-        position = self._expected.get(key)
-        if position is None and key not in self._swaps:
-            return self._read_other(tensor)
-        if position is not None and self._position < position:
-            raise self._too_early(tensor)
-        operand = self._swaps.get(key, tensor)
-        self._known.add(id(operand))
-        return operand
-
-    def _too_early(self, tensor: Tensor) -> CheckpointError:
-        return CheckpointError(_TOO_EARLY.format(self.name, list(tensor.shape), tensor.dtype, call_site(), PURITY))
-
-    def _read_other(self, tensor: Tensor) -> Tensor:
-        """A tensor is read that the forward was not seen to read."""
-        key = id(tensor)
-        if _made_and_kept.get(key) is tensor:
-            raise CheckpointError(_STRANGER.format(self.name, [*tensor.shape], tensor.dtype, call_site(), PURITY))
-        if internals.level_of(tensor) > self.depth:
-            inner = internals.unwrapped(tensor)
-            if self.read(inner, handed_on=True) is not inner:
-                raise CheckpointError(
-                    f"remat: the rerun of {self.name} hands a captured tensor of shape {list(inner.shape)} straight to "
-                    "a transform, where its forward did not. Pass it as an argument."
-                )
-        elif not (is_made_since(tensor, self._since) or internals.is_fake(tensor)):
-            self._suspects.append((weakref.ref(tensor), tensor.shape, tensor.dtype, call_site()))
-            self._read.add(key)
-        self._known.add(key)
-        return tensor
-
-    def has_made(self, tensor: Tensor) -> bool:
-        return super().has_made(tensor) and id(tensor) not in self._read
-
-    def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        forward = self._forward
-        at_tail = self.spares_tail and self._position == forward.tail
-        if at_tail and effects.multiplies and func is forward.calls[self._position][0]:
-            return without_products(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def spared_call(self, name: str) -> Any:
-        forward, position = self._forward, self._position
-        at_tail = self.spares_tail and position == forward.tail
-        if not at_tail or forward.calls[position][0][0] != name:
-            return None
-        return forward.tail_call
-
-    def before_write(self, written: Tensor) -> None:
-        """What the forward wrote to is a copy here."""
-
-    def _with_hook(self, args: Any) -> Any:
-        hooks, number = self._forward.hooks, self._hook
-        self._hook += 1
-        level = hooks[number] if number < len(hooks) else ELSEWHERE  # the forward has put none, for `requires_grad`
-        if id(args[0]) in self.outside or (level is not None and level != self._level):
-            return (torch.empty(0, requires_grad=True), *args[1:])  # or the forward has put it on the tensor itself
-        return args
-
-    def _note(self, func: Any, shape: int) -> None:
-        if internals.forward_ad_active() and internals.inside_jvp_of_function():
-            return
-        position = self._position
-        calls = self._forward.calls
-        if position < len(calls) and calls[position] == (func, shape):
-            self._position = position + 1
-            return
-        if position == len(calls):
-            then = "had ended"
-        elif calls[position][0] is func:
-            then = "got another shape or dtype"
-        else:
-            then = f"called {name_of(calls[position][0])}"
-        raise CheckpointError(
-            f"remat: the rerun of {self.name} differs from its forward run: at call {position + 1} it calls "
-            f"{name_of(func)}, at {call_site()}, where the forward {then}. {PURITY}"
-        )
-
-    def check_suspects(self) -> None:
-        """Called when the rerun's graph is gone. What it has made itself, out of sight, is gone as well."""
-        for ref, shape, dtype, where in () if internals.tracing() else self._suspects:  # what is written down is kept
-            if ref() is not None:
-                raise CheckpointError(_STRANGER.format(self.name, list(shape), dtype, where, PURITY))
-
-    def finish(self) -> None:
-        """Check that the rerun went as far as the forward."""
-        calls = self._forward.calls
-        if self._position < len(calls):
-            raise CheckpointError(
-                f"remat: the rerun of {self.name} ended after {self._position} of {len(calls)} torch calls; the "
-                f"forward went on with {name_of(calls[self._position][0])}. {PURITY}"
-            )
-
-
-def _hash_of(tensor: Tensor) -> int:
+def hash_of(tensor: Tensor) -> int:
     """A hash of shape and dtype, or of dtype alone where a length is a symbol: nested, or compiled for any shape."""
     if tensor.is_nested:
         return hash(tensor.dtype)

@@ -26,7 +26,7 @@ LAYERS = [
     {"_look", "_recipes"},
     {"_values"},
     {"_tape"},
-    {"_recorder"},
+    {"_recorder", "_operands", "_rerun_look"},
     {"_call"},
     {"_derived"},
     {"_primitive"},

@@ -76,7 +76,7 @@ class Watched:
         in_rerun = is_rerunning()
 
         def see(out: Any) -> None:
-            operands = call.originals()
+            operands = call.operands.still_there()
             if in_rerun or not operands:
                 return
             with internals.DisableTorchFunction():
