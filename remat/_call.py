@@ -20,11 +20,12 @@ from remat._closure import ATOMS, Closure, Rebuilder
 from remat._context import NOTHING, Ambient, KeptDraws, Modes, OwnCasts, RandomState, all_of, replayed
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, prove
-from remat._look import ELSEWHERE, Look, Signature
+from remat._look import Look
 from remat._operands import Operands, matters
 from remat._places import Place, filled
 from remat._recorder import Recorder
 from remat._rerun_look import RerunLook
+from remat._signature import ELSEWHERE, Signature
 from remat._tail import keep_no_tensors
 from remat._tape import Replay, Tape
 from remat.random._keyed import Position, resumed, running, suspended

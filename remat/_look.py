@@ -3,15 +3,10 @@
 A torch-function mode looks on. It tracks no values: it knows the identities of what the run was given or has made, and
 all others are from outside. The signature is a function and a shape for each call whose result is differentiated, so a
 table that is computed on first use and kept makes no difference.
-
-NOTE [one mode at a time]: calls nest, and each has a look of its own. A mode for each would make a nest of n calls cost
-n times as much for each torch call. So a look inside of another takes its place in the mode that is active, and asks it
-for what it does not know itself.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -20,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode, resolve_name
 
 from remat import _torch_internals as internals
 from remat._effects import ORDINARY, Effects, effects_of, reads_numbers_alone, written_by
 from remat._errors import RematError, call_site
+from remat._nested_mode import NestedMode
+from remat._signature import ELSEWHERE, Signature, hash_of
 from remat._tail import is_large
 
 _SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
@@ -50,56 +46,8 @@ _LAZY = (
 )
 
 
-class _Current(threading.local):
-    look: Look | None = None
-    mode: Look | None = None
-    """The look that is the active mode."""
-
-
-_current = _Current()
-
-
-def current_look() -> Look | None:
-    """The look at the innermost run of this thread, None outside of all."""
-    return _current.look
-
-
-class _Blind:
-    """In the place of a look: sees nothing."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-_BLIND: Any = _Blind()
-
-
 made_and_kept: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 """By identity, what forwards have made without a derivative and somebody keeps. Other runs did not depend on it."""
-
-
-ELSEWHERE = -1
-
-
-class Signature:
-    """The calls of a forward whose results are differentiated.
-
-    **Attributes:**
-
-    - `calls`: a function and a hash of the result's shapes for each call.
-    - `tail`: the position of the last matrix product or call of a function under remat, if no later call reads values.
-    - `tail_call`: what is remembered of that call, if it is one.
-    - `hooks`: for each hook that the function sets, the level of its tensor. None for one inside of a transform of its
-        own, `ELSEWHERE` for one that the rerun of an outer function has put on another tensor.
-    """
-
-    __slots__ = ("calls", "hooks", "tail", "tail_call")
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, int]] = []
-        self.tail: int | None = None
-        self.tail_call: Any = None
-        self.hooks: list[int | None] = []
 
 
 class Read(NamedTuple):
@@ -116,7 +64,7 @@ class Read(NamedTuple):
     """The function that read it."""
 
 
-class Look(TorchFunctionMode):
+class Look(NestedMode):
     """Looks at the forward run of a function.
 
     **Attributes:**
@@ -131,10 +79,6 @@ class Look(TorchFunctionMode):
     - `tail_number`: the autograd sequence number after the tail.
     """
 
-    delegate: Any = None
-    """The look that has taken the place of this one. See NOTE [one mode at a time]."""
-    is_rerun = False
-    outer: Look | None = None
     drew = False
     nests = False
     sets_hooks = False
@@ -161,26 +105,6 @@ class Look(TorchFunctionMode):
         self._reads: dict[int, set[tuple[int, Any]]] = {}
         """How these were read: how many calls the signature had then, and the function that read."""
 
-    # As a mode.
-
-    def __enter__(self) -> Look:
-        self._before = look, mode = _current.look, _current.mode
-        with internals.DisableTorchFunction():
-            self.begin(None if self.is_rerun else look)
-        if mode is None:
-            internals.push_function_mode(self)
-            _current.mode = self
-        else:
-            self._delegate_before = mode.delegate
-            if internals.top_function_mode() is mode:
-                mode.delegate = self
-            else:
-                mode.delegate = _BLIND
-                internals.push_function_mode(self)
-                _current.mode = self
-        _current.look = self
-        return self
-
     def begin(self, outer: Look | None) -> None:
         """Take what the run is given. `outer`: the look at the run around it."""
         for t in self._given:
@@ -189,17 +113,7 @@ class Look(TorchFunctionMode):
             self.outer = outer
             self._swaps, self._pairs = outer._swaps, outer._pairs
 
-    def __exit__(self, *error: Any) -> None:
-        _current.look, mode = self._before
-        if self.outer is not None:
-            self.outer._adopt(self)
-        if mode is not None:
-            mode.delegate = self._delegate_before
-        if _current.mode is self:
-            internals.pop_function_mode()
-            _current.mode = mode
-
-    def _adopt(self, inner: Look) -> None:
+    def adopt(self, inner: Look) -> None:
         """A run inside of this one is over. What it has made may be found by the rest of this one."""
         self._known |= inner._known
         self._fresh.update(inner._fresh)
@@ -498,42 +412,9 @@ class Look(TorchFunctionMode):
         return found
 
 
-def hash_of(tensor: Tensor) -> int:
-    """A hash of shape and dtype, or of dtype alone where a length is a symbol: nested, or compiled for any shape."""
-    if tensor.is_nested:
-        return hash(tensor.dtype)
-    try:
-        return hash((tensor.shape, tensor.dtype))
-    except TypeError:  # torch.SymInt
-        return hash(tensor.dtype)
-
-
-def name_of(func: Any) -> str:
-    """What to call a function in an error."""
-    if isinstance(func, tuple):  # a call of a function under remat, with a hash of its signature
-        return str(func[0])
-    return resolve_name(func) or getattr(func, "__qualname__", None) or str(func)
-
-
 def _tensors_in(out: Any) -> list[Tensor]:
     if isinstance(out, Tensor):
         return [out]
     if isinstance(out, (list, tuple)):
         return [t for x in out for t in _tensors_in(x)]
     return [t for x in out.values() for t in _tensors_in(x)] if isinstance(out, dict) else []
-
-
-class unseen:  # noqa: N801
-    """Within it, no look sees what happens: it is autograd's, or remat's own. Written out: generators take longer."""
-
-    __slots__ = ("_delegate", "_look", "_mode")
-
-    def __enter__(self) -> None:
-        self._mode = mode = _current.mode
-        if mode is not None:
-            self._look, self._delegate = _current.look, mode.delegate
-            _current.look, mode.delegate = None, _BLIND
-
-    def __exit__(self, *error: object) -> None:
-        if self._mode is not None:
-            _current.look, self._mode.delegate = self._look, self._delegate

@@ -28,7 +28,7 @@ from torch.autograd import forward_ad
 from remat import _torch_internals as internals
 from remat._derived import HOOKED, Batch, Derived, at_front, functionalize, jvp, make_dual, pick, vjp, vmap
 from remat._errors import CheckpointError, RematError
-from remat._look import unseen
+from remat._nested_mode import unseen
 
 Values = list[Tensor]
 

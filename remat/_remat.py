@@ -20,7 +20,8 @@ from remat import _torch_internals as internals
 from remat._call import Call
 from remat._derived import Derived
 from remat._errors import call_site, shown
-from remat._look import Look, current_look
+from remat._look import Look
+from remat._nested_mode import current_look
 from remat._primitive import attach
 from remat._static import StaticArguments, as_tuple
 from remat.policies import Policy, as_policy

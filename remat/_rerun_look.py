@@ -13,7 +13,8 @@ from remat import _torch_internals as internals
 from remat._effects import Effects
 from remat._errors import PURITY, CheckpointError, call_site
 from remat._graph import is_made_since
-from remat._look import ELSEWHERE, Look, Signature, made_and_kept, name_of
+from remat._look import Look, made_and_kept
+from remat._signature import ELSEWHERE, Signature, name_of
 from remat._tail import without_products
 
 _TOO_EARLY = (

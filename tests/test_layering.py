@@ -18,7 +18,7 @@ ROOT = Path(remat.__file__).parent
 LAYERS = [
     {"_errors", "_typing"},
     {"_torch_internals"},
-    {"_effects", "_graph", "_closure", "_holder", "_tail"},
+    {"_effects", "_graph", "_closure", "_holder", "_nested_mode", "_signature", "_tail"},
     {"_tree", "_places"},
     {"_names"},
     {"policies", "random", "debug", "_ops", "_offload"},

@@ -20,7 +20,8 @@ from remat._closure import Closure, Operand
 from remat._context import Ambient, Modes, RandomState, replayed
 from remat._errors import CheckpointError, note_rerun
 from remat._graph import is_made_since
-from remat._look import Look, current_look, unseen
+from remat._look import Look
+from remat._nested_mode import current_look, unseen
 from remat._places import Place, filled, item, places_in_modules
 from remat.compat._look import ForwardLook, RerunLook
 from remat.random._keyed import running, suspended

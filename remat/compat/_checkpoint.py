@@ -11,7 +11,7 @@ import torch
 
 from remat import _torch_internals as internals
 from remat._errors import warn
-from remat._look import current_look
+from remat._nested_mode import current_look
 from remat._remat import plainly, remat
 from remat.compat import _debug, _settings
 from remat.compat._check import check_body, check_call, check_contexts, check_flag, check_function, hint

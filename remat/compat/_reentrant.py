@@ -11,7 +11,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._errors import RematError
 from remat._graph import Stranger, prove
-from remat._look import current_look
+from remat._nested_mode import current_look
 from remat.compat._call import NOTHING, Call
 from remat.compat._devices import warn_without_grad
 from remat.compat._look import ForwardLook
