@@ -20,7 +20,9 @@ from torch import Tensor
 from remat import _torch_internals as internals
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type})
-_OF_TORCH = (torch, torch.nn.functional, Tensor)
+_OF_TORCH = frozenset(
+    f for space in (torch, torch.nn.functional, Tensor) for f in vars(space).values() if type(f) is types.FunctionType
+)
 _EMPTY: Any = object()
 
 
@@ -56,12 +58,13 @@ class _Reference:
 class _Function:
     """A function, taken apart. `cells` are keys of cell contents."""
 
-    __slots__ = ("attributes", "cells", "code", "defaults", "globals", "kwdefaults", "name")
+    __slots__ = ("annotations", "attributes", "cells", "code", "defaults", "globals", "kwdefaults", "names")
 
     def __init__(self, old: types.FunctionType, defaults: Any, kwdefaults: dict[str, Any], cells: list[int]) -> None:
         self.code = old.__code__
         self.globals = old.__globals__
-        self.name = old.__name__
+        self.names = old.__name__, old.__qualname__, old.__doc__
+        self.annotations = old.__annotations__
         self.attributes = vars(old).copy()
         self.defaults = defaults
         self.kwdefaults = kwdefaults
@@ -99,8 +102,7 @@ def _is_full(cell: types.CellType) -> bool:
 
 def _is_opaque(function: types.FunctionType) -> bool:
     """Whether a function belongs to torch or its compiler: nothing of the user's is in it."""
-    name = function.__name__
-    return internals.is_compiled(function) or any(vars(space).get(name) is function for space in _OF_TORCH)
+    return function in _OF_TORCH or internals.is_compiled(function)
 
 
 class Closure:
@@ -118,7 +120,7 @@ class Closure:
         self._contents: dict[int, Any] = {}
         self._whole: set[int] = set()  # functions with nothing to take apart
         self._is_recursive = False
-        self._begun: list[Any] = []  # held, for keys are identities
+        self._begun: dict[int, Any] = {}  # held, for keys are identities
         self.objects: list[Any] = []
 
     def take_apart(self, obj: Any) -> Any:
@@ -157,18 +159,18 @@ class Closure:
             return _Reference(key)
         if key in self._whole:
             return old
-        if any(old is f for f in self._begun):
+        if key in self._begun:
             self._is_recursive = True
             return _Reference(key)
-        self._begun.append(old)
+        self._begun[key] = old
         self.objects.append(old)
-        defaults = self.take_apart(old.__defaults__)
-        kwdefaults = {k: self.take_apart(v) for k, v in (old.__kwdefaults__ or {}).items()}
+        defaults = self.take_apart(old.__defaults__) if old.__defaults__ else None
+        kwdefaults = {k: self.take_apart(v) for k, v in old.__kwdefaults__.items()} if old.__kwdefaults__ else {}
         cells = []
         for cell in old.__closure__ or ():
             cells.append(id(cell))
             if id(cell) not in self._contents:
-                self._begun.append(cell)
+                self._begun[id(cell)] = cell
                 self._contents[id(cell)] = _EMPTY
                 if _is_full(cell):
                     self._contents[id(cell)] = self.take_apart(cell.cell_contents)
@@ -180,7 +182,7 @@ class Closure:
 
     def flags(self) -> dict[int, types.CellType]:
         """The cells that hold a number or the like: a context around a rerun may set a flag in one."""
-        cells = (c for c in self._begun if type(c) is types.CellType)
+        cells = (c for c in self._begun.values() if type(c) is types.CellType)
         return {id(c): c for c in cells if type(self._contents[id(c)]) in ATOMS}
 
     def close(self) -> list[Any]:
@@ -233,7 +235,9 @@ class Rebuilder:
         for c in fresh:
             self._cells[c] = types.CellType()
         cells = tuple([self._cells[c] for c in old.cells]) or None
-        new = types.FunctionType(old.code, old.globals, old.name, self(old.defaults), cells)
+        new = types.FunctionType(old.code, old.globals, old.names[0], self(old.defaults), cells)
+        _, new.__qualname__, new.__doc__ = old.names
+        new.__annotations__ = old.annotations
         self._functions[key] = new
         if old.kwdefaults:
             new.__kwdefaults__ = {k: self(v) for k, v in old.kwdefaults.items()}

@@ -1179,3 +1179,18 @@ def test_a_hook_inside_and_a_recorded_backward_around_vmap() -> None:
     out = vmap(lambda t: remat(fun)(x) * t)(numbers(2, seed=1))
     with pytest.raises(RematError, match="puts a hook on a tensor"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_a_rebuilt_function_has_its_names() -> None:
+    w, seen = leaf(numbers(3)), []
+
+    def inner(x: float) -> Tensor:
+        """Double."""
+        return w * x
+
+    def fun(x: Tensor) -> Tensor:
+        seen.append((inner.__name__, inner.__qualname__, inner.__doc__, inner.__annotations__, inner.__module__))
+        return inner(2) * x
+
+    remat(fun)(leaf(numbers(3))).sum().backward()
+    assert seen[0] == seen[1]
