@@ -8,6 +8,7 @@ table that is computed on first use and kept makes no difference.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -104,6 +105,8 @@ class Look(NestedMode):
         """By identity, what the run has made without a derivative."""
         self._reads: dict[int, set[tuple[int, Any]]] = {}
         """How these were read: how many calls the signature had then, and the function that read."""
+        self._times: Counter[tuple[int, Any]] = Counter()
+        """How often, in each way."""
 
     def begin(self, outer: Look | None) -> None:
         """Take what the run is given. `outer`: the look at the run around it."""
@@ -120,6 +123,8 @@ class Look(NestedMode):
         self.handed_on |= inner.handed_on & self.outside.keys()
         for key, reads in inner._reads.items():
             self._reads.setdefault(key, set()).update((self._count(), reader) for _, reader in reads)
+        for (_, reader), times in inner._times.items():
+            self._times[self._count(), reader] += times
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_compiling():  # `torch.cond` is compiled under the active modes
@@ -151,12 +156,12 @@ class Look(NestedMode):
         if type(out) is Tensor and not internals.is_wrapper(out):
             if out.requires_grad:
                 known.add(id(out))
-                self._note(func, hash_of(out))
+                self._note(func, hash_of(out, args))
             else:
                 self._add_fresh(out)
         elif type(out) not in _SCALARS:
             with internals.DisableTorchFunction():
-                self.add_results(func, out)
+                self.add_results(func, out, args)
         return out
 
     def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
@@ -189,7 +194,7 @@ class Look(NestedMode):
         out = self._maybe_tail(effects, func, args, kwargs)
         if type(out) not in _SCALARS:
             with internals.DisableTorchFunction():
-                self.add_results(func, out, not effects.is_unlisted)
+                self.add_results(func, out, (*args, *kwargs.values()), not effects.is_unlisted)
         return self.original_of(out) if writes else out  # `self.count += 1` assigns what it returns
 
     def original_of(self, out: Any) -> Any:
@@ -323,7 +328,7 @@ class Look(NestedMode):
         """What is remembered of the call whose results are enough here, without their values. None: it has to run."""
         return None
 
-    def add_results(self, func: Any, out: Any, listed: bool = True) -> None:
+    def add_results(self, func: Any, out: Any, args: Iterable[Any] = (), listed: bool = True) -> None:
         """A call has returned `out`. `listed`: whether the signature has it."""
         found = _tensors_in(out)
         if not found:
@@ -338,7 +343,8 @@ class Look(NestedMode):
             if id(t) not in self._swaps:  # else a call inside has returned it as it was
                 self._know_layers(t)
         if differentiated and listed:
-            self._note(func, hash_of(out) if out is found[0] else hash(tuple(map(hash_of, found))))
+            shapes = hash_of(found[0], args)
+            self._note(func, shapes if out is found[0] else hash((shapes, *map(hash_of, found[1:]))))
 
     def _add_fresh(self, tensor: Tensor) -> None:
         key = id(tensor)
@@ -354,7 +360,9 @@ class Look(NestedMode):
         ref = self._fresh.get(id(tensor))
         if ref is None or ref() is not tensor:
             return False
-        self._reads.setdefault(id(tensor), set()).add((self._count(), self._reader))
+        how = self._count(), self._reader
+        self._reads.setdefault(id(tensor), set()).add(how)
+        self._times[how] += 1
         return True
 
     def _count(self) -> int:
@@ -394,8 +402,10 @@ class Look(NestedMode):
         fresh = self._fresh.get(key)
         return key not in self.outside and (key in self._known or (fresh is not None and fresh() is tensor))
 
-    def survivors(self) -> list[tuple[weakref.ref[Tensor], set[tuple[int, Any]]]]:
+    def survivors(self) -> list[tuple[weakref.ref[Tensor], dict[tuple[int, Any], int]]]:
         """What the run has made without a derivative, and read, and somebody keeps: a table made on first use, say.
+
+        With how it was read, and how often what the run has made was read in that way.
 
         What may have been put in the place of a tensor that was read in the same way is not among these.
         """
@@ -407,8 +417,8 @@ class Look(NestedMode):
                 made_and_kept[key] = tensor
                 reads = self._reads.get(key, ())
                 if reads and not any((*read, hash_of(tensor)) in others for read in reads):
-                    found.append((ref, set(reads)))
-        self._fresh, self._reads = {}, {}
+                    found.append((ref, {how: self._times[how] for how in reads}))
+        self._fresh, self._reads, self._times = {}, {}, Counter()
         return found
 
 

@@ -22,6 +22,11 @@ _TOO_EARLY = (
     "function has replaced a tensor, or tensors have changed places since. Write in place (self.mean.copy_(...)), "
     "which happens once, or pass them as arguments. {}"
 )
+_REPLACED = (
+    "remat: the rerun of {} goes on from a tensor of shape {}, {} that its forward has made and put in the place of "
+    "another: a running average, a cache. Write in place (self.mean.copy_(...)), which happens once, or pass it as an "
+    "argument and return the new one. {}"
+)
 _STRANGER = (
     "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, which its forward did not read. {} If "
     "it is a cache that the forward has filled (use_cache=True), switch the cache off."
@@ -79,7 +84,7 @@ class RerunLook(Look):
         self._known.update(identities)
         self._known.difference_update(self._expected)
 
-    def expect(self, reads: dict[int, int], survivors: dict[int, set[tuple[int, Any]]]) -> None:
+    def expect(self, reads: dict[int, int], survivors: dict[int, dict[tuple[int, Any], int]]) -> None:
         """Say what it may read besides what it is given, and when.
 
         **Arguments:**
@@ -89,6 +94,7 @@ class RerunLook(Look):
         """
         self._expected = reads
         self._survivors = survivors
+        self._revived: dict[tuple[int, Any], tuple[int, torch.Size, torch.dtype]] = {}
 
     def _count(self) -> int:
         return self._position
@@ -98,8 +104,11 @@ class RerunLook(Look):
         if key in self._known or self._is_fresh(tensor):
             return tensor
         if key in self._survivors:
-            if (self._position, self._reader) not in self._survivors[key]:
+            how = self._position, self._reader
+            if how not in self._survivors[key]:
                 raise self._too_early(tensor)
+            self._times[how] += 1
+            self._revived[how] = self._survivors[key][how], tensor.shape, tensor.dtype
             return internals.below_grad_levels(tensor)
         position = self._expected.get(key)
         if position is None and key not in self._swaps:
@@ -170,7 +179,7 @@ class RerunLook(Look):
         if position == len(calls):
             then = "had ended"
         elif calls[position][0] is func:
-            then = "got another shape or dtype"
+            then = "got another shape or dtype, or was given another number or flag"
         else:
             then = f"called {name_of(calls[position][0])}"
         raise CheckpointError(
@@ -185,7 +194,10 @@ class RerunLook(Look):
                 raise CheckpointError(_STRANGER.format(self.name, list(shape), dtype, where, PURITY))
 
     def finish(self) -> None:
-        """Check that the rerun went as far as the forward."""
+        """Check that the rerun went as far as the forward, and has read what it made no more often."""
+        for how, (times, shape, dtype) in self._revived.items():
+            if self._times[how] > times:
+                raise CheckpointError(_REPLACED.format(self.name, list(shape), dtype, PURITY))
         calls = self._forward.calls
         if self._position < len(calls):
             raise CheckpointError(

@@ -806,3 +806,49 @@ def test_a_result_that_the_next_call_detaches() -> None:
         return w.detach(), w.grad
 
     assert_same(run(remat), run(plain))
+
+
+@pytest.mark.parametrize(
+    "start", [1.0, torch.ones(()).double(), torch.ones(1).double()], ids=["number", "scalar", "one"]
+)
+def test_a_running_average_that_is_replaced_by_one_of_another_shape(start: Any) -> None:
+    held = {"m": start}
+
+    def fun(x: Tensor) -> Tensor:
+        held["m"] = held["m"] * 0.9 + x.detach().mean(0) * 0.1
+        return x * held["m"]
+
+    with pytest.raises(CheckpointError, match=r"fun goes on from a tensor .* a running average"):
+        remat(fun)(leaf(numbers(2, 3))).sum().backward()
+
+
+def test_a_rolling_cache_that_is_replaced() -> None:
+    held = {"c": numbers(1, 3)}
+    bias = numbers(1, 3, seed=1)
+
+    def fun(x: Tensor) -> Tensor:
+        held["c"] = torch.cat([held["c"], x.detach()[:1]])
+        return x * torch.cat([held["c"], bias]).mean()
+
+    with pytest.raises(CheckpointError, match=r"fun goes on from a tensor .* a cache"):
+        remat(fun)(leaf(numbers(2, 3))).sum().backward()
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(3).double()], ids=["Dropout", "BatchNorm1d"])
+def test_a_module_that_is_switched_to_eval_before_the_backward(layer: nn.Module) -> None:
+    layer.train()
+    out = remat(lambda x: layer(x).sin())(leaf(numbers(2, 3)))
+    layer.eval()
+    with pytest.raises(CheckpointError, match=r"another number or flag"):
+        out.sum().backward()
+
+
+def test_a_number_out_of_sight_that_changes() -> None:
+    """A cell of a function in a list is not kept as it was."""
+    out = x = leaf(numbers(3))
+    for i in range(3):
+        acts = [lambda t: t * (i + 1)]
+        out = remat(lambda t: acts[0](t).sin())(out)
+    with pytest.raises(CheckpointError, match=r"another number or flag"):
+        out.sum().backward()
+    assert x.grad is None
