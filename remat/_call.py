@@ -106,6 +106,7 @@ class Call:
     nests = False
     leaves: frozenset[int] = frozenset()
     last_rerun = False
+    _has_custom = False
     tape: Tape | None = None
     random: RandomState | KeptDraws | None = None
     _drew_from: Position | None = None
@@ -183,6 +184,7 @@ class Call:
                 self._key = self.operands.add(look.read(keys.key)).index
         self.signature = look.signature
         self.nests = look.nests
+        self._has_custom = look.has_custom
         self.hooked = frozenset([level for level in look.signature.hooks if level not in (None, ELSEWHERE)])
         return out
 
@@ -332,9 +334,12 @@ class Call:
     def needs_level(self) -> bool:
         """Whether reruns have to be under a transform, as the forward was.
 
-        There the ops are those of the forward one by one, and a hook is called for one order of derivatives.
+        There the ops are those of the forward one by one, a hook is called for one order of derivatives, and what an
+        autograd.Function does inside is not seen.
         """
-        return self._under_transforms and (self.random is not None or self.tape is not None or bool(self.hooked))
+        if not self._under_transforms:
+            return False
+        return self.random is not None or self.tape is not None or bool(self.hooked) or self._has_custom
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
         return self._variables.copy().run(self._rerun, operands)

@@ -74,6 +74,8 @@ class Effects(NamedTuple):
     is_unlisted: bool = False
     """It is no part of a signature: `apply`; `requires_grad_`, which a rerun may find done; `view_as`, by which hooks
     look for the node of a leaf."""
+    looks_up: bool = False
+    """It gives a tensor that another one holds: `x.grad`."""
     acts: bool = False
     """It does one of these."""
     multiplies: bool = False
@@ -98,10 +100,11 @@ def effects_of(func: Any) -> Effects:
             sets_data=func == Tensor.data.__set__,  # type: ignore[attr-defined]
             is_custom=internals.is_custom_function_call(func),
             is_unlisted=internals.is_custom_function_call(func) or func in (Tensor.requires_grad_, Tensor.view_as),
+            looks_up=func == Tensor.grad.__get__,  # type: ignore[union-attr]
             multiplies=func in _PRODUCTS,
             reads_no_value=_reads_no_value(func),
         )
-        found = found._replace(acts=any(found[:7]))
+        found = found._replace(acts=any(found[:8]))
         if len(_effects) < 10_000:  # custom functions may be made anew for each call
             _effects[func] = found = ORDINARY if found == ORDINARY else found
     return found

@@ -77,12 +77,14 @@ class Look(NestedMode):
     - `drew`: whether a torch call may have drawn random numbers.
     - `nests`: whether there were other calls in it.
     - `sets_hooks`: whether it has put a hook on a tensor.
+    - `has_custom`: whether it was seen to call an autograd.Function.
     - `tail_number`: the autograd sequence number after the tail.
     """
 
     drew = False
     nests = False
     sets_hooks = False
+    has_custom = False
     tail_number = 0
     _reader: Any = None
     _memory: dict[int, list[int]] | None = None
@@ -120,6 +122,7 @@ class Look(NestedMode):
         """A run inside of this one is over. What it has made may be found by the rest of this one."""
         self._known |= inner._known
         self._fresh.update(inner._fresh)
+        self.has_custom |= inner.has_custom
         self.handed_on |= inner.handed_on & self.outside.keys()
         for key, reads in inner._reads.items():
             self._reads.setdefault(key, set()).update((self._count(), reader) for _, reader in reads)
@@ -183,6 +186,7 @@ class Look(NestedMode):
                     if isinstance(x, torch.Generator):
                         self.notice(x)
             if effects.is_custom:
+                self.has_custom = True
                 self.handed_on.update(id(a) for a in args if id(a) in self.outside)
             if effects.sets_hook:
                 args = self._with_hook(args)
@@ -192,6 +196,9 @@ class Look(NestedMode):
                 if isinstance(x, torch.Generator):
                     self.notice(x)
         out = self._maybe_tail(effects, func, args, kwargs)
+        if effects.looks_up and isinstance(out, Tensor):
+            with internals.DisableTorchFunction():
+                return self.read(out)
         if type(out) not in _SCALARS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, (*args, *kwargs.values()), not effects.is_unlisted)

@@ -36,7 +36,8 @@ class _Index:
 
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = weakref.ref(root)
-        self._places: dict[int, list[Place]] = {}
+        self._holders: dict[int, list[tuple[weakref.ref[torch.nn.Module], str, str]]] = {}
+        """By identity of a tensor: modules that hold it (weakly: they may be replaced), the dict, and the key."""
         self._others: dict[int, weakref.ref[Tensor]] = {}
         """Tensors that no module has, by identity."""
 
@@ -55,12 +56,14 @@ class _Index:
         found: dict[int, list[Place]] = {}
         missing = []
         for t in tensors:
-            places = self._places.get(id(t))
-            for names, name in places or ():
-                if names.get(name) is not t:
-                    places = None
+            places: list[Place] = []
+            for ref, kind, name in self._holders.get(id(t), ()):
+                names = getattr(ref(), kind, None)
+                if names is None or names.get(name) is not t:
+                    places = []
                     break
-            if places is not None:
+                places.append((names, name))
+            if places:
                 found[id(t)] = places
             elif (other := self._others.get(id(t))) is None or other() is not t:
                 missing.append(t)
@@ -69,12 +72,13 @@ class _Index:
     def _renew(self) -> None:
         root = self._root()
         assert root is not None
-        self._places = {}
+        self._holders = {}
         for module in root.modules():
-            for names in (module._parameters, module._buffers):
-                for name, t in names.items():
+            ref = weakref.ref(module)
+            for kind in ("_parameters", "_buffers"):
+                for name, t in getattr(module, kind).items():
                     if t is not None:
-                        self._places.setdefault(id(t), []).append((names, name))
+                        self._holders.setdefault(id(t), []).append((ref, kind, name))
 
 
 _indices: weakref.WeakKeyDictionary[torch.nn.Module, _Index] = weakref.WeakKeyDictionary()

@@ -12,7 +12,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._effects import Effects
 from remat._errors import PURITY, CheckpointError, call_site
-from remat._graph import is_made_since
+from remat._graph import is_made_since, layers
 from remat._look import Look, made_and_kept
 from remat._signature import ELSEWHERE, Signature, name_of
 from remat._tail import without_products
@@ -122,11 +122,14 @@ class RerunLook(Look):
     def _too_early(self, tensor: Tensor) -> CheckpointError:
         return CheckpointError(_TOO_EARLY.format(self.name, list(tensor.shape), tensor.dtype, call_site(), PURITY))
 
+    def _stranger(self, tensor: Tensor) -> CheckpointError:
+        return CheckpointError(_STRANGER.format(self.name, [*tensor.shape], tensor.dtype, call_site(), PURITY))
+
     def _read_other(self, tensor: Tensor) -> Tensor:
         """A tensor is read that the forward was not seen to read."""
         key = id(tensor)
         if made_and_kept.get(key) is tensor:
-            raise CheckpointError(_STRANGER.format(self.name, [*tensor.shape], tensor.dtype, call_site(), PURITY))
+            raise self._stranger(tensor)
         if internals.level_of(tensor) > self.depth:
             inner = internals.unwrapped(tensor)
             if self.read(inner, handed_on=True) is not inner:
@@ -135,6 +138,8 @@ class RerunLook(Look):
                     "a transform, where its forward did not. Pass it as an argument."
                 )
         elif not (is_made_since(tensor, self._since) or internals.is_fake(tensor)):
+            if any(t.grad_fn is not None for t in layers(tensor)):  # it has a history, and an older one
+                raise self._stranger(tensor)
             self._suspects.append((weakref.ref(tensor), tensor.shape, tensor.dtype, call_site()))
             self._read.add(key)
         self._known.add(key)

@@ -1194,3 +1194,31 @@ def test_a_rebuilt_function_has_its_names() -> None:
 
     remat(fun)(leaf(numbers(3))).sum().backward()
     assert seen[0] == seen[1]
+
+
+CONSTANT = numbers(3, 3, seed=5)
+
+
+class TimesTable(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * CONSTANT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * CONSTANT
+
+
+@pytest.mark.parametrize("transform", [".backward()", "double backward", "grad", "vmap(grad)", "grad(grad)"])
+def test_an_autograd_function_that_reads_a_constant(transform: str) -> None:
+    def fun(x: Tensor) -> Tensor:
+        return TimesTable.apply(x.sin()).cos()
+
+    x = numbers(3, 3)
+    assert_same(TRANSFORMS[transform](remat(fun), x), TRANSFORMS[transform](fun, x))

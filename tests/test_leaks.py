@@ -335,3 +335,13 @@ def test_the_classes_of_leaves_are_not_kept() -> None:
     del Option
     gc.collect()
     assert ref() is None
+
+
+def test_parameters_of_a_module_that_is_replaced_are_freed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = numbers(3, 4).float()
+    remat(model)(x).sum().backward()
+    seen = weakref.ref(model[1].weight)
+    model[1] = nn.Identity()
+    assert seen() is None
+    remat(model)(x).sum().backward()

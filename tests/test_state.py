@@ -852,3 +852,24 @@ def test_a_number_out_of_sight_that_changes() -> None:
     with pytest.raises(CheckpointError, match=r"another number or flag"):
         out.sum().backward()
     assert x.grad is None
+
+
+def test_a_state_with_a_history_that_is_replaced() -> None:
+    held = SimpleNamespace(h=numbers(3))
+
+    def step(x: Tensor) -> Tensor:
+        held.h = torch.tanh(x + held.h.detach())
+        return held.h
+
+    out = remat(step)(leaf(numbers(3, seed=1)))
+    with pytest.raises(CheckpointError, match=r"step reads a tensor of shape \[3\].* which its forward did not read"):
+        out.sum().backward()
+
+
+def test_a_gradient_that_the_function_reads_and_somebody_zeroes() -> None:
+    p = leaf(numbers(3))
+    p.grad = numbers(3, seed=1)
+    out = remat(lambda x: (x * (p - 0.1 * p.grad)).sin())(leaf(numbers(3, seed=2)))
+    p.grad.zero_()
+    with pytest.raises(CheckpointError, match=r"has been modified by an inplace operation"):
+        out.sum().backward()
