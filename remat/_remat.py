@@ -273,9 +273,9 @@ def remat(
 
     1. `fun` runs once in the forward, and once more for each derivative that needs it. Python side effects happen
         again: prints, appends, counters, hooks. `remat.is_rerunning()` tells a rerun from the forward.
-    2. A rerun finds these as they were at the call: the arguments; what closures, defaults, partials and bound methods
-        hold; the tensors of modules; the state of torch's generators; autocast, default dtype and device, context
-        variables and the user's torch modes.
+    2. A rerun finds these as they were at the call: the arguments, with the lists and dicts among them; the values of
+        names in closures, of defaults and of partials; the tensors of modules; the state of torch's generators;
+        autocast, default dtype and device, context variables and the user's torch modes.
     3. A tensor from outside that `fun` changes in place, and that is not differentiated, is changed once, in the
         forward: the statistics of BatchNorm, a counter, a cache. The rerun works on a copy of what the forward found.
     4. Everything else must not change between forward and backward. A tensor that was changed in place, other torch
@@ -287,8 +287,8 @@ def remat(
     - `fun`: a function, method, lambda, `functools.partial`, callable object or `nn.Module`. Without it, the decorator
         with these options is returned.
     - `policy`: which results of ops are kept instead of computed again; None keeps nothing.
-    - `static_argnums`: positions of arguments that are passed on as they are: the tensors in them are not treated as
-        inputs, and a rerun gets the very same objects.
+    - `static_argnums`: positions of arguments that are passed on as they are: a rerun gets the very same objects.
+        Tensors in them count as captured.
     - `static_argnames`: the same by name.
     - `preserve_rng_state`: repeat the random draws of the forward in the rerun. False saves the cost of looking after
         the generators; a function that does draw then gets wrong gradients.
