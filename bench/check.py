@@ -72,8 +72,8 @@ TARGETS: dict[str, dict[str, float]] = {
         for function in (
             *("tanh(x @ w)", "sin(x)", "two linear layers"),
             *("a TransformerEncoderLayer", "a linear layer with BatchNorm", "attention with rotary embeddings"),
-            *("tanh(x @ w), watched", "a TransformerEncoderLayer, watched"),
-            *("a linear layer with BatchNorm, watched", "attention with rotary embeddings, watched"),
+            *("tanh(x @ w), with an append", "a TransformerEncoderLayer, with an append"),
+            *("a linear layer with BatchNorm, with an append", "attention with rotary embeddings, with an append"),
         )
     },
     "random_draws": {

@@ -1,7 +1,7 @@
 """What a call of `checkpoint` adds to a tiny function: remat's beside torch's, on one thread.
 
 Forward and backward on a few numbers, so that what is measured is Python. What a call adds is its time less that of
-the plain call. Functions whose code does not show that they only compute are watched, call by call. Selective
+the plain call. How a function is written should not matter: each is measured with a side effect, too. Selective
 checkpointing keeps the results of matrix products.
 """
 
@@ -62,8 +62,8 @@ def rotary(x: Tensor, w: Tensor) -> Tensor:
     return ROTARY(x.reshape(1, 2, 8))
 
 
-def watched(fun: Fun) -> Fun:
-    """It appends to a list besides."""
+def with_append(fun: Fun) -> Fun:
+    """A function that appends to a list besides."""
 
     def counted(x: Tensor, w: Tensor) -> Tensor:
         CALLS.append(None)
@@ -77,7 +77,7 @@ LAYERS: dict[str, Fun] = {
     "a linear layer with BatchNorm": normed,
     "attention with rotary embeddings": rotary,
 }
-WATCHED = {f"{title}, watched": watched(fun) for title, fun in ({"tanh(x @ w)": tanh} | LAYERS).items()}
+WITH_APPEND = {f"{title}, with an append": with_append(f) for title, f in ({"tanh(x @ w)": tanh} | LAYERS).items()}
 LIBRARIES: dict[str, Any] = {"torch": torch.utils.checkpoint, "remat": remat.compat}
 DOTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
 VARIANTS: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -100,7 +100,7 @@ def ways(fun: Fun) -> dict[str, Run | str]:
 
 def main() -> None:
     bench = Benchmark(__file__, __doc__, threads=1)
-    functions = FUNCTIONS | LAYERS | WATCHED
+    functions = FUNCTIONS | LAYERS | WITH_APPEND
     found = bench.measure({title: ways(fun) for title, fun in functions.items()}, rounds=31, repeats=30, weighed=False)
     for title, rows in found.items():
         for way, row in rows.items():

@@ -50,20 +50,23 @@ _NO_TREE = (
 def is_rerunning() -> bool:
     """Whether the code that asks runs in a rerun, of `remat` or of `remat.checkpoint`.
 
-    A function under remat runs again on backward, with all that it does besides computing: prints, counters, hooks.
-    What should happen once asks here.
+    A function under remat runs again on backward, with its prints, counters and hooks. Code that must run only once
+    asks here, and does nothing in a rerun. Don't let it change what is computed: a rerun that makes other torch calls
+    than the forward is an error.
 
     **Returns:** True in a rerun, else False.
 
     Examples:
         >>> import torch
         >>> from remat import is_rerunning, remat
+        >>> calls = []
         >>> def f(x):
-        ...     print("again" if is_rerunning() else "forward")
+        ...     if not is_rerunning():
+        ...         calls.append("f")
         ...     return x.sin()
         >>> remat(f)(torch.ones(3, requires_grad=True)).sum().backward()
-        forward
-        again
+        >>> calls
+        ['f']
     """
     return rerunning.get()
 

@@ -18,7 +18,7 @@ class CheckpointError(_TorchCheckpointError):
 
 
 class RematError(RuntimeError):
-    """A function does something that can't be undone and run again; the message says what to write instead."""
+    """A function does something that can't be run again or differentiated; the message says what to write instead."""
 
 
 PURITY = (

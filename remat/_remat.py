@@ -30,7 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 plainly: ContextVar[bool] = ContextVar("remat_plainly", default=False)
-"""Whether remat'd functions run as they are: to see what they save without remat."""
+"""Whether functions under remat run as they are: to see what they save without remat."""
 
 Watch = Callable[[Any, Call, Any, Any, Any], Callable[[Any], None]]
 """Called as `watch(fun, call, out, args, kwargs)` after each forward; returns a callback for the attached result."""
@@ -49,7 +49,7 @@ class _Options:
 
 
 class Remat(Generic[P, R]):
-    """A function that runs again on backward: what `remat` returns."""
+    """What `remat` returns: a function that runs again on backward."""
 
     __wrapped__: Callable[P, R]
 
@@ -268,27 +268,37 @@ def remat(
 
     `remat(fun)` computes what `fun` computes, and so do its derivatives of every order, under every transform of
     `torch.func` and under plain autograd. Between forward and backward it keeps the tensors that `fun` was given and
-    those it read from outside (closures, modules, globals), and nothing that it computed. The first derivative costs
-    one more run of `fun`.
+    those that it read from outside (closures, modules, globals), and none that it computed.
 
-    `fun` must do the same each time it is called with the same tensors; draws from torch's generators are repeated.
-    What it closes over counts as it was when it was called.
+    The contract:
+
+    1. `fun` runs once in the forward, and once more for each derivative that needs it. Python side effects happen
+        again: prints, appends, counters, hooks. `remat.is_rerunning()` tells a rerun from the forward.
+    2. A rerun finds these as they were at the call: the arguments, with the lists and dicts among them; the values of
+        names in closures, of defaults and of partials; the tensors of modules; the state of torch's generators;
+        autocast, default dtype and device, context variables and the user's torch modes.
+    3. A tensor from outside that `fun` changes in place, and that is not differentiated, is changed once, in the
+        forward: the statistics of BatchNorm, a counter, a cache. The rerun works on a copy of what the forward found.
+    4. Everything else must not change between forward and backward. A tensor that was changed in place, other torch
+        calls, other shapes and other tensors in the rerun are an error. Another number that no shape shows is not
+        noticed: pass it as an argument.
 
     **Arguments:**
 
     - `fun`: a function, method, lambda, `functools.partial`, callable object or `nn.Module`. Without it, the decorator
         with these options is returned.
     - `policy`: which results of ops are kept instead of computed again; None keeps nothing.
-    - `static_argnums`: positions of arguments that are kept whole: their tensors are not looked for as leaves.
+    - `static_argnums`: positions of arguments that are passed on as they are: a rerun gets the very same objects.
+        Tensors in them count as captured.
     - `static_argnames`: the same by name.
-    - `preserve_rng_state`: repeat the random draws of the forward in the rerun. False saves the cost of
-        looking after the generators, for functions that draw nothing: what draws gets the derivative of other draws.
+    - `preserve_rng_state`: repeat the random draws of the forward in the rerun. False saves the cost of looking after
+        the generators; a function that does draw then gets wrong gradients.
 
     **Returns:** a callable with the name, documentation and signature of `fun`.
 
-    **Raises:** `TypeError` for what can't run again as a whole: generators, async functions and classes of modules; at
-    the call, `RematError` where `fun` changes an input in place or takes a gradient out of
-    sight; on backward, `CheckpointError` where the rerun differs from the forward run.
+    **Raises:** `TypeError` for what can't run again as a whole: generators, async functions and classes of modules. At
+    the call, `RematError` where `fun` changes in place what is differentiated, or reads a tensor that remat can't find
+    again. On backward, `CheckpointError` where the rerun differs from the forward.
 
     **Source:** `jax.checkpoint`; Chen et al., *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174.
 
