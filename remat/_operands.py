@@ -291,6 +291,11 @@ class Operands:
             and tensor is not operand
         }
 
+    def to_write(self, inputs: list[Tensor]) -> dict[int, Tensor]:
+        """By their memory, the operands that the function writes to. What is gone it may have made out of sight."""
+        pairs = zip(self.originals, inputs, strict=True)
+        return {internals.memory_of(t): t for original, t in pairs if original.written and original.ref() is not None}
+
     def expected(self, inputs: list[Tensor]) -> tuple[dict[int, int], dict[int, Any]]:
         """What a rerun may read besides what it is given, and when; and how it read what it has made itself."""
         reads: dict[int, int] = {}

@@ -27,6 +27,11 @@ _REPLACED = (
     "another: a running average, a cache. Write in place (self.mean.copy_(...)), which happens once, or pass it as an "
     "argument and return the new one. {}"
 )
+_NOT_WRITTEN = (
+    "remat: {} has changed a tensor of shape {}, {} in place in its forward run, and does not in the rerun: a flag "
+    "that the forward has set (self.ready = True) is set then. The rerun starts from the value before the change. "
+    "Set it up before, in a call of its own in torch.no_grad()."
+)
 _STRANGER = (
     "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, which its forward did not read. {} If "
     "it is a cache that the forward has filled (use_cache=True), switch the cache off."
@@ -40,6 +45,7 @@ class RerunLook(Look):
 
     - `spares_tail`: whether the tail need not be computed.
     - `written`: by the identities of copies, the tensors that the function writes to.
+    - `to_write`: by their memory, the copies that it has not written to yet.
     """
 
     is_rerun = True
@@ -66,6 +72,7 @@ class RerunLook(Look):
         self._pairs = pairs
         self._swaps = {id(tensor): operand for tensor, operand in pairs}
         self.written: dict[int, Tensor] = {}
+        self.to_write: dict[int, Tensor] = {}
         self._forward = forward
         self._since = internals.next_sequence_number()
         self._position = 0
@@ -164,6 +171,7 @@ class RerunLook(Look):
 
     def before_write(self, written: Tensor) -> None:
         """What the forward wrote to is a copy here."""
+        self.to_write.pop(internals.memory_of(written), None)
 
     def _with_hook(self, args: Any) -> Any:
         hooks, number = self._forward.hooks, self._hook
@@ -199,7 +207,9 @@ class RerunLook(Look):
                 raise CheckpointError(_STRANGER.format(self.name, list(shape), dtype, where, PURITY))
 
     def finish(self) -> None:
-        """Check that the rerun went as far as the forward, and has read what it made no more often."""
+        """Check that the rerun went as far as the forward, wrote as it did, and read no more often what it made."""
+        for t in self.to_write.values():
+            raise CheckpointError(_NOT_WRITTEN.format(self.name, list(t.shape), t.dtype))
         for how, (times, shape, dtype) in self._revived.items():
             if self._times[how] > times:
                 raise CheckpointError(_REPLACED.format(self.name, list(shape), dtype, PURITY))

@@ -873,3 +873,27 @@ def test_a_gradient_that_the_function_reads_and_somebody_zeroes() -> None:
     p.grad.zero_()
     with pytest.raises(CheckpointError, match=r"has been modified by an inplace operation"):
         out.sum().backward()
+
+
+class SetUpByTheFirstCall(nn.Module):
+    ready = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.ready = True
+            self.scale.copy_(x.detach().std(0))
+        return x * self.scale
+
+
+def test_a_buffer_that_a_flag_lets_the_first_call_set_up() -> None:
+    module = SetUpByTheFirstCall()
+    out = remat(module)(leaf(numbers(4, 3)))
+    with pytest.raises(CheckpointError, match=r"has changed a tensor of shape \[3\].* does not in the rerun"):
+        out.sum().backward()
+    with torch.no_grad():
+        remat(module)(numbers(4, 3))
+    remat(module)(leaf(numbers(4, 3))).sum().backward()
