@@ -225,6 +225,8 @@ class Call:
         """The results with the derivative that `attach(values, operands)` gives them."""
         look = self._look
         assert look is not None
+        own = {*map(id, results.tensors), *(id(t._base) for t in results.tensors)}
+        look.tail_results = [ref for ref in look.tail_results if id(ref()) not in own]
         self._returned = [(i, t.shape, t.dtype) for i, t in zip(results.positions, results.tensors, strict=True)]
         others = [x for i, x in enumerate(results.leaves) if i not in results.positions]
         if not any(isinstance(x, Tensor) or type(x) not in ATOMS for x in others):
@@ -425,6 +427,8 @@ class Call:
         look = self._look
         assert look is not None
         self.operands.let_go(look, self._reached)
+        if any(ref() is not None for ref in look.tail_results):  # somebody keeps it, and may read its value
+            look.signature.tail = None
         look.outside.clear()
         self._look = None
 

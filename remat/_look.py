@@ -78,7 +78,7 @@ class Look(NestedMode):
     - `nests`: whether there were other calls in it.
     - `sets_hooks`: whether it has put a hook on a tensor.
     - `has_custom`: whether it was seen to call an autograd.Function.
-    - `tail_number`: the autograd sequence number after the tail.
+    - `tail_number`, `tail_results`: the autograd sequence number after the tail, and what the tail returned.
     """
 
     drew = False
@@ -86,6 +86,7 @@ class Look(NestedMode):
     sets_hooks = False
     has_custom = False
     tail_number = 0
+    tail_results: Sequence[weakref.ref[Tensor]] = ()
     _reader: Any = None
     _memory: dict[int, list[int]] | None = None
 
@@ -217,8 +218,12 @@ class Look(NestedMode):
         out = func(*args, **kwargs)
         if effects.multiplies and is_large(out, args) and "out" not in kwargs and torch.is_grad_enabled():
             signature.tail, signature.tail_call = position, None
-            self.tail_number = internals.next_sequence_number()
+            self._begin_tail(out)
         return out
+
+    def _begin_tail(self, out: Any) -> None:
+        self.tail_number = internals.next_sequence_number()
+        self.tail_results = [*map(weakref.ref, _tensors_in(out))]
 
     # What it reads.
 
@@ -329,7 +334,7 @@ class Look(NestedMode):
         self.add_results((name, hash(tuple(calls))), out)
         if remembered is not None and len(signature.calls) > position:
             signature.tail, signature.tail_call = position, remembered
-            self.tail_number = internals.next_sequence_number()
+            self._begin_tail(out)
 
     def spared_call(self, name: str) -> Any:
         """What is remembered of the call whose results are enough here, without their values. None: it has to run."""

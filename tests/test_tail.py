@@ -237,3 +237,17 @@ def test_a_number_that_a_product_gives_is_read() -> None:
         return grad(lambda a, b: f(a, b, *given[2:]).square().sum(), argnums=(0, 1))(*given[:2])
 
     assert_same(derivative(remat(fun)), derivative(fun))
+
+
+@pytest.mark.parametrize("kind", ["a product", "a call inside"])
+def test_a_value_that_the_function_keeps_is_computed(kind: str) -> None:
+    kept = []
+    w = torch.randn(128, 128)
+
+    def fun(x: Tensor) -> Tensor:
+        y = x.tanh() @ w if kind == "a product" else remat(torch.tanh)(x)
+        kept.append(y)
+        return x + y
+
+    remat(fun)(torch.randn(128, 128, requires_grad=True)).sum().backward()
+    assert_same(kept[0], kept[1])
