@@ -227,6 +227,7 @@ class Call:
         assert look is not None
         own = {*map(id, results.tensors), *(id(t._base) for t in results.tensors)}
         look.tail_results = [ref for ref in look.tail_results if id(ref()) not in own]
+        look.made = [ref for ref in look.made if id(ref()) not in own]
         self._returned = [(i, t.shape, t.dtype) for i, t in zip(results.positions, results.tensors, strict=True)]
         others = [x for i, x in enumerate(results.leaves) if i not in results.positions]
         if not any(isinstance(x, Tensor) or type(x) not in ATOMS for x in others):
@@ -423,12 +424,15 @@ class Call:
             look.check_suspects()
 
     def let_go(self) -> None:
-        """Called when the derivative is attached and the forward's graph is gone."""
+        """Called when the results are replaced, so that the forward's graph is gone."""
         look = self._look
-        assert look is not None
+        if look is None or not self._returned:
+            return
         self.operands.let_go(look, self._reached)
         if any(ref() is not None for ref in look.tail_results):  # somebody keeps it, and may read its value
             look.signature.tail = None
+        if any(ref() is not None for ref in look.made):  # the outer function may read it
+            self._result = None
         look.outside.clear()
         self._look = None
 

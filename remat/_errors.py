@@ -43,7 +43,7 @@ def note_rerun(error: Exception, who: str) -> None:
     if hasattr(error, "add_note") and not ours and not getattr(error, "__notes__", None):
         error.add_note(
             f"Raised while {who} ran again for the backward pass. Its forward run went through: something that it "
-            "reads has changed since."
+            "reads has changed since, or it looks up a function by its identity, which is a copy in a rerun."
         )
 
 

@@ -74,6 +74,7 @@ class Look(NestedMode):
     - `handed_on`: those that a transform inside of the function has wrapped, or that an autograd.Function was given.
     - `read_quietly`: those that are differentiated and were read first in `no_grad`: in an autograd.Function, perhaps.
     - `copies`: those that the function has written to, as they were before.
+    - `made`: what it has computed that is differentiated, where there is a run around it.
     - `drew`: whether a torch call may have drawn random numbers.
     - `nests`: whether there were other calls in it.
     - `sets_hooks`: whether it has put a hook on a tensor.
@@ -100,6 +101,7 @@ class Look(NestedMode):
         self.read_quietly: set[int] = set()
         self.copies: dict[int, Tensor] = {}
         self.signature = Signature()
+        self.made: list[weakref.ref[Tensor]] = []
         self._given = given
         self._known: set[int] = set()
         self._swaps: dict[int, Tensor] = {}
@@ -160,6 +162,8 @@ class Look(NestedMode):
         if type(out) is Tensor and not internals.is_wrapper(out):
             if out.requires_grad:
                 known.add(id(out))
+                if self.outer is not None:
+                    self.made.append(weakref.ref(out))
                 self._note(func, hash_of(out, args))
             else:
                 self._add_fresh(out)
@@ -354,6 +358,8 @@ class Look(NestedMode):
                 continue
             if id(t) not in self._swaps:  # else a call inside has returned it as it was
                 self._know_layers(t)
+                if self.outer is not None:
+                    self.made.append(weakref.ref(t))
         if differentiated and listed:
             shapes = hash_of(found[0], args)
             self._note(func, shapes if out is found[0] else hash((shapes, *map(hash_of, found[1:]))))

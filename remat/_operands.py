@@ -60,6 +60,10 @@ def matters(tensor: Tensor) -> bool:
     )
 
 
+def _out_of_sight(reader: Any) -> str:
+    return "a place out of sight" if reader is None else f"a place out of sight ({name_of(reader)} read it first)"
+
+
 class Original:
     """The tensor of the forward that an operand stands for."""
 
@@ -166,18 +170,20 @@ class Operands:
             if read is not None or self.stands_in:
                 self._cell_constants.append((weakref.ref(tensor), version, 0 if read is None else read.position))
             if read is not None and internals.version(tensor) != version:
-                raise RematError(CHANGES.format(self.name, list(tensor.shape), tensor.dtype, "a place out of sight"))
+                raise RematError(
+                    CHANGES.format(self.name, list(tensor.shape), tensor.dtype, _out_of_sight(read.reader))
+                )
 
     def _add_read(self, look: Look, tape: Tape | None, since: int) -> dict[int, Tensor]:
         """Add what was read and matters. Returns the rest, by identity."""
         constants = {}
-        for key, (tensor, value, version, *_) in look.outside.items():
+        for key, (tensor, value, version, _, reader) in look.outside.items():
             if key in look.copies:
                 original = self.originals[self.add(tensor).index]
                 original.written = True
                 original.origin = None if tape is None else tape.origin(tensor)
             elif internals.version(value) != version:
-                raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, "a place out of sight"))
+                raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, _out_of_sight(reader)))
             elif key in self._index:
                 continue
             elif value is not tensor or (matters(value) and not is_made_since(value, since)):

@@ -92,14 +92,16 @@ class Remat(Generic[P, R]):
                 out = call.stand_in(spared, outer)
                 if out is not None:
                     out = _with_derivative(call, out, outer)
+                    call.let_go()
                     outer.add_call(self._name, out, call.signature.calls, call.remembered())
                     return out
         where = None if watch is None else call_site
         out = call.run(fun, args, kwargs, self._policy, self._options.preserve_rng_state, where)
         see = None if watch is None else watch(fun, call, out, args, kwargs)
         out = _with_derivative(call, out, outer)
-        if outer is not None:
-            with internals.DisableTorchFunction():
+        with internals.DisableTorchFunction():
+            call.let_go()
+            if outer is not None:
                 outer.add_call(self._name, out, call.signature.calls, call.remembered())
         if see is not None:
             see(out)
@@ -175,8 +177,6 @@ def _with_derivative(call: Call, out: Any, outer: Look | None) -> Any:
             attached = [_of_kind(type(v), a) for v, a in zip(values, attached, strict=True)]
             out = results.replaced(attached)
         values.clear()
-        del results
-        call.let_go()
         return out
 
 

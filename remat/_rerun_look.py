@@ -34,7 +34,8 @@ _NOT_WRITTEN = (
 )
 _STRANGER = (
     "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, which its forward did not read. {} If "
-    "it is a cache that the forward has filled (use_cache=True), switch the cache off."
+    "it is a cache that the forward has filled (use_cache=True), switch the cache off. If it is a state that the "
+    "function replaces (self.h = ...), pass it as an argument and return the new one."
 )
 
 

@@ -251,3 +251,22 @@ def test_a_value_that_the_function_keeps_is_computed(kind: str) -> None:
 
     remat(fun)(torch.randn(128, 128, requires_grad=True)).sum().backward()
     assert_same(kept[0], kept[1])
+
+
+def test_a_call_inside_that_hands_on_more_than_its_results() -> None:
+    losses = []
+
+    def inner(x: Tensor) -> Tensor:
+        y = x.tanh()
+        losses.append(y.mean())
+        return y
+
+    def outer(x: Tensor, ck: Any) -> Tensor:
+        return x + ck(inner)(x) + losses[-1]
+
+    grads = []
+    for ck in (plain, remat):
+        x = leaf(numbers(3))
+        ck(outer)(x, ck).sum().backward()
+        grads.append(x.grad)
+    assert_same(*grads)
