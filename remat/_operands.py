@@ -311,9 +311,8 @@ class Operands:
                 given.add(id(operand))
             else:
                 tensor = original.ref()
-                reads[id(operand)] = original.position
-                if tensor is not None:
-                    reads[id(tensor)] = original.position
+                for t in (operand,) if tensor is None else (operand, tensor):  # it may stand for two
+                    reads[id(t)] = min(original.position, reads.get(id(t), _NEVER))
         for key in given & reads.keys():  # it was captured, too
             del reads[key]
         for ref, version, position in (*self.constants, *self._cell_constants):
