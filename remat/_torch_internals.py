@@ -64,7 +64,6 @@ from torch.utils._device import DeviceContext as DeviceContext
 # A mode that sees every aten op below all transforms: documented, but its import path is private.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import _CachingTorchDispatchMode, create_selective_checkpoint_contexts
-from torch.utils.hooks import RemovableHandle as RemovableHandle
 
 
 class SingleLevelFunction(_SingleLevelFunction):
@@ -247,22 +246,10 @@ def two_that_share_memory(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | 
     return None
 
 
-def foreign_memory(tensor: Tensor) -> range:
-    """The addresses of the memory of a tensor that something else has too: of an array of NumPy's, say. Else none."""
-    plain = innermost(tensor)
-    if type(plain) is not Tensor or plain.device.type != "cpu" or plain.layout != torch.strided:
-        return range(0)
-    storage = plain.untyped_storage()
-    return range(0) if storage.resizable() else range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
-
-
 def digest(storage: Any) -> bytes:
     """What tells the bytes in CPU memory from others."""
     content = ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
     return hashlib.blake2b(content).digest()
-
-
-_SMALL_ARRAY = 2**20  # bytes: 1 ms
 
 
 def wrap_grad(tensor: Tensor, level: int) -> Tensor:
@@ -285,17 +272,6 @@ def unwrap_batched(tensor: Tensor, level: int) -> tuple[Tensor, int | None]:
 
 
 wrap_batched: Callable[[Tensor, int, int], Tensor] = _C._add_batch_dim
-
-
-def rewrap_like(wrapper: Tensor, inner: Tensor) -> Tensor:
-    """Wrap `inner` as `wrapper` wraps the tensor below it."""
-    level = _C.maybe_get_level(wrapper)
-    if _C.is_batchedtensor(wrapper):
-        return _C._add_batch_dim(inner, _C.maybe_get_bdim(wrapper), level)
-    wrapped = _C._wrap_for_grad(inner, level)
-    if wrapper.requires_grad and wrapper.is_leaf:
-        _require_grad(wrapped)
-    return wrapped
 
 
 def unwrap_functional(tensor: Tensor, reapply_views: bool) -> Tensor:
@@ -560,11 +536,6 @@ def is_of_aten(op: Any) -> bool:
     return str(op).startswith(("aten.", "prims."))
 
 
-def dispatch_modes() -> int:
-    """How many torch-dispatch modes are active. One whose handler is running does not count."""
-    return torch._C._len_torch_dispatch_stack()
-
-
 def dispatch_mode_stack() -> list[Any]:
     """The active torch-dispatch modes, innermost last."""
     return [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
@@ -615,14 +586,9 @@ def saved_tensors_hooks() -> tuple[Any, Any] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-def saved_tensors_hooks_active() -> bool:
-    """Whether there are such."""
-    return saved_tensors_hooks() is not None
-
-
 def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
     """Within it, the user's `saved_tensors_hooks` see nothing: only the topmost hooks are asked."""
-    if not saved_tensors_hooks_active():
+    if saved_tensors_hooks() is None:
         return _NOTHING
     return torch.autograd.graph.saved_tensors_hooks(_detached, _same)
 
@@ -649,23 +615,14 @@ def registered_with_torch(kind: type) -> tuple[Any, Any] | None:
 
 
 def version(tensor: Tensor) -> int:
-    """How often the memory below all transforms was written to, where torch counts that."""
-    while _C.is_functorch_wrapped_tensor(tensor):
-        tensor = _C.get_unwrapped(tensor)
-    return -1 if tensor.is_inference() else tensor._version
+    """How often the memory below all transforms was written to, where torch counts that: wrappers have own counters."""
+    plain = innermost(tensor)
+    return -1 if plain.is_inference() else plain._version
 
 
 def memory_versions(tensors: Iterable[Tensor]) -> list[int]:
-    """How often the memory below all transforms was written to, where torch counts that: wrappers have own counters.
-
-    It is asked for each operand of each node, so it calls little itself.
-    """
-    found = []
-    for t in tensors:
-        while _C.is_functorch_wrapped_tensor(t):
-            t = _C.get_unwrapped(t)
-        found.append(-1 if t.is_inference() else t._version)
-    return found
+    """The `version` of each."""
+    return [*map(version, tensors)]
 
 
 def innermost(tensor: Tensor) -> Tensor:
@@ -880,6 +837,9 @@ def is_compiled(function: Any) -> bool:
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
+_hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def uncompiled(fun: Any) -> Any:
     """What `torch.compile` was given, where it has made `fun`, or what a method or partial calls; else `fun`.
 
@@ -962,8 +922,8 @@ class DispatchMode(TorchDispatchMode):
 @contextlib.contextmanager
 def ops_of_remat() -> Iterator[None]:
     """Within it, modes look away that are about functions: a selective context around, say. Meters do not."""
-    stack = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
-    modes = [mode for mode in stack if isinstance(mode, DispatchMode) and mode.is_about_functions and not mode.paused]
+    active = (mode for mode in dispatch_mode_stack() if isinstance(mode, DispatchMode))
+    modes = [mode for mode in active if mode.is_about_functions and not mode.paused]
     for mode in modes:
         mode.paused = True
     try:
@@ -1178,31 +1138,3 @@ def is_hook_of_fully_shard(hook: Any) -> bool:
 def dtensor_at_work() -> bool:
     """Whether the running torch call is one of DTensor's own (2.13), on the local tensors inside of it."""
     return _DTENSOR in sys.modules and _called_by(_DTENSOR)
-
-
-# For remat._pure.
-
-
-def hooks_so_far() -> int:
-    """How many hooks of modules and tensors were ever registered."""
-    return RemovableHandle.next_id
-
-
-_hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def shape_of_module(module: torch.nn.Module) -> Any:
-    """What changes with a module's class, names and children; None where calling it does more than that.
-
-    None: it has hooks, it was compiled in place, which gives it an attribute, its parameters are in a dict of another
-    kind, or it is a ScriptModule, whose children are elsewhere. Class and children count by identity.
-    """
-    attributes = module.__dict__
-    modules = attributes.get("_modules")
-    if not isinstance(modules, dict) or any(_hooks(attributes)) or module._compiled_call_impl is not None:
-        return None
-    if type(attributes["_parameters"]) is not dict or type(attributes["_buffers"]) is not dict:
-        return None
-    children = [*modules, *map(id, modules.values())]
-    tensors = [*attributes["_parameters"]], [*attributes["_buffers"]]
-    return id(type(module)), next(reversed(attributes)), len(attributes), *tensors, children
