@@ -899,24 +899,27 @@ class DispatchMode(TorchDispatchMode):
     is_about_functions = False
     """Whether it counts, keeps or compares the ops of a function. What remat does about them is not among these."""
     paused = False
-    """Whether it looks away."""
+    """Whether it looks away, for the ops are remat's own."""
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do an op."""
+        return func(*args, **kwargs)
+
+    def _op_of_remat(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Do an op within `ops_of_remat`."""
         return func(*args, **kwargs)
 
     @left_alone_by_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _MUL_SCALAR and args[0]._is_zerotensor():
             func, args, kwargs = _times_zeros(*args)
-        if self.paused:
-            return func(*args, **(kwargs or {}))
+        op = self._op_of_remat if self.paused else self._op
         with DisableTorchFunction():  # the user has not called what is called here
             for x in args:
                 if isinstance(x, Tensor) and x.is_complex():
                     with views_resolved():
-                        return self._op(func, args, kwargs or {})
-            return self._op(func, args, kwargs or {})
+                        return op(func, args, kwargs or {})
+            return op(func, args, kwargs or {})
 
 
 @contextlib.contextmanager
@@ -1030,6 +1033,14 @@ def alias(tensor: Tensor) -> Tensor:
     """Below autograd, another tensor over the same memory that shares its version counter."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
+
+
+def version_counter(tensor: Tensor) -> Tensor:
+    """Below autograd, an empty tensor that shares the version counter: it tells of writes, and holds no memory."""
+    with DisableTorchDispatch():  # modes around need not see how we look
+        counter = alias(tensor)
+        counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
 
 
 function_modes_active: Callable[[], int] = torch._C._len_torch_function_stack

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from remat._errors import CheckpointError, note_rerun
 from remat._graph import is_made_since
 from remat._look import Look, current_look, unseen
 from remat._places import Place, filled, item, places_in_modules
+from remat._tape import Origin, Tape
 from remat.compat._look import ForwardLook, RerunLook
 from remat.random._keyed import running, suspended
 
@@ -95,6 +96,8 @@ class Call:
     """Of the parameters, how often each had been written to, and whether it required grad."""
     _places: Mapping[int, list[Place]] = types.MappingProxyType({})
     """Where modules had tensors, by identity."""
+    _origins: Mapping[int, Origin] = types.MappingProxyType({})
+    """What the tape of a policy knows the tensors by that the forward has read, by identity."""
     _forward: ForwardLook | None = None
     _needs_look = False
     _shared: tuple[list[int], list[int]] | None = None
@@ -158,8 +161,14 @@ class Call:
             for key, before in look.copies.items():
                 look.outside[key].value.copy_(before)
 
-    def finish(self, look: ForwardLook) -> None:
-        """The forward is over: note what it has read from outside, and what it has written to."""
+    def finish(self, look: ForwardLook, tape: Tape | None = None) -> None:
+        """The forward is over: note what it has read from outside, and what it has written to.
+
+        `tape`: what a policy keeps of it.
+        """
+        if tape is not None:
+            origins = {key: tape.origin(read.value) for key, read in look.outside.items()}
+            self._origins = {key: origin for key, origin in origins.items() if origin is not None}
         around, self._around, self._forward = self._around, None, None
         if self.random is not None:
             self.random = self.random.drawn_since(look.drew)
@@ -212,7 +221,7 @@ class Call:
     def rerun(
         self,
         arguments: Sequence[Tensor | None],
-        context: Context = NOTHING,
+        contexts: tuple[Context, Context] = (NOTHING, NOTHING),
         stand_ins: dict[int, Tensor] | None = None,
         looks: bool = False,
     ) -> Any:
@@ -221,25 +230,32 @@ class Call:
         **Arguments:**
 
         - `arguments`: the tensors among the positional arguments.
-        - `context`: entered around all of it.
+        - `contexts`: entered around all of it. The first is told what stands for what the forward has read.
         - `stand_ins`: by identity, what stands for other tensors.
         - `looks`: whether the caller will ask `last_look` what the rerun has made.
         """
-        return self._variables.copy().run(self._rerun, arguments, context, stand_ins or {}, looks)
+        return self._variables.copy().run(self._rerun, arguments, *contexts, stand_ins or {}, looks)
 
     def _rerun(
-        self, arguments: Sequence[Tensor | None], context: Context, stand_ins: dict[int, Tensor], looks: bool
+        self,
+        arguments: Sequence[Tensor | None],
+        context: Any,
+        trace: Context,
+        stand_ins: dict[int, Tensor],
+        looks: bool,
     ) -> Any:
         rerunning.set(True)
         with internals.grad_enabled():
-            inputs, look, fill = self._prepared(arguments, stand_ins, looks)
+            inputs, swaps, look, fill = self._prepared(arguments, stand_ins, looks)
             modes = self._modes.entered()
             draws = NOTHING if self.random is None else replayed(self.random)
             keys = suspended() if internals.function_modes_active() and running() is not None else NOTHING
             rebuild = self._closure.rebuilder(inputs)
             flags = [(key, cell, cell.cell_contents) for key, cell in self._flags.items()]
             try:
-                with self._ambient.restored(), draws, keys, modes, context, filled(fill):
+                with self._ambient.restored(), draws, keys, modes, context, trace, filled(fill):
+                    for tensor, origin in self._known(inputs, swaps) if self._origins else ():
+                        context.stands_for(tensor, origin)
                     if flags:  # the context may have set one, for the function to see
                         rebuild.keep({key: cell for key, cell, before in flags if cell.cell_contents is not before})
                     args, kwargs = _tree.unflatten_call(self._spec, [*map(rebuild, self._leaves)])
@@ -254,8 +270,8 @@ class Call:
 
     def _prepared(
         self, arguments: Sequence[Tensor | None], stand_ins: dict[int, Tensor], looks: bool
-    ) -> tuple[list[Any], Context, list[tuple[Place, Tensor]]]:
-        """The operands, what has to look at the rerun, and what to put into modules for it."""
+    ) -> tuple[list[Any], list[tuple[Tensor, Tensor]], Context, list[tuple[Place, Tensor]]]:
+        """The operands, what stands for other tensors, what has to look at the rerun, and what to put into modules."""
         if self._shared is not None:
             raise CheckpointError(_SHARED.format(self.name, *self._shared))
         inputs: list[Any] = [*arguments]
@@ -288,8 +304,13 @@ class Call:
             look = RerunLook(self.name, inputs, swaps, stale)
             if looks:
                 self.last_look = look
-            return inputs, look, fill
-        return inputs, unseen() if internals.function_modes_active() else NOTHING, fill
+            return inputs, swaps, look, fill
+        return inputs, swaps, unseen() if internals.function_modes_active() else NOTHING, fill
+
+    def _known(self, inputs: list[Any], swaps: list[tuple[Tensor, Tensor]]) -> Iterable[tuple[Tensor, Origin]]:
+        """The tensors of a rerun that stand for those that the forward has read, with what a tape knows these by."""
+        tensors = dict(zip(self._index, inputs, strict=True)) | {id(tensor): value for tensor, value in swaps}
+        return [(t, self._origins[key]) for key, t in tensors.items() if key in self._origins and t is not None]
 
     def _see_parameters(
         self,

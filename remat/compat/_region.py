@@ -131,6 +131,8 @@ class Region:
 
     explain: Callable[[CheckpointError], CheckpointError] | None = None
     """What makes a more detailed error of one: for debugging."""
+    traces: Contexts = NO_CONTEXTS
+    """Modes that note the ops of the forward and of the rerun: for debugging."""
 
     def __init__(
         self,
@@ -166,7 +168,7 @@ class Region:
         returned = False
         internals.push_saved_tensors_hooks(self._pack, _unpack)
         try:
-            with self.forward_context, look:
+            with self.forward_context, self.traces[0], look:
                 out = fun(*args, **kwargs)
                 returned = True
         except RuntimeError as error:
@@ -183,7 +185,7 @@ class Region:
                 if key in look.copies:  # it may lead to this region
                     self._saved[i] = None
             self._early_stop = self._options.early_stop and not look.saves_unwritten
-            call.finish(look)
+            call.finish(look, getattr(self.forward_context, "tape", None))
         self._is_complete = True
         return out
 
@@ -240,12 +242,12 @@ class Region:
         with internals.base_level() if internals.transforms_active() else NOTHING:
             arguments = [None if s is None else s.unpack() for s in self._saved]
             collector = _Collector(self._holders, self._early_stop)
-            context = self.rerun_context
-            if context is not NOTHING and not self._is_complete:  # a backward inside of the forward, and of its context
-                context = internals.DisableTorchDispatch()
+            context, trace = self.rerun_context, self.traces[1]
+            if not self._is_complete:  # a backward inside of the forward, and of its context
+                context, trace = internals.DisableTorchDispatch(), NOTHING
             internals.push_saved_tensors_hooks(collector.pack, _same)
             try:
-                self._call.rerun(arguments, context)
+                self._call.rerun(arguments, (context, trace))
             except _Stop:
                 pass
             finally:
