@@ -534,7 +534,6 @@ class Call:
         inputs = [operands[i] for i in self._positions]
         pairs, fill = self._place(inputs)  # the originals are held, for they are known by their identities
         look = RerunLook(self.name, self.signature, pairs, inputs, self.level)
-        look.written = self._written(inputs)
         look.expect(*self._expected(inputs))
         look.spares_tail = self.tape is None and not internals.tracing()
         self._rerun_looks.append(look)
@@ -596,17 +595,6 @@ class Call:
             if original.handed_on and not original.places:
                 raise RematError(_HANDED_ON.format(self.name, "an op", list(operand.shape), operand.dtype))
         return pairs, fill
-
-    def _written(self, inputs: list[Tensor]) -> dict[int, Tensor]:
-        """By the identities of operands, what the function writes to, in no place that holds the operand meanwhile."""
-        return {
-            id(operand): tensor
-            for original, operand in zip(self._originals, inputs, strict=True)
-            if original.written
-            and not original.places
-            and (tensor := original.ref()) is not None
-            and tensor is not operand
-        }
 
     def _expected(self, inputs: list[Tensor]) -> tuple[dict[int, int], dict[int, Any]]:
         """What a rerun may read besides what it is given, and when; and how it read what it has made itself."""

@@ -224,6 +224,7 @@ class Look(TorchFunctionMode):
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
         known = self._known
+        given = args, kwargs
         for a in args:
             if isinstance(a, Tensor):
                 if id(a) not in known:
@@ -238,7 +239,7 @@ class Look(TorchFunctionMode):
         if kwargs or effects.acts:
             self._reader = func
             named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
-            return self._call(effects, func, args, named)
+            return self._call(effects, func, args, named, given)
         if effects is ORDINARY:
             self.signature.tail = None
             out = func(*args)
@@ -255,14 +256,15 @@ class Look(TorchFunctionMode):
                 self.add_results(func, out)
         return out
 
-    def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call with keyword arguments, or of a function that does more than compute."""
+    def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any, given: tuple[Any, Any]) -> Any:
+        """A call with keyword arguments, or of a function that does more than compute. `given`: both, by the user."""
         if effects.moves_hooks:
             return func(*args, **kwargs)
         writes = effects.writes or "out" in kwargs or bool(kwargs.get("inplace"))
+        written = written_by(func, args, kwargs) if writes else []
         with internals.DisableTorchFunction():
             if writes:
-                for t in written_by(func, args, kwargs):
+                for t in written:
                     self.before_write(t)
             elif effects.sets_data:
                 if is_lazy(args[0]):
@@ -286,11 +288,7 @@ class Look(TorchFunctionMode):
         if type(out) not in _SCALARS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, not effects.is_unlisted)
-        return self.original_of(out) if writes else out  # `self.count += 1` assigns what it returns
-
-    def original_of(self, out: Any) -> Any:
-        """The tensor that a rerun has written to a copy of, where `out` is that copy."""
-        return out if self.outer is None else self.outer.original_of(out)
+        return as_given(out, written, func, given) if written else out
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function, and see whether it begins the tail or ends it."""
@@ -514,7 +512,6 @@ class RerunLook(Look):
     **Attributes:**
 
     - `spares_tail`: whether the tail need not be computed.
-    - `written`: by the identities of copies, the tensors that the function writes to.
     """
 
     is_rerun = True
@@ -540,7 +537,6 @@ class RerunLook(Look):
         super().__init__(name, operands, None)
         self._pairs = pairs
         self._swaps = {id(tensor): operand for tensor, operand in pairs}
-        self.written: dict[int, Tensor] = {}
         self._forward = forward
         self._since = internals.next_sequence_number()
         self._position = 0
@@ -549,9 +545,6 @@ class RerunLook(Look):
         self._read: set[int] = set()
         """Tensors that it reads and may have made out of sight."""
         self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
-
-    def original_of(self, out: Any) -> Any:
-        return self.written.get(id(out), out)
 
     def begin(self, outer: Look | None) -> None:
         identities = [id(t) for t in self._given]
@@ -672,6 +665,15 @@ class RerunLook(Look):
                 f"remat: the rerun of {self.name} ended after {self._position} of {len(calls)} torch calls; the "
                 f"forward went on with {name_of(calls[self._position][0])}. {PURITY}"
             )
+
+
+def as_given(out: Any, written: Sequence[Tensor], func: Any, given: tuple[Any, Any]) -> Any:
+    """What a call that writes returns to the user: of an argument the tensor that was given, not what stood for it.
+
+    `self.count += 1` assigns it, and the function may go on with either name.
+    """
+    args, kwargs = given
+    return next((g for g, w in zip(written_by(func, args, kwargs or {}), written, strict=True) if w is out), out)
 
 
 def _hash_of(tensor: Tensor) -> int:

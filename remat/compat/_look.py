@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from remat import _torch_internals as internals
 from remat._effects import Effects, effects_of, written_by
 from remat._graph import is_made_since
-from remat._look import Look, Read
+from remat._look import Look, Read, as_given
 
 _SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
 _TREES = frozenset({list, tuple, dict})
@@ -71,6 +71,7 @@ class ForwardLook(Look):
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
         known = self._known
+        given = args, kwargs
         for a in args:
             kind = type(a)
             if kind in _SCALARS or id(a) in known:
@@ -92,10 +93,10 @@ class ForwardLook(Look):
                     kwargs = {k: self._seen_in(v) for k, v in kwargs.items()}
                     break
             if acts or kwargs.get("inplace") or "out" in kwargs or kwargs.get("generator") is not None:
-                return self._call(effects_of(func), func, args, kwargs)
+                return self._call(effects_of(func), func, args, kwargs, given)
             out = func(*args, **kwargs)
         elif acts:
-            return self._call(effects_of(func), func, args, {})
+            return self._call(effects_of(func), func, args, {}, given)
         else:
             out = func(*args)
         kind = type(out)
@@ -107,16 +108,17 @@ class ForwardLook(Look):
             self._add_result(func, out)
         return out
 
-    def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any, given: tuple[Any, Any]) -> Any:
         if effects.moves_hooks:
             return func(*args, **kwargs)
         if effects.draws:
             self._mark_draw()
             self.saves_unwritten = self.saves_unwritten or "rrelu" in func.__name__
         writes = effects.writes or "out" in kwargs or bool(kwargs.get("inplace"))
+        written = written_by(func, args, kwargs) if writes else []
         with internals.DisableTorchFunction():
             if writes:
-                for t in () if internals.fully_shard_at_work() else written_by(func, args, kwargs):
+                for t in () if internals.fully_shard_at_work() else written:
                     if id(t) not in self._was_lazy:  # what FSDP2's hooks write, they write again
                         self.before_write(t)
             elif effects.sets_data:
@@ -133,7 +135,7 @@ class ForwardLook(Look):
                     self.notice(x)
         out = func(*args, **kwargs)
         self._add_result(func, out)
-        return self.original_of(out) if writes else out
+        return as_given(out, written, func, given) if written else out
 
     def _add_result(self, func: Any, out: Any) -> None:
         if type(out) is Tensor and not is_wrapper(out):
@@ -204,11 +206,7 @@ class RerunLook(ForwardLook):
         """
         super().__init__(name, [t for t in given if id(t) not in stale], None)
         self._swaps = {id(tensor): stand_in for tensor, stand_in in swaps}
-        self._originals = {id(stand_in): tensor for tensor, stand_in in swaps}
         self._stale = stale
-
-    def original_of(self, out: Any) -> Any:
-        return self._originals.get(id(out), out)
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
