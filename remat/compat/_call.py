@@ -80,14 +80,12 @@ class Call:
     - `arguments`: how many of these are positional arguments themselves. The caller holds those.
     - `random`: the draws to repeat, None where there were none.
     - `written`: by identity, the tensors from outside that the function writes to, and what they were before.
-    - `held`: the other operands; None for those that are written to.
-    - `parameters`, `outside`: what else the function reads from outside, parameters and others.
+    - `parameters`, `outside`: what else the function closes over or reads from outside, parameters and others.
     - `last_look`: what has looked at the rerun, for the caller to take.
     """
 
     random: RandomState | None = None
     written: Mapping[int, tuple[weakref.ref[Tensor], Tensor]] = types.MappingProxyType({})
-    held: Sequence[Outside | None] = ()
     outside: Sequence[Outside] = ()
     parameters: Sequence[Tensor] = ()
     last_look: RerunLook | None = None
@@ -100,7 +98,7 @@ class Call:
     """What the tape of a policy knows the tensors by that the forward has read, by identity."""
     _forward: ForwardLook | None = None
     _needs_look = False
-    _shared: tuple[list[int], list[int]] | None = None
+    _shared: CheckpointError | None = None
 
     def __init__(
         self,
@@ -172,42 +170,33 @@ class Call:
         around, self._around, self._forward = self._around, None, None
         if self.random is not None:
             self.random = self.random.drawn_since(look.drew)
-        copies, outside, index = look.copies, look.outside, self._index
-        if copies:
+        if look.copies:
             self.written = self._written_by(look)
-            shared = internals.two_that_share_memory([outside[key].tensor for key in copies])
-            self._shared = None if shared is None else (list(shared[0].shape), list(shared[1].shape))
-        if len(self.operands) > self.arguments:
-            self.held = [
-                None if id(t) in copies else Outside(t, outside[id(t)].value, around)
-                for t in self.operands[self.arguments :]
-            ]
-        if len(outside) > len(index):
-            self._note_outside(look, around)
+            shared = internals.two_that_share_memory([look.outside[key].tensor for key in look.copies])
+            if shared is not None:
+                self._shared = CheckpointError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
+        if len(look.outside) > self.arguments:
+            read = self._read_by(look)
+            look.forget()  # what is gone then was made out of sight
+            found = ((ref(), value) for ref, value in read)
+            self.outside = [Outside(t, t if value is None else value, around) for t, value in found if t is not None]
         look.forget()
         self._needs_look = look.nests or look.sets_hooks
         self._objects, self.operands = [], []
 
-    def _note_outside(self, look: ForwardLook, around: Look | None) -> None:
-        others = self._others_than_parameters(look)
-        look.forget()
-        if others:  # what is gone by now was made out of sight
-            found = ((ref(), value) for ref, value in others)
-            self.outside = [Outside(t, t if value is None else value, around) for t, value in found if t is not None]
-
-    def _others_than_parameters(self, look: ForwardLook) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
-        """Note the parameters that were read from outside. The others, and what stood for them."""
+    def _read_by(self, look: ForwardLook) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
+        """What the forward has read besides the positional arguments, and what stood for it; parameters are noted."""
         parameters, others, near = [], [], []
         look.gathered |= internals.gathered_by_fully_shard()
         for key, (t, value, *_) in look.outside.items():
-            is_operand, is_written = key in self._index, key in look.copies
-            if key not in look.gathered and (is_written or not is_operand):
+            position, is_written = self._index.get(key), key in look.copies
+            if key not in look.gathered and (is_written or position is None):
                 near.append(t)
-            if is_operand or is_written:
+            if is_written or (position is not None and position < self.arguments):
                 continue
-            if type(t) is Parameter and value is t and not t.is_inference():
+            if position is None and type(t) is Parameter and value is t and not t.is_inference():
                 parameters.append(t)
-            elif not is_made_since(t, self._since):
+            elif position is not None or not is_made_since(t, self._since):
                 others.append((weakref.ref(t), None if value is t else value))
         self.parameters, self._states = parameters, [(t._version, t.requires_grad) for t in parameters]
         self._places = places_in_modules(self._objects, near)
@@ -273,17 +262,15 @@ class Call:
     ) -> tuple[list[Any], list[tuple[Tensor, Tensor]], Context, list[tuple[Place, Tensor]]]:
         """The operands, what stands for other tensors, what has to look at the rerun, and what to put into modules."""
         if self._shared is not None:
-            raise CheckpointError(_SHARED.format(self.name, *self._shared))
-        inputs: list[Any] = [*arguments]
+            raise self._shared
+        inputs: list[Any] = [*arguments, *self.operands[self.arguments :]]  # operands: in a backward inside
+        inputs += [None] * (len(self._index) - len(inputs))
         swaps: list[tuple[Tensor, Tensor]] = []
         stale: dict[int, RuntimeError] = {}
         fill: list[tuple[Place, Tensor]] = []
         written = self.written
-        if self._forward is not None:  # a backward inside of the forward
-            inputs += self.operands[self.arguments :]
+        if self._forward is not None:
             written = self._written_by(self._forward)
-        for o in self.held:
-            inputs.append(None if o is None else self._value_of(o, stand_ins, stale, swaps))
         places = self._places
         if stand_ins or self._states != [(t._version, t.requires_grad) for t in self.parameters]:
             self._see_parameters(stand_ins, stale, swaps, looks)
@@ -292,6 +279,8 @@ class Call:
             fill += [((names, key), value) for names, key in places.get(id(t), ()) if names.get(key) is not value]
         for o in self.outside:
             value, tensor = self._value_of(o, stand_ins, stale, swaps), o.ref()
+            if o.key in self._index:
+                inputs[self._index[o.key]] = value
             fill += [(place, value) for place in places.get(o.key, ()) if item(*place) is not tensor]
         for key, (ref, before) in written.items():
             copy, tensor = before.clone(), ref()

@@ -205,9 +205,7 @@ class Region:
 
     def held(self) -> Sequence[Any]:
         """What it holds to run again: tensors, or what hooks have put in their place."""
-        call = self._call
-        others = [o.saved for o in (*call.held, *call.outside) if o is not None]
-        saved = [*self._saved, *others]
+        saved = [*self._saved, *(o.saved for o in self._call.outside)]
         return [s if isinstance(s, Tensor) else internals.held_in(s) for s in saved if s is not None]
 
     def unpack(self, index: int) -> Tensor:
