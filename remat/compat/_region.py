@@ -62,11 +62,15 @@ class _Stop(BaseException):
 
 
 class Options(NamedTuple):
-    """How to run a region."""
+    """The options of `checkpoint`, checked."""
 
-    preserve_rng_state: bool = True
-    compares_metadata: bool = True
-    early_stop: bool = True
+    use_reentrant: bool
+    preserve_rng_state: bool
+    context_fn: Callable[[], Contexts]
+    determinism_check: str
+    debug: bool
+    early_stop: bool
+    respect_saved_tensors_hooks: bool | None
 
 
 class _Recomputed:
@@ -259,7 +263,7 @@ class Region:
         if len(saved) != len(self._holders):
             message = _MORE if len(saved) > len(self._holders) else _FEWER
             raise self._error(f"{message.format(len(self._holders), len(saved))}\n{_TIP}")
-        if not self._options.compares_metadata:
+        if self._options.determinism_check == "none":
             return
         lines = []
         for i, (entry, forward) in enumerate(zip(saved, self._metas, strict=True)):
