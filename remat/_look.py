@@ -28,8 +28,8 @@ from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._graph import is_made_since
 from remat._tail import is_large, without_products
 
-_SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
-_CONTAINERS = (list, tuple, dict)
+SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
+CONTAINERS = (list, tuple, dict)
 
 CHANGES = (
     "remat: {} changes an argument or a captured tensor of shape {}, {} in place, at {}. Its rerun would start from "
@@ -231,7 +231,7 @@ class Look(TorchFunctionMode):
                     self._reader = func
                     args = self._seen(args)
                     break
-            elif type(a) not in _SCALARS and isinstance(a, _CONTAINERS):
+            elif type(a) not in SCALARS and isinstance(a, CONTAINERS):
                 self._reader = func
                 args = self._seen(args)
                 break
@@ -251,7 +251,7 @@ class Look(TorchFunctionMode):
                 self._note(func, _hash_of(out))
             else:
                 self._add_fresh(out)
-        elif type(out) not in _SCALARS:
+        elif type(out) not in SCALARS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out)
         return out
@@ -267,10 +267,7 @@ class Look(TorchFunctionMode):
                 for t in written:
                     self.before_write(t)
             elif effects.sets_data:
-                if is_lazy(args[0]):
-                    raise RematError(_LAZY.format(self.name))
-                if not internals.requires_grad_at_any_level(args[0]):
-                    self.before_write(args[0])
+                self._set_data(*args)
             if effects.is_custom or effects.draws:
                 for x in args:
                     if isinstance(x, torch.Generator):
@@ -280,12 +277,12 @@ class Look(TorchFunctionMode):
             if effects.sets_hook:
                 args = self._with_hook(args)
             if effects.draws:
-                self._mark_draw()
+                self._mark_draw(func)
             for x in kwargs.values() if effects.draws or kwargs.get("generator") is not None else ():
                 if isinstance(x, torch.Generator):
                     self.notice(x)
         out = self._maybe_tail(effects, func, args, kwargs)
-        if type(out) not in _SCALARS:
+        if type(out) not in SCALARS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, not effects.is_unlisted)
         return as_given(out, written, func, given) if written else out
@@ -312,7 +309,7 @@ class Look(TorchFunctionMode):
     def _seen_in(self, arg: Any) -> Any:
         if isinstance(arg, Tensor):
             return arg if id(arg) in self._known else self.read(arg)
-        if isinstance(arg, (list, tuple)) and any(isinstance(a, (Tensor, *_CONTAINERS)) for a in arg):
+        if isinstance(arg, (list, tuple)) and any(isinstance(a, (Tensor, *CONTAINERS)) for a in arg):
             items = [self._seen_in(a) for a in arg]
             return type(arg)(*items) if hasattr(arg, "_fields") else type(arg)(items)
         if type(arg) is dict:
@@ -357,7 +354,7 @@ class Look(TorchFunctionMode):
         if self._memory is not None:
             self._memory.setdefault(internals.memory_of(value), []).append(id(tensor))
 
-    def _mark_draw(self) -> None:
+    def _mark_draw(self, func: Any) -> None:
         look: Look | None = self
         while look is not None:
             look.drew = True
@@ -372,6 +369,13 @@ class Look(TorchFunctionMode):
             look = look.outer
 
     # What it writes to.
+
+    def _set_data(self, tensor: Tensor, data: Tensor) -> None:
+        """The run is about to do `tensor.data = data`."""
+        if is_lazy(tensor):
+            raise RematError(_LAZY.format(self.name))
+        if not internals.requires_grad_at_any_level(tensor):
+            self.before_write(tensor)
 
     def before_write(self, written: Tensor) -> None:
         """Keep the value that a tensor from outside had before this run changed it: the rerun starts from it."""

@@ -18,7 +18,7 @@ import remat.compat
 from remat import CheckpointError, checkpoint_name, policies
 from remat.debug import LiveBytes
 from tests.helpers import UNIT, CountOps, Seen, activation, assert_same, leaf, numbers
-from tests.test_compat_same import MODULES
+from tests.test_compat_same import MODULES, plain
 
 TORCH, REMAT = torch.utils.checkpoint, remat.compat
 P = REMAT.CheckpointPolicy
@@ -415,6 +415,30 @@ def test_one_pair_of_contexts_for_two_regions() -> None:
     with pytest.raises((AssertionError, RuntimeError)):
         assert_same(run(TORCH), right)
     assert_same(run(REMAT), right)
+
+
+def test_what_is_kept_is_found_where_other_tensors_stand_for_those_of_the_forward() -> None:
+    """An argument that the region around computes again, a tensor that it has made, a buffer that is written to."""
+    norm = nn.BatchNorm1d(3).double()
+
+    def run(checkpoint: Any, selective: Any) -> tuple[Tensor, int]:
+        norm.reset_running_stats()
+
+        def outer(x: Tensor) -> Tensor:
+            made = x.cos()
+            return selective(lambda x: (norm(x @ x) @ made).sin() @ x, x.sin()).exp()
+
+        x = leaf(numbers(3, 3))
+        y = checkpoint(outer, x)
+        with CountOps() as ops:
+            y.sum().backward()
+        assert x.grad is not None
+        return x.grad, ops["mm"]
+
+    found, count = run(functools.partial(REMAT.checkpoint, use_reentrant=False), functools.partial(call, REMAT, [mm]))
+    right, least = run(plain, plain)
+    assert_same(found, right)
+    assert count == least + 3  # the region around runs again, and the selective one in it
 
 
 def test_policies_of_ours_count_per_region() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,39 @@ class Outside:
     def is_stale(self) -> bool:
         """Whether it was written to since the forward. The hooks of a function around look after theirs."""
         return isinstance(self.saved, Tensor) and internals.version(self.saved) != self.version
+
+
+class _StandIns:
+    """The tensors of a rerun, which stand for those that the forward has read.
+
+    **Attributes:**
+
+    - `values`: all of them, by the identity of the other.
+    - `inputs`: those that are operands.
+    - `swaps`: what the function may find anywhere, with what to read in its place.
+    - `fill`: what to put into modules.
+    - `stale`: by identity, what to raise where a tensor is read.
+    """
+
+    def __init__(self, index: dict[int, int], places: Mapping[int, list[Place]]) -> None:
+        self._index, self._places = index, places
+        self.values: dict[int, Tensor] = {}
+        self.inputs: list[Any] = [None] * len(index)
+        self.swaps: list[tuple[Tensor, Tensor]] = []
+        self.fill: list[tuple[Place, Tensor]] = []
+        self.stale: dict[int, RuntimeError] = {}
+
+    def put(self, key: int, tensor: Tensor | None, value: Tensor, in_places_alone: bool = False) -> None:
+        """Let `value` stand for a tensor. `in_places_alone`: nowhere else, if modules have it."""
+        self.values[key] = value
+        if key in self._index:
+            self.inputs[self._index[key]] = value
+        places = self._places.get(key, ())
+        expected: Tensor | None = value
+        if tensor is not None and tensor is not value and not (places and in_places_alone):
+            self.swaps.append((tensor, value))
+            expected = tensor
+        self.fill += [(place, value) for place in places if item(*place) is not expected]
 
 
 class Call:
@@ -235,16 +268,18 @@ class Call:
     ) -> Any:
         rerunning.set(True)
         with internals.grad_enabled():
-            inputs, swaps, look, fill = self._prepared(arguments, stand_ins, looks)
+            found = self._prepared(arguments, stand_ins, looks)
+            look = self._look_at(found, looks)
             modes = self._modes.entered()
             draws = NOTHING if self.random is None else replayed(self.random)
             keys = suspended() if internals.function_modes_active() and running() is not None else NOTHING
-            rebuild = self._closure.rebuilder(inputs)
+            rebuild = self._closure.rebuilder(found.inputs)
             flags = [(key, cell, cell.cell_contents) for key, cell in self._flags.items()]
             try:
-                with self._ambient.restored(), draws, keys, modes, context, trace, filled(fill):
-                    for tensor, origin in self._known(inputs, swaps) if self._origins else ():
-                        context.stands_for(tensor, origin)
+                with self._ambient.restored(), draws, keys, modes, context, trace, filled(found.fill):
+                    for key, tensor in found.values.items() if self._origins else ():
+                        if key in self._origins:
+                            context.stands_for(tensor, self._origins[key])
                     if flags:  # the context may have set one, for the function to see
                         rebuild.keep({key: cell for key, cell, before in flags if cell.cell_contents is not before})
                     args, kwargs = _tree.unflatten_call(self._spec, [*map(rebuild, self._leaves)])
@@ -257,81 +292,39 @@ class Call:
             finally:
                 rebuild.clear()
 
-    def _prepared(
-        self, arguments: Sequence[Tensor | None], stand_ins: dict[int, Tensor], looks: bool
-    ) -> tuple[list[Any], list[tuple[Tensor, Tensor]], Context, list[tuple[Place, Tensor]]]:
-        """The operands, what stands for other tensors, what has to look at the rerun, and what to put into modules."""
+    def _prepared(self, arguments: Sequence[Tensor | None], stand_ins: dict[int, Tensor], looks: bool) -> _StandIns:
         if self._shared is not None:
             raise self._shared
-        inputs: list[Any] = [*arguments, *self.operands[self.arguments :]]  # operands: in a backward inside
-        inputs += [None] * (len(self._index) - len(inputs))
-        swaps: list[tuple[Tensor, Tensor]] = []
-        stale: dict[int, RuntimeError] = {}
-        fill: list[tuple[Place, Tensor]] = []
-        written = self.written
-        if self._forward is not None:
-            written = self._written_by(self._forward)
-        places = self._places
-        if stand_ins or self._states != [(t._version, t.requires_grad) for t in self.parameters]:
-            self._see_parameters(stand_ins, stale, swaps, looks)
-        for t in self.parameters if places else ():
-            value = stand_ins.get(id(t), t)
-            fill += [((names, key), value) for names, key in places.get(id(t), ()) if names.get(key) is not value]
-        for o in self.outside:
-            value, tensor = self._value_of(o, stand_ins, stale, swaps), o.ref()
-            if o.key in self._index:
-                inputs[self._index[o.key]] = value
-            fill += [(place, value) for place in places.get(o.key, ()) if item(*place) is not tensor]
-        for key, (ref, before) in written.items():
-            copy, tensor = before.clone(), ref()
-            if key in self._index:
-                inputs[self._index[key]] = copy
-            if tensor is not None:
-                swaps.append((tensor, copy))
-            fill += [(place, copy) for place in places.get(key, ()) if item(*place) is not tensor]
-        if swaps or stale or looks or self._needs_look or internals.may_run_compiled_code():
-            look = RerunLook(self.name, inputs, swaps, stale)
-            if looks:
-                self.last_look = look
-            return inputs, swaps, look, fill
-        return inputs, swaps, unseen() if internals.function_modes_active() else NOTHING, fill
-
-    def _known(self, inputs: list[Any], swaps: list[tuple[Tensor, Tensor]]) -> Iterable[tuple[Tensor, Origin]]:
-        """The tensors of a rerun that stand for those that the forward has read, with what a tape knows these by."""
-        tensors = dict(zip(self._index, inputs, strict=True)) | {id(tensor): value for tensor, value in swaps}
-        return [(t, self._origins[key]) for key, t in tensors.items() if key in self._origins and t is not None]
-
-    def _see_parameters(
-        self,
-        stand_ins: dict[int, Tensor],
-        stale: dict[int, RuntimeError],
-        swaps: list[tuple[Tensor, Tensor]],
-        looks: bool,
-    ) -> None:
+        found = _StandIns(self._index, self._places)
+        for key, argument in zip(self._index, arguments, strict=False):
+            if argument is not None:
+                found.put(key, None, argument)
+        for operand in self.operands[self.arguments :]:  # in a backward inside of the forward
+            found.put(id(operand), None, operand)
         for t, (version, required_grad) in zip(self.parameters, self._states, strict=True):
             value = stand_ins.get(id(t), t)
             if t._version != version:
-                stale[id(t)] = modified(t, version, self.name)
+                found.stale[id(t)] = modified(t, version, self.name)
             if value.requires_grad and not required_grad:
-                swaps.append((t, value.detach()))
-            elif value is not t and (looks or id(t) not in self._places):  # else modules have the value for a while
-                swaps.append((t, value))
+                value = value.detach()
+            found.put(id(t), t, value, in_places_alone=not looks)
+        for o in self.outside:
+            value = stand_ins[o.key] if o.key in stand_ins else o.unpack()
+            if o.is_stale:
+                found.stale[id(value)] = modified(value, o.version, self.name)
+            if value.requires_grad and not o.requires_grad:
+                value = value.detach()
+            found.put(o.key, o.ref(), value)
+        written = self.written if self._forward is None else self._written_by(self._forward)
+        for key, (ref, before) in written.items():
+            found.put(key, ref(), before.clone())
+        return found
 
-    def _value_of(
-        self,
-        outside: Outside,
-        stand_ins: dict[int, Tensor],
-        stale: dict[int, RuntimeError],
-        swaps: list[tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        value = stand_ins.get(outside.key)
-        if value is None:
-            value = outside.unpack()
-        if outside.is_stale:
-            stale[id(value)] = modified(value, outside.version, self.name)
-        if value.requires_grad and not outside.requires_grad:
-            value = value.detach()
-        tensor = outside.ref()
-        if tensor is not None and tensor is not value:
-            swaps.append((tensor, value))
-        return value
+    def _look_at(self, found: _StandIns, looks: bool) -> Context:
+        """What has to look at a rerun."""
+        if found.swaps or found.stale or looks or self._needs_look or internals.may_run_compiled_code():
+            look = RerunLook(self.name, found.inputs, found.swaps, found.stale)
+            if looks:
+                self.last_look = look
+            return look
+        return unseen() if internals.function_modes_active() else NOTHING
