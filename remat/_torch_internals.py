@@ -1069,21 +1069,17 @@ set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
 at_end_of_graph_task: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
-class base_level:  # noqa: N801
+@contextlib.contextmanager
+def base_level() -> Iterator[None]:
     """Within it, ops run as if no transform were active, and saved-tensor hooks work."""
-
-    __slots__ = ("_message", "_popped")
-
-    def __enter__(self) -> None:
-        self._message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-        torch._C._autograd._saved_tensors_hooks_enable()
-        self._popped = [pop_dynamic_layer_stack() for _ in range(_C.get_dynamic_layer_stack_depth())]
-
-    def __exit__(self, *args: object) -> None:
-        while self._popped:
-            push_dynamic_layer_stack(self._popped.pop())
-        if self._message is not None:
-            torch._C._autograd._saved_tensors_hooks_disable(self._message)
+    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    torch._C._autograd._saved_tensors_hooks_enable()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        if message is not None:
+            torch._C._autograd._saved_tensors_hooks_disable(message)
 
 
 def _called_by(package: str) -> bool:

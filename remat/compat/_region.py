@@ -99,10 +99,8 @@ class _Collector:
     @internals.left_alone_by_dynamo
     def pack(self, tensor: Tensor) -> Tensor:
         """The hook: collects `tensor`."""
-        if internals.function_modes_active():
-            with internals.DisableTorchFunction():
-                return self._pack(tensor)
-        return self._pack(tensor)
+        with internals.DisableTorchFunction():
+            return self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
@@ -155,7 +153,6 @@ class Region:
         self._metas: list[Meta] = []
         self._recomputed: weakref.ref[_Recomputed] | None = None
         self._is_complete = False
-        self._early_stop = options.early_stop
 
     @property
     def name(self) -> str:
@@ -185,10 +182,11 @@ class Region:
         if not returned:
             raise RuntimeError(_SWALLOWED)
         with internals.DisableTorchFunction():
-            for i, key in enumerate([*map(id, call.operands[: call.arguments])] if look.copies else ()):
-                if key in look.copies:  # it may lead to this region
+            for i, operand in enumerate(call.operands[: call.arguments]):
+                if id(operand) in look.copies:  # it may lead to this region
                     self._saved[i] = None
-            self._early_stop = self._options.early_stop and not look.saves_unwritten
+            if look.saves_unwritten:
+                self._options = self._options._replace(early_stop=False)
             call.finish(look, getattr(self.forward_context, "tape", None))
         self._is_complete = True
         return out
@@ -196,10 +194,7 @@ class Region:
     @internals.left_alone_by_dynamo
     def _pack(self, tensor: Tensor) -> Holder:
         """The hook: what the graph keeps in the place of `tensor`."""
-        if internals.function_modes_active():
-            with internals.DisableTorchFunction():
-                self._metas.append(_meta_of(tensor))
-        else:
+        with internals.DisableTorchFunction():
             self._metas.append(_meta_of(tensor))
         holder = Holder(self, len(self._holders))
         self._holders.append(weakref.ref(holder))
@@ -243,7 +238,7 @@ class Region:
         """Run the function again: what its graph saves."""
         with internals.base_level() if internals.transforms_active() else NOTHING:
             arguments = [None if s is None else s.unpack() for s in self._saved]
-            collector = _Collector(self._holders, self._early_stop)
+            collector = _Collector(self._holders, self._options.early_stop)
             context, trace = self.rerun_context, self.traces[1]
             if not self._is_complete:  # a backward inside of the forward, and of its context
                 context, trace = internals.DisableTorchDispatch(), NOTHING
