@@ -355,7 +355,6 @@ class Call:
         inputs = [operands[i] for i in self.operands.positions]
         pairs, fill = self.operands.place(inputs)  # the originals are held, for they are known by their identities
         look = RerunLook(self.name, self.signature, pairs, inputs, self.level)
-        look.written = self.operands.written(inputs)
         look.to_write = self.operands.to_write(inputs)
         look.expect(*self.operands.expected(inputs))
         look.spares_tail = self.tape is None and not internals.tracing()

@@ -24,8 +24,8 @@ from remat._nested_mode import NestedMode
 from remat._signature import ELSEWHERE, Signature, hash_of
 from remat._tail import is_large
 
-_SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
-_CONTAINERS = (list, tuple, dict)
+SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
+CONTAINERS = (list, tuple, dict)
 
 CHANGES = (
     "remat: {} changes an argument or a captured tensor of shape {}, {} in place, at {}. Its rerun would start from "
@@ -139,13 +139,14 @@ class Look(NestedMode):
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
         known = self._known
+        given = args, kwargs
         for a in args:
             if isinstance(a, Tensor):
                 if id(a) not in known:
                     self._reader = func
                     args = self._seen(args)
                     break
-            elif type(a) not in _SCALARS and isinstance(a, _CONTAINERS):
+            elif type(a) not in SCALARS and isinstance(a, CONTAINERS):
                 self._reader = func
                 args = self._seen(args)
                 break
@@ -153,7 +154,7 @@ class Look(NestedMode):
         if kwargs or effects.acts:
             self._reader = func
             named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
-            return self._call(effects, func, args, named)
+            return self._call(effects, func, args, named, given)
         if effects is ORDINARY:
             self.signature.tail = None
             out = func(*args)
@@ -167,25 +168,23 @@ class Look(NestedMode):
                 self._note(func, hash_of(out, args))
             else:
                 self._add_fresh(out)
-        elif type(out) not in _SCALARS:
+        elif type(out) not in SCALARS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, args)
         return out
 
-    def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call with keyword arguments, or of a function that does more than compute."""
+    def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any, given: tuple[Any, Any]) -> Any:
+        """A call with keyword arguments, or of a function that does more than compute. `given`: both, by the user."""
         if effects.moves_hooks:
             return func(*args, **kwargs)
         writes = effects.writes or "out" in kwargs or bool(kwargs.get("inplace"))
+        written = written_by(func, args, kwargs) if writes else []
         with internals.DisableTorchFunction():
             if writes:
-                for t in written_by(func, args, kwargs):
+                for t in written:
                     self.before_write(t)
             elif effects.sets_data:
-                if is_lazy(args[0]):
-                    raise RematError(_LAZY.format(self.name))
-                if not internals.requires_grad_at_any_level(args[0]):
-                    self.before_write(args[0])
+                self._set_data(*args)
             if effects.is_custom or effects.draws:
                 for x in args:
                     if isinstance(x, torch.Generator):
@@ -196,7 +195,7 @@ class Look(NestedMode):
             if effects.sets_hook:
                 args = self._with_hook(args)
             if effects.draws:
-                self._mark_draw()
+                self._mark_draw(func)
             for x in kwargs.values() if effects.draws or kwargs.get("generator") is not None else ():
                 if isinstance(x, torch.Generator):
                     self.notice(x)
@@ -204,14 +203,10 @@ class Look(NestedMode):
         if effects.looks_up and isinstance(out, Tensor):
             with internals.DisableTorchFunction():
                 return self.read(out)
-        if type(out) not in _SCALARS:
+        if type(out) not in SCALARS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, (*args, *kwargs.values()), not effects.is_unlisted)
-        return self.original_of(out) if writes else out  # `self.count += 1` assigns what it returns
-
-    def original_of(self, out: Any) -> Any:
-        """The tensor that a rerun has written to a copy of, where `out` is that copy."""
-        return out if self.outer is None else self.outer.original_of(out)
+        return as_given(out, written, func, given) if written else out
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function, and see whether it begins the tail or ends it."""
@@ -239,7 +234,7 @@ class Look(NestedMode):
     def _seen_in(self, arg: Any) -> Any:
         if isinstance(arg, Tensor):
             return arg if id(arg) in self._known else self.read(arg)
-        if isinstance(arg, (list, tuple)) and any(isinstance(a, (Tensor, *_CONTAINERS)) for a in arg):
+        if isinstance(arg, (list, tuple)) and any(isinstance(a, (Tensor, *CONTAINERS)) for a in arg):
             items = [self._seen_in(a) for a in arg]
             return type(arg)(*items) if hasattr(arg, "_fields") else type(arg)(items)
         if type(arg) is dict:
@@ -284,7 +279,7 @@ class Look(NestedMode):
         if self._memory is not None:
             self._memory.setdefault(internals.memory_of(value), []).append(id(tensor))
 
-    def _mark_draw(self) -> None:
+    def _mark_draw(self, func: Any) -> None:
         look: Look | None = self
         while look is not None:
             look.drew = True
@@ -299,6 +294,13 @@ class Look(NestedMode):
             look = look.outer
 
     # What it writes to.
+
+    def _set_data(self, tensor: Tensor, data: Tensor) -> None:
+        """The run is about to do `tensor.data = data`."""
+        if is_lazy(tensor):
+            raise RematError(_LAZY.format(self.name))
+        if not internals.requires_grad_at_any_level(tensor):
+            self.before_write(tensor)
 
     def before_write(self, written: Tensor) -> None:
         """Keep the value that a tensor from outside had before this run changed it: the rerun starts from it."""
@@ -438,6 +440,15 @@ class Look(NestedMode):
                     found.append((ref, {how: self._times[how] for how in reads}))
         self._fresh, self._reads, self._times = {}, {}, Counter()
         return found
+
+
+def as_given(out: Any, written: Sequence[Tensor], func: Any, given: tuple[Any, Any]) -> Any:
+    """What a call that writes returns to the user: of an argument the tensor that was given, not what stood for it.
+
+    `self.count += 1` assigns it, and the function may go on with either name.
+    """
+    args, kwargs = given
+    return next((g for g, w in zip(written_by(func, args, kwargs or {}), written, strict=True) if w is out), out)
 
 
 def _tensors_in(out: Any) -> list[Tensor]:

@@ -286,17 +286,6 @@ class Operands:
                 raise RematError(_HANDED_ON.format(self.name, "an op", list(operand.shape), operand.dtype))
         return pairs, fill
 
-    def written(self, inputs: list[Tensor]) -> dict[int, Tensor]:
-        """By the identities of operands, what the function writes to, in no place that holds the operand meanwhile."""
-        return {
-            id(operand): tensor
-            for original, operand in zip(self.originals, inputs, strict=True)
-            if original.written
-            and not original.places
-            and (tensor := original.ref()) is not None
-            and tensor is not operand
-        }
-
     def to_write(self, inputs: list[Tensor]) -> dict[int, Tensor]:
         """By their memory, the operands that the function writes to. What is gone it may have made out of sight."""
         pairs = zip(self.originals, inputs, strict=True)
@@ -316,12 +305,12 @@ class Operands:
         for key in given & reads.keys():  # it was captured, too
             del reads[key]
         for ref, version, position in (*self.constants, *self._cell_constants):
-            tensor = ref()
-            if tensor is not None:
-                if internals.version(tensor) != version:
-                    raise CheckpointError(_CHANGED_SINCE.format(list(tensor.shape), tensor.dtype, self.name))
-                reads[id(tensor)] = position
-        survivors = {id(t): how for ref, how in self.survivors if (t := ref()) is not None}
+            constant = ref()
+            if constant is not None:
+                if internals.version(constant) != version:
+                    raise CheckpointError(_CHANGED_SINCE.format(list(constant.shape), constant.dtype, self.name))
+                reads[id(constant)] = position
+        survivors = {id(kept): how for ref, how in self.survivors if (kept := ref()) is not None}
         return reads, survivors
 
     def still_there(self) -> list[Tensor]:

@@ -35,23 +35,33 @@ def _is_known(x: Any) -> bool:
     return not isinstance(x, Tensor) or plain(x)
 
 
-@dataclass(slots=True)
-class PolicyContext:
-    """What a policy is told besides the op: the public attributes of torch's `SelectiveCheckpointContext`, and more.
+@dataclass(slots=True, kw_only=True)
+class SelectiveCheckpointContext:
+    """What a policy is told besides the op and its arguments.
 
     **Attributes:**
 
+    - `is_recompute`: always False: a policy is asked in the forward alone.
     - `op_output`: what the op returned.
     - `name`: the name that `checkpoint_name` is giving to it, None where it is giving none.
     - `call`: `(function, args, kwargs)` of the torch call in the user's code that the op is part of, as seen inside
-        of all transforms.
-    - `is_recompute`: always False, a policy is asked in the forward alone.
+        of all transforms; None where there is none.
+
+    **Source:** `torch.utils.checkpoint.SelectiveCheckpointContext`.
+
+    Examples:
+        >>> import torch
+        >>> from remat.compat import CheckpointPolicy, SelectiveCheckpointContext
+        >>> def small(ctx: SelectiveCheckpointContext, op, *args, **kwargs):
+        ...     return CheckpointPolicy.MUST_SAVE if ctx.op_output.numel() < 100 else CheckpointPolicy.PREFER_RECOMPUTE
+        >>> small(SelectiveCheckpointContext(is_recompute=False, op_output=torch.ones(3)), torch.ops.aten.sin.default)
+        <CheckpointPolicy.MUST_SAVE: 0>
     """
 
-    op_output: Any
-    name: str | None
-    call: Any
-    is_recompute: bool = False
+    is_recompute: bool
+    op_output: Any = None
+    name: str | None = None
+    call: Any = None
 
 
 class Recorder(OpMode):
@@ -160,7 +170,9 @@ class Recorder(OpMode):
 
     def _value(self, tensor: Tensor, storage: Any, decision: CheckpointPolicy) -> Value:
         value = Value(decision)
-        value.tensor, value.layout = weakref.ref(tensor), layout_of(tensor)
+        value.layout = layout_of(tensor)
+        if decision in KEEP and not tensor.is_inference():
+            value.counter = internals.version_counter(tensor)
         value.nbytes, value.device = storage.nbytes(), tensor.device
         if self._where is not None:
             value.where = self._where()
@@ -210,6 +222,8 @@ class Recorder(OpMode):
             renamed = name is not None and decision in _MUST
             if renamed or (decision in KEEP and value.decision not in _MUST):
                 value.decision = decision
+                if decision in KEEP and not t.is_inference():
+                    value.counter = internals.version_counter(t)
                 if self._saved is not None and value in self._saved:
                     self._pin(content)
 
@@ -223,7 +237,8 @@ class Recorder(OpMode):
         if (decision := self._by_op(func)) is not None:
             return decision
         try:
-            return self._policy(PolicyContext(out, current_name(), self.call), func, *args, **kwargs)
+            context = SelectiveCheckpointContext(is_recompute=False, op_output=out, name=current_name(), call=self.call)
+            return self._policy(context, func, *args, **kwargs)
         except TypeError as error:
             self._complaint = str(error)
             raise

@@ -45,7 +45,6 @@ class RerunLook(Look):
     **Attributes:**
 
     - `spares_tail`: whether the tail need not be computed.
-    - `written`: by the identities of copies, the tensors that the function writes to.
     - `to_write`: by their memory, the copies that it has not written to yet.
     """
 
@@ -72,7 +71,6 @@ class RerunLook(Look):
         super().__init__(name, operands, None)
         self._pairs = pairs
         self._swaps = {id(tensor): operand for tensor, operand in pairs}
-        self.written: dict[int, Tensor] = {}
         self.to_write: dict[int, Tensor] = {}
         self._forward = forward
         self._since = internals.next_sequence_number()
@@ -82,9 +80,6 @@ class RerunLook(Look):
         self._read: set[int] = set()
         """Tensors that it reads and may have made out of sight."""
         self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
-
-    def original_of(self, out: Any) -> Any:
-        return self.written.get(id(out), out)
 
     def begin(self, outer: Look | None) -> None:
         identities = [id(t) for t in self._given]

@@ -48,10 +48,8 @@ class Kept:
             self._copy = Offloaded(bytes_of(storage))
             self.memory = self._copy.host
             return
-        tensor = value.tensor()
-        is_there = tensor is not None and tensor.untyped_storage() is storage and layout_of(tensor) == value.layout
-        self.memory = tensor.detach() if tensor is not None and is_there else value.layout.over(storage)
-        self._watched = [self.memory, *aliases]
+        self.memory = value.layout.over(storage)
+        self._watched = [self.memory, *aliases] + ([] if value.counter is None else [value.counter])
         self._versions = internals.memory_versions(self._watched)
 
     def fetch(self) -> None:
@@ -176,11 +174,12 @@ class Replay(OpMode):
             self._compute(hollow)
 
     def _compute(self, contents: Iterable[Content]) -> None:
-        with internals.below_all_transforms(), internals.DisableTorchFunction():
+        with internals.below_all_transforms(), internals.DisableTorchFunction(), internals.ops_of_remat():
             self._fill(contents)
 
     def _read(self, content: Content) -> None:
-        self._compute([content])
+        if content.hollow is not None:
+            self._compute([content])
 
     def _given_away(self, content: Content, key: Any) -> Value:
         self._protect(content)
@@ -237,7 +236,7 @@ class Replay(OpMode):
             kept = self._tape.kept.get(value)
             if kept is not None and (tensor := kept.get()) is not None:
                 found[value] = tensor
-                if self._last:
+                if self._last and not facts_of(op.func).is_custom:  # it may talk to other processes: it runs once
                     del self._tape.kept[value]
         return found
 

@@ -64,7 +64,6 @@ from torch.utils._device import DeviceContext as DeviceContext
 # A mode that sees every aten op below all transforms: documented, but its import path is private.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import _CachingTorchDispatchMode, create_selective_checkpoint_contexts
-from torch.utils.hooks import RemovableHandle as RemovableHandle
 
 
 class SingleLevelFunction(_SingleLevelFunction):
@@ -247,22 +246,10 @@ def two_that_share_memory(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | 
     return None
 
 
-def foreign_memory(tensor: Tensor) -> range:
-    """The addresses of the memory of a tensor that something else has too: of an array of NumPy's, say. Else none."""
-    plain = innermost(tensor)
-    if type(plain) is not Tensor or plain.device.type != "cpu" or plain.layout != torch.strided:
-        return range(0)
-    storage = plain.untyped_storage()
-    return range(0) if storage.resizable() else range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
-
-
 def digest(storage: Any) -> bytes:
     """What tells the bytes in CPU memory from others."""
     content = ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
     return hashlib.blake2b(content).digest()
-
-
-_SMALL_ARRAY = 2**20  # bytes: 1 ms
 
 
 def wrap_grad(tensor: Tensor, level: int) -> Tensor:
@@ -285,17 +272,6 @@ def unwrap_batched(tensor: Tensor, level: int) -> tuple[Tensor, int | None]:
 
 
 wrap_batched: Callable[[Tensor, int, int], Tensor] = _C._add_batch_dim
-
-
-def rewrap_like(wrapper: Tensor, inner: Tensor) -> Tensor:
-    """Wrap `inner` as `wrapper` wraps the tensor below it."""
-    level = _C.maybe_get_level(wrapper)
-    if _C.is_batchedtensor(wrapper):
-        return _C._add_batch_dim(inner, _C.maybe_get_bdim(wrapper), level)
-    wrapped = _C._wrap_for_grad(inner, level)
-    if wrapper.requires_grad and wrapper.is_leaf:
-        _require_grad(wrapped)
-    return wrapped
 
 
 def unwrap_functional(tensor: Tensor, reapply_views: bool) -> Tensor:
@@ -560,11 +536,6 @@ def is_of_aten(op: Any) -> bool:
     return str(op).startswith(("aten.", "prims."))
 
 
-def dispatch_modes() -> int:
-    """How many torch-dispatch modes are active. One whose handler is running does not count."""
-    return torch._C._len_torch_dispatch_stack()
-
-
 def dispatch_mode_stack() -> list[Any]:
     """The active torch-dispatch modes, innermost last."""
     return [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
@@ -615,14 +586,9 @@ def saved_tensors_hooks() -> tuple[Any, Any] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-def saved_tensors_hooks_active() -> bool:
-    """Whether there are such."""
-    return saved_tensors_hooks() is not None
-
-
 def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
     """Within it, the user's `saved_tensors_hooks` see nothing: only the topmost hooks are asked."""
-    if not saved_tensors_hooks_active():
+    if saved_tensors_hooks() is None:
         return _NOTHING
     return torch.autograd.graph.saved_tensors_hooks(_detached, _same)
 
@@ -649,23 +615,14 @@ def registered_with_torch(kind: type) -> tuple[Any, Any] | None:
 
 
 def version(tensor: Tensor) -> int:
-    """How often the memory below all transforms was written to, where torch counts that."""
-    while _C.is_functorch_wrapped_tensor(tensor):
-        tensor = _C.get_unwrapped(tensor)
-    return -1 if tensor.is_inference() else tensor._version
+    """How often the memory below all transforms was written to, where torch counts that: wrappers have own counters."""
+    plain = innermost(tensor)
+    return -1 if plain.is_inference() else plain._version
 
 
 def memory_versions(tensors: Iterable[Tensor]) -> list[int]:
-    """How often the memory below all transforms was written to, where torch counts that: wrappers have own counters.
-
-    It is asked for each operand of each node, so it calls little itself.
-    """
-    found = []
-    for t in tensors:
-        while _C.is_functorch_wrapped_tensor(t):
-            t = _C.get_unwrapped(t)
-        found.append(-1 if t.is_inference() else t._version)
-    return found
+    """The `version` of each."""
+    return [*map(version, tensors)]
 
 
 def innermost(tensor: Tensor) -> Tensor:
@@ -880,6 +837,9 @@ def is_compiled(function: Any) -> bool:
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
+_hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 def uncompiled(fun: Any) -> Any:
     """What `torch.compile` was given, where it has made `fun`, or what a method or partial calls; else `fun`.
 
@@ -939,31 +899,34 @@ class DispatchMode(TorchDispatchMode):
     is_about_functions = False
     """Whether it counts, keeps or compares the ops of a function. What remat does about them is not among these."""
     paused = False
-    """Whether it looks away."""
+    """Whether it looks away, for the ops are remat's own."""
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do an op."""
+        return func(*args, **kwargs)
+
+    def _op_of_remat(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Do an op within `ops_of_remat`."""
         return func(*args, **kwargs)
 
     @left_alone_by_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _MUL_SCALAR and args[0]._is_zerotensor():
             func, args, kwargs = _times_zeros(*args)
-        if self.paused:
-            return func(*args, **(kwargs or {}))
+        op = self._op_of_remat if self.paused else self._op
         with DisableTorchFunction():  # the user has not called what is called here
             for x in args:
                 if isinstance(x, Tensor) and x.is_complex():
                     with views_resolved():
-                        return self._op(func, args, kwargs or {})
-            return self._op(func, args, kwargs or {})
+                        return op(func, args, kwargs or {})
+            return op(func, args, kwargs or {})
 
 
 @contextlib.contextmanager
 def ops_of_remat() -> Iterator[None]:
     """Within it, modes look away that are about functions: a selective context around, say. Meters do not."""
-    stack = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
-    modes = [mode for mode in stack if isinstance(mode, DispatchMode) and mode.is_about_functions and not mode.paused]
+    active = (mode for mode in dispatch_mode_stack() if isinstance(mode, DispatchMode))
+    modes = [mode for mode in active if mode.is_about_functions and not mode.paused]
     for mode in modes:
         mode.paused = True
     try:
@@ -1072,6 +1035,14 @@ def alias(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
+def version_counter(tensor: Tensor) -> Tensor:
+    """Below autograd, an empty tensor that shares the version counter: it tells of writes, and holds no memory."""
+    with DisableTorchDispatch():  # modes around need not see how we look
+        counter = alias(tensor)
+        counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
+
+
 function_modes_active: Callable[[], int] = torch._C._len_torch_function_stack
 
 
@@ -1098,21 +1069,17 @@ set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
 at_end_of_graph_task: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
-class base_level:  # noqa: N801
+@contextlib.contextmanager
+def base_level() -> Iterator[None]:
     """Within it, ops run as if no transform were active, and saved-tensor hooks work."""
-
-    __slots__ = ("_message", "_popped")
-
-    def __enter__(self) -> None:
-        self._message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-        torch._C._autograd._saved_tensors_hooks_enable()
-        self._popped = [pop_dynamic_layer_stack() for _ in range(_C.get_dynamic_layer_stack_depth())]
-
-    def __exit__(self, *args: object) -> None:
-        while self._popped:
-            push_dynamic_layer_stack(self._popped.pop())
-        if self._message is not None:
-            torch._C._autograd._saved_tensors_hooks_disable(self._message)
+    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    torch._C._autograd._saved_tensors_hooks_enable()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        if message is not None:
+            torch._C._autograd._saved_tensors_hooks_disable(message)
 
 
 def _called_by(package: str) -> bool:
@@ -1178,31 +1145,3 @@ def is_hook_of_fully_shard(hook: Any) -> bool:
 def dtensor_at_work() -> bool:
     """Whether the running torch call is one of DTensor's own (2.13), on the local tensors inside of it."""
     return _DTENSOR in sys.modules and _called_by(_DTENSOR)
-
-
-# For remat._pure.
-
-
-def hooks_so_far() -> int:
-    """How many hooks of modules and tensors were ever registered."""
-    return RemovableHandle.next_id
-
-
-_hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def shape_of_module(module: torch.nn.Module) -> Any:
-    """What changes with a module's class, names and children; None where calling it does more than that.
-
-    None: it has hooks, it was compiled in place, which gives it an attribute, its parameters are in a dict of another
-    kind, or it is a ScriptModule, whose children are elsewhere. Class and children count by identity.
-    """
-    attributes = module.__dict__
-    modules = attributes.get("_modules")
-    if not isinstance(modules, dict) or any(_hooks(attributes)) or module._compiled_call_impl is not None:
-        return None
-    if type(attributes["_parameters"]) is not dict or type(attributes["_buffers"]) is not dict:
-        return None
-    children = [*modules, *map(id, modules.values())]
-    tensors = [*attributes["_parameters"]], [*attributes["_buffers"]]
-    return id(type(module)), next(reversed(attributes)), len(attributes), *tensors, children

@@ -35,17 +35,18 @@ class Value:
     - `decision`: what the policy says of it; None of what no op has made.
     - `name`, `where`: by `checkpoint_name`, and the place in the user's code that computed it.
     - `is_replaced`: whether its storage was written to, so that it is gone.
-    - `tensor`, `layout`, `nbytes`, `device`: of the tensor that an op returned or wrote to, and of its storage.
+    - `layout`, `nbytes`, `device`: of the tensor that an op returned or wrote to, and of its storage.
+    - `counter`: shares the version counter of that tensor and of all views of it, where the policy lets it be kept.
     """
 
     decision: CheckpointPolicy | None = None
     name: str | None = None
     where: str = "unknown"
     is_replaced: bool = False
-    tensor: weakref.ref[Tensor] = field(init=False)
     layout: Layout = field(init=False)
     nbytes: int = field(init=False)
     device: torch.device = field(init=False)
+    counter: Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -18,7 +18,7 @@ import remat.compat
 from remat import CheckpointError, checkpoint_name, policies
 from remat.debug import LiveBytes
 from tests.helpers import UNIT, CountOps, Seen, activation, assert_same, leaf, numbers
-from tests.test_compat_same import MODULES
+from tests.test_compat_same import MODULES, plain
 
 TORCH, REMAT = torch.utils.checkpoint, remat.compat
 P = REMAT.CheckpointPolicy
@@ -123,7 +123,7 @@ def test_a_recurrent_layer_changes_what_is_kept() -> None:
         RuntimeError, match=r"If the function changes it, .* pass allow_cache_entry_mutation=True to cr"
     ):
         reruns(REMAT, policies.dots_saveable, cell)
-    assert reruns(REMAT, policies.dots_saveable, cell, allow_cache_entry_mutation=True)["addmm"] == 0
+    assert reruns(REMAT, policies.dots_saveable, cell, allow_cache_entry_mutation=True)["addmm"] == 1  # of two
 
 
 @pytest.mark.parametrize("policy", [policies.dots_saveable, policies.everything_saveable], ids=str)
@@ -329,7 +329,7 @@ def test_allowed_mutations_of_what_is_kept(save: str, retain: bool) -> None:
 
 
 def test_what_is_kept_may_not_be_changed_outside() -> None:
-    def run(api: Any) -> Any:
+    def run(api: Any, allow: bool = True) -> Any:
         x, kept = leaf(numbers(3, 3)), []
 
         def fun(x: Tensor) -> Tensor:
@@ -337,15 +337,18 @@ def test_what_is_kept_may_not_be_changed_outside() -> None:
             kept.append(y.detach())
             return y.sin() @ x
 
-        y = call(api, [mm], fun, x, allow_cache_entry_mutation=True)
+        y = call(api, [mm], fun, x, allow_cache_entry_mutation=allow)
         kept[0].add_(1)
         y.sum().backward()
         return x.grad
 
+    right = expected(lambda x: (x @ x).sin() @ x)
     with pytest.raises(AssertionError):
-        assert_same(run(TORCH), expected(lambda x: (x @ x).sin() @ x))
-    with pytest.raises(RuntimeError, match="has been mutated"):
-        run(REMAT)
+        assert_same(run(TORCH), right)
+    assert_same(run(REMAT), right)
+    for api in (TORCH, REMAT):
+        with pytest.raises(RuntimeError, match="has been mutated"):
+            run(api, allow=False)
 
 
 @pytest.mark.parametrize("decision", [P.MUST_CPU_OFFLOAD, P.PREFER_CPU_OFFLOAD])
@@ -369,45 +372,8 @@ PACKETS = [torch.ops.aten.mm]
 aten = torch.ops.aten
 
 
-def packet_in_code(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    return P.MUST_SAVE if op == torch.ops.aten.mm else P.PREFER_RECOMPUTE
-
-
-def packet_by_an_alias(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    return op in (aten.mm, aten.bmm.default)
-
-
-def packet_in_a_global(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    return P.MUST_SAVE if op in PACKETS else P.PREFER_RECOMPUTE
-
-
-def packet_given(packets: Any, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-    return P.MUST_SAVE if op in packets else P.PREFER_RECOMPUTE
-
-
-def packet_in_a_cell(packets: Any) -> Any:
-    return lambda ctx, op, *args, **kwargs: op in packets
-
-
-VAIN: dict[str, Any] = {
-    "code": packet_in_code,
-    "alias": packet_by_an_alias,
-    "global": packet_in_a_global,
-    "partial": functools.partial(packet_given, PACKETS),
-    "cell": packet_in_a_cell({torch.ops.aten.mm}),
-}
-
-
-@pytest.mark.parametrize("how", VAIN)
-def test_a_policy_that_names_a_packet(how: str) -> None:
-    assert reruns(TORCH, VAIN[how])["mm"] > 6
-    with pytest.warns(UserWarning, match=r"aten\.mm, which the policy names, .* never runs.*aten\.mm\.") as caught:
-        REMAT.create_selective_checkpoint_contexts(VAIN[how])
-    assert [w.filename for w in caught] == [__file__]
-
-
-@pytest.mark.parametrize("policy", [[torch.ops.aten.matmul.default], lambda c, op, *a: op == aten.matmul.default])
-def test_a_policy_that_names_an_op_that_is_made_of_others(policy: Any) -> None:
+def test_a_list_with_an_op_that_is_made_of_others() -> None:
+    policy = [torch.ops.aten.matmul.default]
     assert reruns(TORCH, policy)["mm"] > 6
     with pytest.warns(UserWarning, match=r"aten\.matmul\.default is never seen.*aten\.mm") as caught:
         REMAT.create_selective_checkpoint_contexts(policy)
@@ -449,6 +415,30 @@ def test_one_pair_of_contexts_for_two_regions() -> None:
     with pytest.raises((AssertionError, RuntimeError)):
         assert_same(run(TORCH), right)
     assert_same(run(REMAT), right)
+
+
+def test_what_is_kept_is_found_where_other_tensors_stand_for_those_of_the_forward() -> None:
+    """An argument that the region around computes again, a tensor that it has made, a buffer that is written to."""
+    norm = nn.BatchNorm1d(3).double()
+
+    def run(checkpoint: Any, selective: Any) -> tuple[Tensor, int]:
+        norm.reset_running_stats()
+
+        def outer(x: Tensor) -> Tensor:
+            made = x.cos()
+            return selective(lambda x: (norm(x @ x) @ made).sin() @ x, x.sin()).exp()
+
+        x = leaf(numbers(3, 3))
+        y = checkpoint(outer, x)
+        with CountOps() as ops:
+            y.sum().backward()
+        assert x.grad is not None
+        return x.grad, ops["mm"]
+
+    found, count = run(functools.partial(REMAT.checkpoint, use_reentrant=False), functools.partial(call, REMAT, [mm]))
+    right, least = run(plain, plain)
+    assert_same(found, right)
+    assert count == least + 3  # the region around runs again, and the selective one in it
 
 
 def test_policies_of_ours_count_per_region() -> None:
@@ -507,6 +497,8 @@ def test_a_backward_inside(policy: Any) -> None:
 @each
 @pytest.mark.parametrize(("policy", "kept"), [([sin], 2), ([torch.ops.aten.cos.default], 1), ([mm], 0)])
 def test_what_is_kept_weighs(api: Any, policy: Any, kept: int) -> None:
+    if api is REMAT and kept == 1:  # nothing reads it
+        kept = 0
     x = leaf(activation())
     with LiveBytes() as meter:
         y = call(api, policy, lambda x: x.sin().exp().sin().cos().sum(), x)
@@ -711,16 +703,19 @@ class Centred(nn.Module):
 
 
 def test_a_kept_buffer_that_the_next_call_changes() -> None:
-    """The error says that it was kept, not what comes of running the function again after that."""
-
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         return P.PREFER_RECOMPUTE if op in (sin, torch.ops.aten.mul.Tensor) else P.MUST_SAVE
 
-    module, y = Centred(), leaf(numbers(4, 3))
-    for _ in range(2):
-        y = call(REMAT, policy, module, y, allow_cache_entry_mutation=True)
-    with pytest.raises(CheckpointError, match=r"has been mutated: a result of aten.lerp_"):
+    def run(api: Any) -> Tensor:
+        module, x = Centred(), leaf(numbers(4, 3))
+        y: Any = x
+        for _ in range(2):
+            y = module(y) if api is None else call(api, policy, module, y, allow_cache_entry_mutation=True)
         y.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert_same(run(REMAT), run(None))
 
 
 @each
@@ -745,8 +740,7 @@ def test_names(kind: str) -> None:
     plainly = grad_of(fun(x).sum(), (x, w))
     with LiveBytes() as meter:
         y = call(REMAT, NAMED[kind], fun, x)
-    kept = {"save": 1, "drop": 2}[kind]  # besides the result
-    assert meter.current == (1 + kept) * 100 * 64 * 8
+    assert meter.current == (1 + 1) * 100 * 64 * 8  # the result, and `hidden` or what `exp` returns
     with CountOps() as ops:
         found = grad_of(y.sum(), (x, w))
     assert ops["mm"] == 2 + (kind == "drop")

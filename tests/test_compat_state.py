@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,36 @@ from tests.test_compat_better import VARIANTS, both_variants, fails, of_torch, o
 from tests.test_compat_same import plain
 
 # In-place changes.
+
+
+def of_add(buffer: Tensor, x: Tensor) -> Tensor:
+    return torch.add(buffer, x, out=buffer)
+
+
+def of_max(buffer: Tensor, x: Tensor) -> Tensor:
+    return torch.max(x + buffer[:1], 0, keepdim=True, out=(buffer[:1], torch.empty(1, dtype=torch.int64))).values
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")  # in the forward of a reentrant one around
+@pytest.mark.parametrize("write", [of_add, of_max, Tensor.add_])
+@pytest.mark.parametrize("nest", [*itertools.product(("non-reentrant", "reentrant", "remat"), repeat=3)], ids="/".join)
+def test_functions_go_on_with_what_a_call_that_writes_returns(nest: tuple[str, ...], write: Any) -> None:
+    def wrapped(fun: Any, by: str) -> Any:
+        return remat.remat(fun) if by == "remat" else functools.partial(VARIANTS[by][1], fun)
+
+    def run(wrap: Any) -> Any:
+        buffer, x = torch.zeros(3, dtype=torch.float64), leaf(numbers(3))
+
+        def fun(x: Tensor) -> Tensor:
+            before = x * buffer.clone()
+            return before.sin() + x * write(buffer, x.detach()).clone().cos() + buffer.clone()
+
+        for by in nest:
+            fun = wrap((lambda fun: lambda x: fun(x.sin()) * x + fun(x * 2).cos())(fun), by)
+        fun(x).sum().backward()
+        return x.grad, buffer
+
+    assert_same(run(wrapped), run(lambda fun, _: fun))
 
 
 @both_variants

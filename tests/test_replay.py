@@ -177,6 +177,21 @@ def test_a_graph_that_tells_what_it_would_save(policy: Any) -> None:
     assert_same(replayed(fun, x, told), torch.autograd.grad(fun(x).sum(), x)[0])
 
 
+@pytest.mark.parametrize("reads", [lambda y: (y * 2).sin(), lambda y: y.detach()], ids=["runs", "saved"])
+def test_what_is_kept_is_changed_through_a_view_that_outlives_its_tensor(reads: Any) -> None:
+    views: list[Tensor] = []
+
+    def fun(x: Tensor) -> Tensor:
+        y = x @ x
+        views.append(y.detach())
+        return x.sin() * reads(y)
+
+    x = leaf(numbers(3, 3))
+    y = remat(fun, policy=save_ops("mm"))(x)
+    views[0].add_(1)
+    assert_same(torch.autograd.grad(y.sum(), x), torch.autograd.grad(fun(x).sum(), x))
+
+
 # What a policy is told.
 
 

@@ -1,6 +1,7 @@
 """All of torch.utils.checkpoint, on an engine of our own: change one import."""
 
 from remat._errors import CheckpointError as CheckpointError
+from remat._recorder import SelectiveCheckpointContext as SelectiveCheckpointContext
 from remat.compat._checkpoint import checkpoint as checkpoint
 from remat.compat._devices import DefaultDeviceType as DefaultDeviceType
 from remat.compat._devices import check_backward_validity as check_backward_validity
@@ -11,7 +12,6 @@ from remat.compat._devices import set_device_states as set_device_states
 from remat.compat._group import GraphExecGroup as GraphExecGroup
 from remat.compat._reentrant import CheckpointFunction as CheckpointFunction
 from remat.compat._selective import SAC_IGNORED_OPS as SAC_IGNORED_OPS
-from remat.compat._selective import SelectiveCheckpointContext as SelectiveCheckpointContext
 from remat.compat._selective import create_selective_checkpoint_contexts as create_selective_checkpoint_contexts
 from remat.compat._sequential import checkpoint_sequential as checkpoint_sequential
 from remat.compat._settings import set_checkpoint_debug_enabled as set_checkpoint_debug_enabled

@@ -23,6 +23,7 @@ from remat._graph import is_made_since
 from remat._look import Look
 from remat._nested_mode import current_look, unseen
 from remat._places import Place, filled, item, places_in_modules
+from remat._tape import Origin, Tape
 from remat.compat._look import ForwardLook, RerunLook
 from remat.random._keyed import running, suspended
 
@@ -70,6 +71,39 @@ class Outside:
         return isinstance(self.saved, Tensor) and internals.version(self.saved) != self.version
 
 
+class _StandIns:
+    """The tensors of a rerun, which stand for those that the forward has read.
+
+    **Attributes:**
+
+    - `values`: all of them, by the identity of the other.
+    - `inputs`: those that are operands.
+    - `swaps`: what the function may find anywhere, with what to read in its place.
+    - `fill`: what to put into modules.
+    - `stale`: by identity, what to raise where a tensor is read.
+    """
+
+    def __init__(self, index: dict[int, int], places: Mapping[int, list[Place]]) -> None:
+        self._index, self._places = index, places
+        self.values: dict[int, Tensor] = {}
+        self.inputs: list[Any] = [None] * len(index)
+        self.swaps: list[tuple[Tensor, Tensor]] = []
+        self.fill: list[tuple[Place, Tensor]] = []
+        self.stale: dict[int, RuntimeError] = {}
+
+    def put(self, key: int, tensor: Tensor | None, value: Tensor, in_places_alone: bool = False) -> None:
+        """Let `value` stand for a tensor. `in_places_alone`: nowhere else, if modules have it."""
+        self.values[key] = value
+        if key in self._index:
+            self.inputs[self._index[key]] = value
+        places = self._places.get(key, ())
+        expected: Tensor | None = value
+        if tensor is not None and tensor is not value and not (places and in_places_alone):
+            self.swaps.append((tensor, value))
+            expected = tensor
+        self.fill += [(place, value) for place in places if item(*place) is not expected]
+
+
 class Call:
     """One call of a function.
 
@@ -80,14 +114,12 @@ class Call:
     - `arguments`: how many of these are positional arguments themselves. The caller holds those.
     - `random`: the draws to repeat, None where there were none.
     - `written`: by identity, the tensors from outside that the function writes to, and what they were before.
-    - `held`: the other operands; None for those that are written to.
-    - `parameters`, `outside`: what else the function reads from outside, parameters and others.
+    - `parameters`, `outside`: what else the function closes over or reads from outside, parameters and others.
     - `last_look`: what has looked at the rerun, for the caller to take.
     """
 
     random: RandomState | None = None
     written: Mapping[int, tuple[weakref.ref[Tensor], Tensor]] = types.MappingProxyType({})
-    held: Sequence[Outside | None] = ()
     outside: Sequence[Outside] = ()
     parameters: Sequence[Tensor] = ()
     last_look: RerunLook | None = None
@@ -96,9 +128,11 @@ class Call:
     """Of the parameters, how often each had been written to, and whether it required grad."""
     _places: Mapping[int, list[Place]] = types.MappingProxyType({})
     """Where modules had tensors, by identity."""
+    _origins: Mapping[int, Origin] = types.MappingProxyType({})
+    """What the tape of a policy knows the tensors by that the forward has read, by identity."""
     _forward: ForwardLook | None = None
     _needs_look = False
-    _shared: tuple[list[int], list[int]] | None = None
+    _shared: CheckpointError | None = None
 
     def __init__(
         self,
@@ -159,47 +193,44 @@ class Call:
             for key, before in look.copies.items():
                 look.outside[key].value.copy_(before)
 
-    def finish(self, look: ForwardLook) -> None:
-        """The forward is over: note what it has read from outside, and what it has written to."""
+    def finish(self, look: ForwardLook, tape: Tape | None = None) -> None:
+        """The forward is over: note what it has read from outside, and what it has written to.
+
+        `tape`: what a policy keeps of it.
+        """
+        if tape is not None:
+            origins = {key: tape.origin(read.value) for key, read in look.outside.items()}
+            self._origins = {key: origin for key, origin in origins.items() if origin is not None}
         around, self._around, self._forward = self._around, None, None
         if self.random is not None:
             self.random = self.random.drawn_since(look.drew)
-        copies, outside, index = look.copies, look.outside, self._index
-        if copies:
+        if look.copies:
             self.written = self._written_by(look)
-            shared = internals.two_that_share_memory([outside[key].tensor for key in copies])
-            self._shared = None if shared is None else (list(shared[0].shape), list(shared[1].shape))
-        if len(self.operands) > self.arguments:
-            self.held = [
-                None if id(t) in copies else Outside(t, outside[id(t)].value, around)
-                for t in self.operands[self.arguments :]
-            ]
-        if len(outside) > len(index):
-            self._note_outside(look, around)
+            shared = internals.two_that_share_memory([look.outside[key].tensor for key in look.copies])
+            if shared is not None:
+                self._shared = CheckpointError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
+        if len(look.outside) > self.arguments:
+            read = self._read_by(look)
+            look.forget()  # what is gone then was made out of sight
+            found = ((ref(), value) for ref, value in read)
+            self.outside = [Outside(t, t if value is None else value, around) for t, value in found if t is not None]
         look.forget()
         self._needs_look = look.nests or look.sets_hooks
         self._objects, self.operands = [], []
 
-    def _note_outside(self, look: ForwardLook, around: Look | None) -> None:
-        others = self._others_than_parameters(look)
-        look.forget()
-        if others:  # what is gone by now was made out of sight
-            found = ((ref(), value) for ref, value in others)
-            self.outside = [Outside(t, t if value is None else value, around) for t, value in found if t is not None]
-
-    def _others_than_parameters(self, look: ForwardLook) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
-        """Note the parameters that were read from outside. The others, and what stood for them."""
+    def _read_by(self, look: ForwardLook) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
+        """What the forward has read besides the positional arguments, and what stood for it; parameters are noted."""
         parameters, others, near = [], [], []
         look.gathered |= internals.gathered_by_fully_shard()
         for key, (t, value, *_) in look.outside.items():
-            is_operand, is_written = key in self._index, key in look.copies
-            if key not in look.gathered and (is_written or not is_operand):
+            position, is_written = self._index.get(key), key in look.copies
+            if key not in look.gathered and (is_written or position is None):
                 near.append(t)
-            if is_operand or is_written:
+            if is_written or (position is not None and position < self.arguments):
                 continue
-            if type(t) is Parameter and value is t and not t.is_inference():
+            if position is None and type(t) is Parameter and value is t and not t.is_inference():
                 parameters.append(t)
-            elif not is_made_since(t, self._since):
+            elif position is not None or not is_made_since(t, self._since):
                 others.append((weakref.ref(t), None if value is t else value))
         self.parameters, self._states = parameters, [(t._version, t.requires_grad) for t in parameters]
         self._places = places_in_modules(self._objects, near)
@@ -213,7 +244,7 @@ class Call:
     def rerun(
         self,
         arguments: Sequence[Tensor | None],
-        context: Context = NOTHING,
+        contexts: tuple[Context, Context] = (NOTHING, NOTHING),
         stand_ins: dict[int, Tensor] | None = None,
         looks: bool = False,
     ) -> Any:
@@ -222,25 +253,34 @@ class Call:
         **Arguments:**
 
         - `arguments`: the tensors among the positional arguments.
-        - `context`: entered around all of it.
+        - `contexts`: entered around all of it. The first is told what stands for what the forward has read.
         - `stand_ins`: by identity, what stands for other tensors.
         - `looks`: whether the caller will ask `last_look` what the rerun has made.
         """
-        return self._variables.copy().run(self._rerun, arguments, context, stand_ins or {}, looks)
+        return self._variables.copy().run(self._rerun, arguments, *contexts, stand_ins or {}, looks)
 
     def _rerun(
-        self, arguments: Sequence[Tensor | None], context: Context, stand_ins: dict[int, Tensor], looks: bool
+        self,
+        arguments: Sequence[Tensor | None],
+        context: Any,
+        trace: Context,
+        stand_ins: dict[int, Tensor],
+        looks: bool,
     ) -> Any:
         rerunning.set(True)
         with internals.grad_enabled():
-            inputs, look, fill = self._prepared(arguments, stand_ins, looks)
+            found = self._prepared(arguments, stand_ins, looks)
+            look = self._look_at(found, looks)
             modes = self._modes.entered()
             draws = NOTHING if self.random is None else replayed(self.random)
             keys = suspended() if internals.function_modes_active() and running() is not None else NOTHING
-            rebuild = self._closure.rebuilder(inputs)
+            rebuild = self._closure.rebuilder(found.inputs)
             flags = [(key, cell, cell.cell_contents) for key, cell in self._flags.items()]
             try:
-                with self._ambient.restored(), draws, keys, modes, context, filled(fill):
+                with self._ambient.restored(), draws, keys, modes, context, trace, filled(found.fill):
+                    for key, tensor in found.values.items() if self._origins else ():
+                        if key in self._origins:
+                            context.stands_for(tensor, self._origins[key])
                     if flags:  # the context may have set one, for the function to see
                         rebuild.keep({key: cell for key, cell, before in flags if cell.cell_contents is not before})
                     args, kwargs = _tree.unflatten_call(self._spec, [*map(rebuild, self._leaves)])
@@ -253,76 +293,39 @@ class Call:
             finally:
                 rebuild.clear()
 
-    def _prepared(
-        self, arguments: Sequence[Tensor | None], stand_ins: dict[int, Tensor], looks: bool
-    ) -> tuple[list[Any], Context, list[tuple[Place, Tensor]]]:
-        """The operands, what has to look at the rerun, and what to put into modules for it."""
+    def _prepared(self, arguments: Sequence[Tensor | None], stand_ins: dict[int, Tensor], looks: bool) -> _StandIns:
         if self._shared is not None:
-            raise CheckpointError(_SHARED.format(self.name, *self._shared))
-        inputs: list[Any] = [*arguments]
-        swaps: list[tuple[Tensor, Tensor]] = []
-        stale: dict[int, RuntimeError] = {}
-        fill: list[tuple[Place, Tensor]] = []
-        written = self.written
-        if self._forward is not None:  # a backward inside of the forward
-            inputs += self.operands[self.arguments :]
-            written = self._written_by(self._forward)
-        for o in self.held:
-            inputs.append(None if o is None else self._value_of(o, stand_ins, stale, swaps))
-        places = self._places
-        if stand_ins or self._states != [(t._version, t.requires_grad) for t in self.parameters]:
-            self._see_parameters(stand_ins, stale, swaps, looks)
-        for t in self.parameters if places else ():
-            value = stand_ins.get(id(t), t)
-            fill += [((names, key), value) for names, key in places.get(id(t), ()) if names.get(key) is not value]
-        for o in self.outside:
-            value, tensor = self._value_of(o, stand_ins, stale, swaps), o.ref()
-            fill += [(place, value) for place in places.get(o.key, ()) if item(*place) is not tensor]
-        for key, (ref, before) in written.items():
-            copy, tensor = before.clone(), ref()
-            if key in self._index:
-                inputs[self._index[key]] = copy
-            if tensor is not None:
-                swaps.append((tensor, copy))
-            fill += [(place, copy) for place in places.get(key, ()) if item(*place) is not tensor]
-        if swaps or stale or looks or self._needs_look or internals.may_run_compiled_code():
-            look = RerunLook(self.name, inputs, swaps, stale)
-            if looks:
-                self.last_look = look
-            return inputs, look, fill
-        return inputs, unseen() if internals.function_modes_active() else NOTHING, fill
-
-    def _see_parameters(
-        self,
-        stand_ins: dict[int, Tensor],
-        stale: dict[int, RuntimeError],
-        swaps: list[tuple[Tensor, Tensor]],
-        looks: bool,
-    ) -> None:
+            raise self._shared
+        found = _StandIns(self._index, self._places)
+        for key, argument in zip(self._index, arguments, strict=False):
+            if argument is not None:
+                found.put(key, None, argument)
+        for operand in self.operands[self.arguments :]:  # in a backward inside of the forward
+            found.put(id(operand), None, operand)
         for t, (version, required_grad) in zip(self.parameters, self._states, strict=True):
             value = stand_ins.get(id(t), t)
             if t._version != version:
-                stale[id(t)] = modified(t, version, self.name)
+                found.stale[id(t)] = modified(t, version, self.name)
             if value.requires_grad and not required_grad:
-                swaps.append((t, value.detach()))
-            elif value is not t and (looks or id(t) not in self._places):  # else modules have the value for a while
-                swaps.append((t, value))
+                value = value.detach()
+            found.put(id(t), t, value, in_places_alone=not looks)
+        for o in self.outside:
+            value = stand_ins[o.key] if o.key in stand_ins else o.unpack()
+            if o.is_stale:
+                found.stale[id(value)] = modified(value, o.version, self.name)
+            if value.requires_grad and not o.requires_grad:
+                value = value.detach()
+            found.put(o.key, o.ref(), value)
+        written = self.written if self._forward is None else self._written_by(self._forward)
+        for key, (ref, before) in written.items():
+            found.put(key, ref(), before.clone())
+        return found
 
-    def _value_of(
-        self,
-        outside: Outside,
-        stand_ins: dict[int, Tensor],
-        stale: dict[int, RuntimeError],
-        swaps: list[tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        value = stand_ins.get(outside.key)
-        if value is None:
-            value = outside.unpack()
-        if outside.is_stale:
-            stale[id(value)] = modified(value, outside.version, self.name)
-        if value.requires_grad and not outside.requires_grad:
-            value = value.detach()
-        tensor = outside.ref()
-        if tensor is not None and tensor is not value:
-            swaps.append((tensor, value))
-        return value
+    def _look_at(self, found: _StandIns, looks: bool) -> Context:
+        """What has to look at a rerun."""
+        if found.swaps or found.stale or looks or self._needs_look or internals.may_run_compiled_code():
+            look = RerunLook(self.name, found.inputs, found.swaps, found.stale)
+            if looks:
+                self.last_look = look
+            return look
+        return unseen() if internals.function_modes_active() else NOTHING

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,18 +23,6 @@ from remat.compat._selective import Selective, call_compiled, for_one_region
 from remat.random._keyed import running
 
 _DETERMINISM_CHECKS = ("default", "none")
-
-
-class _Arguments(NamedTuple):
-    """The options of a call, checked."""
-
-    use_reentrant: bool
-    preserve_rng_state: bool
-    context_fn: Callable[[], Contexts]
-    determinism_check: str
-    debug: bool
-    early_stop: bool
-    respect_saved_tensors_hooks: bool | None
 
 
 def checkpoint(
@@ -115,7 +103,7 @@ def checkpoint(
     elif determinism_check not in _DETERMINISM_CHECKS:
         known = list(_DETERMINISM_CHECKS)
         raise ValueError(f"determinism_check should be one of {known}, but got {determinism_check}")
-    given = _Arguments(
+    given = Options(
         use_reentrant,
         preserve_rng_state,
         context_fn,
@@ -132,7 +120,7 @@ def checkpoint(
     return _call(given, function, args, kwargs)
 
 
-def _decorated(given: _Arguments, function: Callable[..., Any]) -> Callable[..., Any]:
+def _decorated(given: Options, function: Callable[..., Any]) -> Callable[..., Any]:
     check_function(function)
     check_body(function)
 
@@ -145,7 +133,7 @@ def _decorated(given: _Arguments, function: Callable[..., Any]) -> Callable[...,
     return checkpointed
 
 
-def _call(given: _Arguments, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(given: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return call_compiled(function, args, kwargs, given.context_fn, given.preserve_rng_state)
     check_body(function)
@@ -171,9 +159,7 @@ def _reentrant(function: Callable[..., Any], args: tuple[Any, ...], preserve_rng
 
 
 @internals.left_alone_by_dynamo
-def _non_reentrant(
-    given: _Arguments, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _non_reentrant(given: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     contexts = NO_CONTEXTS
     if given.context_fn is not noop_context_fn:
         contexts = for_one_region(*check_contexts(given.context_fn), given.respect_saved_tensors_hooks)
@@ -182,11 +168,10 @@ def _non_reentrant(
     if _needs_transforms():
         return _functional(function, contexts, given.preserve_rng_state)(*args, **kwargs)
     stop, traced = _settings.early_stop.get(), _settings.debug_enabled.get()
-    options = Options(
-        given.preserve_rng_state, given.determinism_check != "none", given.early_stop if stop is None else stop
-    )
+    if stop is not None:
+        given = given._replace(early_stop=stop)
     with internals.DisableTorchFunction():
-        region = Region(function, args, kwargs, options, contexts)
+        region = Region(function, args, kwargs, given, contexts)
     if given.debug if traced is None else traced:
         _debug.trace(region)
     try:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -88,33 +86,12 @@ class _Trace(internals.DispatchMode):
         return out
 
 
-class _Traced:
-    """A context with a trace inside of it."""
-
-    def __init__(self, context: contextlib.AbstractContextManager[Any]) -> None:
-        self.trace = _Trace()
-        self._context = context
-
-    @contextlib.contextmanager
-    def _both(self) -> Iterator[None]:
-        with self._context, self.trace:
-            yield
-
-    def __enter__(self) -> Any:
-        self._entered = self._both()
-        return self._entered.__enter__()
-
-    def __exit__(self, *args: Any) -> Any:
-        return self._entered.__exit__(*args)
-
-
 def trace(region: Region) -> None:
     """Have a region note its ops, and its errors tell them."""
-    forward, rerun = _Traced(region.forward_context), _Traced(region.rerun_context)
-    region.forward_context, region.rerun_context = forward, rerun
+    forward, rerun = region.traces = _Trace(), _Trace()
 
     def explain(error: CheckpointError) -> CheckpointError:
-        return _explained(error, forward.trace.ops, rerun.trace.ops)
+        return _explained(error, forward.ops, rerun.ops)
 
     region.explain = explain
 

@@ -17,20 +17,11 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
-from remat._effects import Effects, effects_of, written_by
+from remat._effects import effects_of
 from remat._graph import is_made_since
-from remat._look import Look, Read
+from remat._look import CONTAINERS, SCALARS, Look, Read
 
-_SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
-_TREES = frozenset({list, tuple, dict})
-_acts: dict[Any, bool] = {}
-"""Whether a function does more than compute."""
 is_wrapper = internals.is_wrapper
-
-
-def _has_tensors(tree: Any) -> bool:
-    items = tree.values() if type(tree) is dict else tree
-    return any(isinstance(x, Tensor) or type(x) in _TREES for x in items)
 
 
 class ForwardLook(Look):
@@ -71,78 +62,47 @@ class ForwardLook(Look):
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
         known = self._known
+        given = args, kwargs
         for a in args:
             kind = type(a)
-            if kind in _SCALARS or id(a) in known:
+            if kind in SCALARS or (id(a) in known and kind not in CONTAINERS):
                 continue
             if kind is Parameter and self._is_alone and self._memory is None:
                 self.outside[id(a)] = Read(a, a, 0, 0, func)
                 known.add(id(a))
-            elif isinstance(a, Tensor) or (kind in _TREES and _has_tensors(a)):
+            elif isinstance(a, Tensor) or kind in CONTAINERS:
                 args = self._seen(args)
                 break
-        acts = _acts.get(func)
-        if acts is None:
-            acts = effects_of(func).acts
-            if len(_acts) < 10_000:  # custom functions may be made anew for each call
-                _acts[func] = acts
-        if kwargs:
-            for a in kwargs.values():
-                if id(a) not in known if isinstance(a, Tensor) else type(a) in _TREES and _has_tensors(a):
-                    kwargs = {k: self._seen_in(v) for k, v in kwargs.items()}
-                    break
-            if acts or kwargs.get("inplace") or "out" in kwargs or kwargs.get("generator") is not None:
-                return self._call(effects_of(func), func, args, kwargs)
-            out = func(*args, **kwargs)
-        elif acts:
-            return self._call(effects_of(func), func, args, {})
-        else:
-            out = func(*args)
+        effects = effects_of(func)
+        if kwargs or effects.acts:
+            named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
+            return self._call(effects, func, args, named, given)
+        out = func(*args)
         kind = type(out)
         if kind is Tensor and not is_wrapper(out):
             known.add(id(out))
             if not out.requires_grad and id(out) not in self.outside:
                 self._unkept.append(weakref.ref(out))
-        elif kind not in _SCALARS:
-            self._add_result(func, out)
-        return out
-
-    def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        if effects.moves_hooks:
-            return func(*args, **kwargs)
-        if effects.draws:
-            self._mark_draw()
-            self.saves_unwritten = self.saves_unwritten or "rrelu" in func.__name__
-        writes = effects.writes or "out" in kwargs or bool(kwargs.get("inplace"))
-        with internals.DisableTorchFunction():
-            if writes:
-                for t in () if internals.fully_shard_at_work() else written_by(func, args, kwargs):
-                    if id(t) not in self._was_lazy:  # what FSDP2's hooks write, they write again
-                        self.before_write(t)
-            elif effects.sets_data:
-                if is_lazy(args[0]):
-                    self._was_lazy.add(id(args[0]))
-                elif args[0].shape == args[1].shape:
-                    self.before_write(args[0])
-                else:
-                    self.gathered.add(id(args[0]))
-            if effects.sets_hook:
-                args = self._with_hook(args)
-            for x in kwargs.values() if effects.draws or kwargs.get("generator") is not None else ():
-                if isinstance(x, torch.Generator):
-                    self.notice(x)
-        out = func(*args, **kwargs)
-        self._add_result(func, out)
-        return self.original_of(out) if writes else out
-
-    def _add_result(self, func: Any, out: Any) -> None:
-        if type(out) is Tensor and not is_wrapper(out):
-            self._known.add(id(out))
-            if not out.requires_grad and id(out) not in self.outside:
-                self._unkept.append(weakref.ref(out))
-        elif type(out) not in _SCALARS:
+        elif kind not in SCALARS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out)
+        return out
+
+    def _mark_draw(self, func: Any) -> None:
+        super()._mark_draw(func)
+        self.saves_unwritten = self.saves_unwritten or "rrelu" in func.__name__
+
+    def before_write(self, written: Tensor) -> None:
+        if id(written) not in self._was_lazy and not internals.fully_shard_at_work():
+            super().before_write(written)  # what FSDP2's hooks write, they write again
+
+    def _set_data(self, tensor: Tensor, data: Tensor) -> None:
+        if is_lazy(tensor):
+            self._was_lazy.add(id(tensor))
+        elif tensor.shape == data.shape:
+            self.before_write(tensor)
+        else:
+            self.gathered.add(id(tensor))
 
     def _add_fresh(self, tensor: Tensor) -> None:
         self._known.add(id(tensor))
@@ -204,11 +164,7 @@ class RerunLook(ForwardLook):
         """
         super().__init__(name, [t for t in given if id(t) not in stale], None)
         self._swaps = {id(tensor): stand_in for tensor, stand_in in swaps}
-        self._originals = {id(stand_in): tensor for tensor, stand_in in swaps}
         self._stale = stale
-
-    def original_of(self, out: Any) -> Any:
-        return self._originals.get(id(out), out)
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)

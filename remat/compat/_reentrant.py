@@ -80,9 +80,7 @@ class CheckpointFunction(torch.autograd.Function):
             call.finish(look)
             gathered = look.gathered
             captured = {id(t): t for t in call.parameters if t.requires_grad}
-            captured.update(
-                (o.key, o.unpack()) for o in (*call.held, *call.outside) if o is not None and o.requires_grad
-            )
+            captured.update((o.key, o.unpack()) for o in call.outside if o.requires_grad)
             rest = [captured.pop(key) for key in gathered if key in captured]
             results = super().apply(call, captured, rest, values, len(arguments), *arguments, *captured.values())
             outer = current_look()

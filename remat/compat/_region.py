@@ -62,11 +62,15 @@ class _Stop(BaseException):
 
 
 class Options(NamedTuple):
-    """How to run a region."""
+    """The options of `checkpoint`, checked."""
 
-    preserve_rng_state: bool = True
-    compares_metadata: bool = True
-    early_stop: bool = True
+    use_reentrant: bool
+    preserve_rng_state: bool
+    context_fn: Callable[[], Contexts]
+    determinism_check: str
+    debug: bool
+    early_stop: bool
+    respect_saved_tensors_hooks: bool | None
 
 
 class _Recomputed:
@@ -95,10 +99,8 @@ class _Collector:
     @internals.left_alone_by_dynamo
     def pack(self, tensor: Tensor) -> Tensor:
         """The hook: collects `tensor`."""
-        if internals.function_modes_active():
-            with internals.DisableTorchFunction():
-                return self._pack(tensor)
-        return self._pack(tensor)
+        with internals.DisableTorchFunction():
+            return self._pack(tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
@@ -131,6 +133,8 @@ class Region:
 
     explain: Callable[[CheckpointError], CheckpointError] | None = None
     """What makes a more detailed error of one: for debugging."""
+    traces: Contexts = NO_CONTEXTS
+    """Modes that note the ops of the forward and of the rerun: for debugging."""
 
     def __init__(
         self,
@@ -149,7 +153,6 @@ class Region:
         self._metas: list[Meta] = []
         self._recomputed: weakref.ref[_Recomputed] | None = None
         self._is_complete = False
-        self._early_stop = options.early_stop
 
     @property
     def name(self) -> str:
@@ -166,7 +169,7 @@ class Region:
         returned = False
         internals.push_saved_tensors_hooks(self._pack, _unpack)
         try:
-            with self.forward_context, look:
+            with self.forward_context, self.traces[0], look:
                 out = fun(*args, **kwargs)
                 returned = True
         except RuntimeError as error:
@@ -179,21 +182,19 @@ class Region:
         if not returned:
             raise RuntimeError(_SWALLOWED)
         with internals.DisableTorchFunction():
-            for i, key in enumerate([*map(id, call.operands[: call.arguments])] if look.copies else ()):
-                if key in look.copies:  # it may lead to this region
+            for i, operand in enumerate(call.operands[: call.arguments]):
+                if id(operand) in look.copies:  # it may lead to this region
                     self._saved[i] = None
-            self._early_stop = self._options.early_stop and not look.saves_unwritten
-            call.finish(look)
+            if look.saves_unwritten:
+                self._options = self._options._replace(early_stop=False)
+            call.finish(look, getattr(self.forward_context, "tape", None))
         self._is_complete = True
         return out
 
     @internals.left_alone_by_dynamo
     def _pack(self, tensor: Tensor) -> Holder:
         """The hook: what the graph keeps in the place of `tensor`."""
-        if internals.function_modes_active():
-            with internals.DisableTorchFunction():
-                self._metas.append(_meta_of(tensor))
-        else:
+        with internals.DisableTorchFunction():
             self._metas.append(_meta_of(tensor))
         holder = Holder(self, len(self._holders))
         self._holders.append(weakref.ref(holder))
@@ -203,9 +204,7 @@ class Region:
 
     def held(self) -> Sequence[Any]:
         """What it holds to run again: tensors, or what hooks have put in their place."""
-        call = self._call
-        others = [o.saved for o in (*call.held, *call.outside) if o is not None]
-        saved = [*self._saved, *others]
+        saved = [*self._saved, *(o.saved for o in self._call.outside)]
         return [s if isinstance(s, Tensor) else internals.held_in(s) for s in saved if s is not None]
 
     def unpack(self, index: int) -> Tensor:
@@ -239,13 +238,13 @@ class Region:
         """Run the function again: what its graph saves."""
         with internals.base_level() if internals.transforms_active() else NOTHING:
             arguments = [None if s is None else s.unpack() for s in self._saved]
-            collector = _Collector(self._holders, self._early_stop)
-            context = self.rerun_context
-            if context is not NOTHING and not self._is_complete:  # a backward inside of the forward, and of its context
-                context = internals.DisableTorchDispatch()
+            collector = _Collector(self._holders, self._options.early_stop)
+            context, trace = self.rerun_context, self.traces[1]
+            if not self._is_complete:  # a backward inside of the forward, and of its context
+                context, trace = internals.DisableTorchDispatch(), NOTHING
             internals.push_saved_tensors_hooks(collector.pack, _same)
             try:
-                self._call.rerun(arguments, context)
+                self._call.rerun(arguments, (context, trace))
             except _Stop:
                 pass
             finally:
@@ -259,7 +258,7 @@ class Region:
         if len(saved) != len(self._holders):
             message = _MORE if len(saved) > len(self._holders) else _FEWER
             raise self._error(f"{message.format(len(self._holders), len(saved))}\n{_TIP}")
-        if not self._options.compares_metadata:
+        if self._options.determinism_check == "none":
             return
         lines = []
         for i, (entry, forward) in enumerate(zip(saved, self._metas, strict=True)):

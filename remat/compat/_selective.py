@@ -1,26 +1,33 @@
-"""Selective checkpointing: two contexts, of which the first keeps what ops return and the second gives it back."""
+"""Selective checkpointing: two contexts, of which the first keeps what a policy says and the second gives it back.
+
+They use the tape of `remat(policy=)`. What they add is torch's: an error where the rerun runs an op more often than the
+forward did, and one where a kept result was changed in place, unless that is allowed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from remat import _compile, _tree
+from remat import _compile
 from remat import _torch_internals as internals
-from remat._context import drawn_from
+from remat._context import OwnCasts
 from remat._errors import CheckpointError, shown, warn
-from remat._names import current_name
-from remat._ops import facts_of
+from remat._ops import OpFacts
+from remat._recorder import Recorder
 from remat._remat import remat
+from remat._tape import KEEP, Origin, Replay, Tape
+from remat._values import Op, OpCall, Value
 from remat.compat._devices import noop_context_fn
-from remat.compat._named_ops import named_in_vain, policy_of_ops, warn_in_vain
 from remat.compat._region import Contexts
 from remat.policies import CheckpointPolicy, Policy, as_policy
-from remat.policies._ops import OpOverload, OpOverloadPacket
+from remat.policies._ops import OpOverload, OpOverloadPacket, spell
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _BYPASSED = (
@@ -28,11 +35,15 @@ _BYPASSED = (
     "versions of torch.utils.checkpoint change that. Pass respect_saved_tensors_hooks=True to have it now, or False to "
     "leave it as it is without this warning."
 )
-_SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-_OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
-_KEEP = (*_SAVE, *_OFFLOAD)
-_NAMES = torch.ops.aten.alias.default
-"""What `checkpoint_name` calls."""
+_MUTATED = (
+    "checkpoint: Tensor cached during selective activation checkpoint has been mutated: a result of {}. If the "
+    "function changes it, as recurrent layers do, pass allow_cache_entry_mutation=True to "
+    "create_selective_checkpoint_contexts; elsewhere, change a copy: x = x.clone()."
+)
+_NOT_FOUND = (
+    "checkpoint: {} encountered during backward but not found in storage: the forward did not run it as often. The "
+    "function is not deterministic, or depends on something that changed in the meantime."
+)
 
 SAC_IGNORED_OPS: set[Any] = {
     torch.ops.aten.detach.default,  # autograd calls it as often as it likes
@@ -54,285 +65,177 @@ SAC_IGNORED_OPS: set[Any] = {
 }
 
 
-class SelectiveCheckpointContext:
-    """What a policy is told besides the op and its arguments.
+class _Packed:
+    """A kept value that the user's hooks have made something else of."""
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self._packed, self._unpack = packed, unpack
+
+    def fetch(self) -> None:
+        """It comes when it is asked for."""
+
+    def get(self) -> Tensor:
+        """The tensor, for the rerun to have as its own."""
+        return internals.alias(self._unpack(self._packed))
+
+
+class _Recorder(Recorder):
+    """Sees the forward.
 
     **Attributes:**
 
-    - `is_recompute`: always False: a policy is asked in the forward alone.
-    - `op_output`: what the op returned.
-    - `name`: the name that `checkpoint_name` is giving to it, None where it is giving none.
-
-    **Source:** `torch.utils.checkpoint.SelectiveCheckpointContext`.
-
-    Examples:
-        >>> import torch
-        >>> from remat.compat import CheckpointPolicy, SelectiveCheckpointContext
-        >>> def small(ctx: SelectiveCheckpointContext, op, *args, **kwargs):
-        ...     return CheckpointPolicy.MUST_SAVE if ctx.op_output.numel() < 100 else CheckpointPolicy.PREFER_RECOMPUTE
-        >>> small(SelectiveCheckpointContext(is_recompute=False, op_output=torch.ones(3)), torch.ops.aten.sin.default)
-        <CheckpointPolicy.MUST_SAVE: 0>
+    - `counts`: how often each op ran, by its identity. Those of a backward inside of the function do not count: they
+        need not be the same in both runs.
+    - `mutated`: the ops whose results the policy keeps and a later op has changed.
     """
 
-    def __init__(self, *, is_recompute: bool, op_output: Any = None) -> None:
-        self.is_recompute = is_recompute
-        self.op_output = op_output
-        self.name = current_name()
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy.start())
+        self.counts: Counter[int] = Counter()
+        self.mutated: set[Op] = set()
+        self._graph_task = internals.graph_task()
+        if internals.saved_tensors_hooks() is not None:
+            self._saved = {}  # they tell what the graph saves
+
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        if internals.graph_task() == self._graph_task:
+            self.counts[id(func)] += 1
+        return super()._op(func, args, kwargs)
+
+    def _note(self, op: Op, outputs: Sequence[Any], changed: list[Tensor], decision: CheckpointPolicy) -> None:
+        values = [self._content(t.untyped_storage()).value for t in changed]
+        if any(value.decision in KEEP for value in values):
+            self.mutated.update(op for op in self._ops.values() if any(value in values for value in op.values))
+        super()._note(op, outputs, changed, decision)
 
 
-class _Kept:
-    """A tensor that an op returned."""
-
-    def __init__(self, tensor: Tensor, offload: bool) -> None:
-        self._device = tensor.device
-        self._unpack: Callable[[Any], Tensor] | None = None
-        self._packed: Any = None
-        self._tensor = tensor.cpu() if offload else internals.alias(tensor)
-        self.storage = self._tensor.untyped_storage()._cdata
-        self._changes = False
-        self._version = self._tensor._version
-
-    def settle(self) -> None:
-        """The op that returned it is over, which counts as a change if it was in place."""
-        self._version = self._tensor._version
-
-    def before_change(self) -> None:
-        """The function is about to change the tensor in place: keep what it is now, if it is what the op returned."""
-        if not self._changes and self._tensor._version == self._version:
-            self._tensor, self._changes = self._tensor.clone(), True
-            self._version = self._tensor._version
-
-    def after_change(self) -> None:
-        """The function has changed it in place: by `unsafe_chunk`, say, that does not show in its version."""
-        self._version = -1
-
-    def pack(self, hooks: Hooks) -> None:
-        """The run is over: have the user's hooks make something else of it."""
-        pack, self._unpack = hooks
-        self._packed = pack(self._tensor)
-        del self._tensor
-
-    def get(self, func: Any) -> Tensor:
-        """The tensor, for the rerun to have as its own."""
-        if self._unpack is not None:
-            return internals.alias(self._unpack(self._packed))
-        if self._tensor._version != self._version:
-            raise CheckpointError(
-                "checkpoint: Tensor cached during selective activation checkpoint has been mutated: a result of "
-                f"{func}. If the function changes it, as recurrent layers do, pass allow_cache_entry_mutation=True to "
-                "create_selective_checkpoint_contexts; elsewhere, change a copy: x = x.clone()."
-            )
-        if self._tensor.device != self._device:
-            return self._tensor.to(self._device)
-        return self._tensor.clone() if self._changes else internals.alias(self._tensor)
-
-
-class _Cache:
-    """What was kept of one forward run, by the op and how many of it came before. None: it is to run again."""
-
-    def __init__(self) -> None:
-        self.entries: dict[tuple[int, int], Any] = {}
-        self.kept: list[_Kept] = []
-        """All of it, while the forward runs."""
-
-
-class _Counter(internals.DispatchMode):
-    """Numbers the calls of each op in one run.
-
-    The ops of a backward inside of the function do not count: they need not be the same in both runs.
-    """
+class _Replay(Replay):
+    """Sees a rerun."""
 
     is_about_functions = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._counts: dict[int, int] = {}
-        self._graph_task = -1
-
-    def __enter__(self) -> Any:
-        self._counts = {}
+    def __init__(self, forward: Selective) -> None:
+        super().__init__(forward.tape, internals.in_last_backward())
+        self._left = forward.recorder.counts.copy()
+        self._mutated = set() if forward.allow_cache_entry_mutation else forward.recorder.mutated
+        self._allows_mutation = forward.allow_cache_entry_mutation
         self._graph_task = internals.graph_task()
-        torch.clear_autocast_cache()  # a cast from before the run is no op of it: both begin without
-        return super().__enter__()
 
-    def ignores(self, func: Any) -> bool:
-        """Whether a call of an op does not count."""
-        return func in SAC_IGNORED_OPS or internals.graph_task() != self._graph_task
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        if internals.graph_task() == self._graph_task:
+            if not self._left[id(func)]:
+                raise CheckpointError(_NOT_FOUND.format(func))
+            self._left[id(func)] -= 1
+        return super()._op(func, args, kwargs)
 
-    def key(self, func: Any) -> tuple[int, int]:
-        """The op, by its identity, for to hash it is a call of Python's, and its number."""
-        number = self._counts.get(id(func), 0)
-        self._counts[id(func)] = number + 1
-        return id(func), number
+    _op_of_remat = Replay._op  # it reads values, but does not count
+
+    def _call(self, facts: OpFacts, args: Any, kwargs: Any) -> OpCall | None:
+        call = super()._call(facts, args, kwargs)
+        if call is not None and self._tape.ops.get(call[0]) in self._mutated:
+            raise CheckpointError(_MUTATED.format(facts.func))
+        return call
+
+    def _kept(self, op: Op) -> dict[Value, Tensor]:
+        expected = self._tape.kept.keys() & op.values
+        found = super()._kept(op)
+        if not self._allows_mutation and len(found) < len(expected):
+            raise CheckpointError(_MUTATED.format(op.func))
+        return found
+
+    def saves(self, tensor: Tensor) -> None:
+        """The graph is about to save a tensor: compute it, if it was skipped."""
+        with internals.DisableTorchFunction():
+            self.accessed(None, [tensor])
 
 
-class Selective(_Counter):
-    """The context of the forward: asks the policy about each op, and keeps what it returned."""
+@contextlib.contextmanager
+def _told_of_saved_tensors(tell: Callable[[Tensor], None]) -> Iterator[None]:
+    """Within it, `tell` is called with each tensor before the active hooks pack it."""
+    hooks = internals.saved_tensors_hooks()
+    if hooks is None:
+        yield
+        return
+    pack, unpack = hooks
 
-    def __init__(self, policy: Policy, allow_cache_entry_mutation: bool, cache: _Cache, hooks: Hooks | None) -> None:
-        super().__init__()
-        self._hooks = hooks
-        self.policy = policy
-        self.allow_cache_entry_mutation = allow_cache_entry_mutation
-        self.cache = cache
-        self._decide: Any = None
-        self._error: TypeError | None = None
-        self._unsettled: list[_Kept] = []
-        self._makers: dict[int, tuple[Any, torch.Size]] = {}
-        """By storage, the op that has written to it last, and the shape of what it returned."""
+    @internals.left_alone_by_dynamo
+    def tells(tensor: Tensor) -> Any:
+        tell(tensor)
+        return pack(tensor)
 
-    def __enter__(self) -> Any:
-        self._decide = self.policy.start()
-        self.cache.entries, self.cache.kept = {}, []
-        return super().__enter__()
+    internals.push_saved_tensors_hooks(tells, unpack)
+    try:
+        yield
+    finally:
+        internals.pop_saved_tensors_hooks()
 
-    def __exit__(self, *args: Any) -> Any:
-        self._settle()
-        super().__exit__(*args)
+
+class _Context:
+    """A context that can be entered again and again."""
+
+    def _entered(self) -> contextlib.AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def __enter__(self) -> None:
+        self._context = self._entered()
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
+
+
+class Selective(_Context):
+    """The context of the forward.
+
+    **Attributes:**
+
+    - `tape`: what was kept.
+    - `recorder`: what has seen the forward.
+    """
+
+    tape: Tape
+    recorder: _Recorder
+
+    def __init__(self, policy: Policy, allow_cache_entry_mutation: bool, hooks: Hooks | None = None) -> None:
+        self.policy, self.allow_cache_entry_mutation, self._hooks = policy, allow_cache_entry_mutation, hooks
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        recorder = _Recorder(self.policy)
+        torch.clear_autocast_cache()  # a cast from before the run is no op of it
+        with _told_of_saved_tensors(recorder.saves), recorder:
+            yield
+        self.recorder, self.tape = recorder, recorder.tape([])
         if self._hooks is not None:
             with torch.no_grad():
-                for kept in self.cache.kept:
-                    kept.pack(self._hooks)
-        self.cache.kept, self._makers = [], {}
-        if self._error is not None:  # Python takes it for an unknown operand of `@`, and hides it
-            error, self._error = self._error, None
-            raise error from None
+                self._pack(*self._hooks)
 
-    def _settle(self) -> None:
-        for kept in self._unsettled:
-            kept.settle()
-        self._unsettled = []
-
-    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.ignores(func):
-            return func(*args, **kwargs)
-        if self._unsettled:
-            self._settle()
-        mutable = _is_mutable(func)
-        changed = self._written(func, args, kwargs) if mutable and self.cache.kept else []
-        for kept in changed if self.allow_cache_entry_mutation else ():
-            kept.before_change()
-        key = self.key(func)
-        self.cache.entries[key] = None  # if it raises, and the function goes on, the rerun is to raise as well
-        out = func(*args, **kwargs)
-        for kept in () if self.allow_cache_entry_mutation else changed:
-            kept.after_change()
-        context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
-        try:
-            decision = self._decide(context, func, *args, **kwargs)
-        except TypeError as error:
-            self._error = error
-            raise
-        if context.name is not None and func is _NAMES:
-            if decision is not CheckpointPolicy.PREFER_RECOMPUTE:
-                self._decide_of_named(out, decision, key)
-            return out
-        if decision in _KEEP and _can_be_kept(func) and _is_strided(out):
-            drawn = drawn_from(args, kwargs) if facts_of(func).draws else None
-            self.cache.entries[key] = _signature(args, kwargs), drawn, *self._keep(out, decision in _OFFLOAD, mutable)
-        if type(out) is Tensor and out.layout is torch.strided and not facts_of(func).draws:
-            self._makers[out.untyped_storage()._cdata] = key, out.shape
-        return out
-
-    def _decide_of_named(self, tensor: Tensor, decision: CheckpointPolicy, key: Any) -> None:
-        """A decision on a named value is about the op that computed it: the name itself computes nothing."""
-        maker, shape = self._makers.get(tensor.untyped_storage()._cdata, (key, tensor.shape))
-        key = maker if shape == tensor.shape else key
-        keeps = decision in _KEEP and _is_strided(tensor)
-        self.cache.entries[key] = (None, None, *self._keep(tensor, decision in _OFFLOAD, False)) if keeps else None
-
-    def _keep(self, out: Any, offload: bool, mutable: bool) -> Any:
-        leaves, spec = _tree.flatten(out)
-        entry = [_Kept(x, offload) if isinstance(x, Tensor) else x for x in leaves]
-        kept = [x for x in entry if isinstance(x, _Kept)]
-        self.cache.kept += kept
-        if mutable:
-            self._unsettled += kept
-        return entry, spec
-
-    def _written(self, func: Any, args: Any, kwargs: Any) -> list[_Kept]:
-        """What of that which was kept an op writes to."""
-        storages = {x.untyped_storage()._cdata for x in facts_of(func).written(args, kwargs)}
-        return [kept for kept in self.cache.kept if kept.storage in storages]
+    def _pack(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        kept: dict[Value, Any] = self.tape.kept
+        for value, k in kept.items():
+            if not k.offloaded and (packed := pack(k.memory)) is not k.memory:
+                kept[value] = _Packed(packed, unpack)
 
 
-class GivenBack(_Counter):
-    """The context of the rerun: gives ops their kept results."""
+class GivenBack(_Context):
+    """The context of the rerun: ops whose results were kept return them."""
 
-    def __init__(self, cache: _Cache) -> None:
-        super().__init__()
-        self._cache = cache
-        self._is_last = False
+    def __init__(self, forward: Selective) -> None:
+        self._forward = forward
 
-    def __enter__(self) -> Any:
-        self._is_last = internals.in_last_backward()
-        return super().__enter__()
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        self._replay = _Replay(self._forward)
+        with _told_of_saved_tensors(self._replay.saves), self._replay, OwnCasts():
+            yield
 
-    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.ignores(func):
-            return func(*args, **kwargs)
-        key = self.key(func)
-        if key not in self._cache.entries:
-            raise CheckpointError(
-                f"checkpoint: {func} encountered during backward but not found in storage, call {key[1] + 1} of it in "
-                "the rerun. The forward did not run it as often: the function is not deterministic, or depends on "
-                "something that changed in the meantime."
-            )
-        entry = self._cache.entries[key]
-        if entry is None:
-            return func(*args, **kwargs)
-        signature, drawn, kept, spec = entry
-        if signature is not None and signature != _signature(args, kwargs):
-            raise CheckpointError(
-                f"checkpoint: call {key[1] + 1} of {func} in the rerun has other arguments than in the forward: the "
-                "function is not deterministic, or depends on something that changed in the meantime."
-            )
-        if drawn is not None:  # so that the ops after it draw what they drew
-            drawn.put_back()
-        leaves = [x.get(func) if isinstance(x, _Kept) else x for x in kept]
-        if self._is_last and _is_repeatable(func, drawn is not None):
-            self._cache.entries[key] = None  # not held any longer: should another backward ask for it, the op runs
-        if _is_mutable(func):
-            return args[0].copy_(leaves[0])
-        return _tree.unflatten(spec, leaves)
-
-
-def _signature(args: Any, kwargs: Any) -> list[Any]:
-    """What is compared of the arguments of an op."""
-    leaves, _ = _tree.flatten((args, kwargs))
-    return [(x.shape, x.dtype) if isinstance(x, Tensor) else None for x in leaves]
-
-
-def _is_strided(out: Any) -> bool:
-    leaves, _ = _tree.flatten(out)
-    return all(x.layout is torch.strided for x in leaves if isinstance(x, Tensor))
-
-
-@functools.cache
-def _is_mutable(func: Any) -> bool:
-    return isinstance(func, OpOverload) and bool(func._schema.is_mutable)
-
-
-def _is_repeatable(func: Any, draws_again: bool) -> bool:
-    """Whether an op may run again. `draws_again`: whether it draws what it has drawn."""
-    return getattr(func, "namespace", "") == "aten" and (draws_again or not facts_of(func).draws)
-
-
-@functools.cache
-def _can_be_kept(func: Any) -> bool:
-    """Whether an op returns something new, or only changes its first argument and returns that.
-
-    A view costs nothing, and has to be one of the rerun's own tensors.
-    """
-    if not isinstance(func, OpOverload):
-        return True
-    if torch.Tag.inplace_view in func.tags:
-        return False
-    if not func._schema.is_mutable:
-        return not any(r.alias_info is not None for r in func._schema.returns)
-    writes = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-    returns = func._schema.returns
-    return writes == [0] and len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
+    def stands_for(self, copy: Tensor, origin: Origin) -> None:
+        """The rerun is given a tensor in the place of one that the forward has read."""
+        self._replay.stands_for(copy, origin)
 
 
 def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Contexts:
@@ -341,14 +244,14 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
     **Arguments:**
 
     - `policy_fn_or_list`: a function `(ctx, op, *args, **kwargs)` that returns a `CheckpointPolicy` (or a bool); a
-        collection of ops that are saved; or a policy of `remat.policies`. `MUST_` and `PREFER_` are the same here.
-    - `allow_cache_entry_mutation`: what is kept may be changed in place by the function later: a copy is kept then.
-        Without it, that is an error on backward.
+        collection of ops that are saved; or a policy of `remat.policies`.
+    - `allow_cache_entry_mutation`: what is kept may be changed in place later: it is computed again then. Without it,
+        that is an error on backward.
 
     **Returns:** the context of the forward and that of the rerun.
 
     **Raises:** `TypeError` where it is none of these, and where the function returns something else; `ValueError` for
-    what is no op. Ops that are named and can never run are warned of.
+    what is no op. Ops in a collection that can never run are warned of.
 
     **Source:** `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
 
@@ -363,22 +266,50 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
     if isinstance(policy_fn_or_list, Policy):
         policy = policy_fn_or_list
     elif isinstance(policy_fn_or_list, Collection) and not isinstance(policy_fn_or_list, (str, bytes)):
-        policy = policy_of_ops(tuple(policy_fn_or_list))
+        policy = _policy_of_ops(policy_fn_or_list)
     elif callable(policy_fn_or_list) and not isinstance(policy_fn_or_list, (OpOverload, OpOverloadPacket, type)):
         policy = as_policy(policy_fn_or_list)
-        for named in dict.fromkeys(named_in_vain(policy_fn_or_list)):
-            warn_in_vain(named)
     else:
         raise TypeError(
             "create_selective_checkpoint_contexts: policy_fn_or_list must be either a function or a collection of ops; "
             f"got {shown(policy_fn_or_list)}."
         )
-    return _contexts(policy, allow_cache_entry_mutation)
+    forward = Selective(policy, allow_cache_entry_mutation)
+    return forward, GivenBack(forward)
 
 
-def _contexts(policy: Policy, allow_cache_entry_mutation: bool, hooks: Hooks | None = None) -> Contexts:
-    cache = _Cache()
-    return Selective(policy, allow_cache_entry_mutation, cache, hooks), GivenBack(cache)
+def _policy_of_ops(ops: Collection[Any]) -> Policy:
+    """The policy that keeps the results of these ops. It warns of those that can never run."""
+    seen = []
+    for op in ops:
+        if not isinstance(op, (OpOverload, internals.HigherOrderOperator)):
+            hint = f" Name one of its overloads, as in {op}.{op.overloads()[0]}." if _is_packet(op) else ""
+            raise ValueError(
+                f"create_selective_checkpoint_contexts: expected an OpOverload such as torch.ops.aten.mm.default; got "
+                f"{type(op).__name__} {op!r}.{hint}"
+            )
+        reason = _why_never_seen(op)
+        if reason is None:
+            seen.append(op)
+        else:
+            warn(reason)
+    return _policy_of_seen(frozenset(seen))
+
+
+@functools.cache  # to look through all ops takes milliseconds
+def _why_never_seen(op: Any) -> str | None:
+    try:
+        spell("create_selective_checkpoint_contexts", op)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+_policy_of_seen = functools.cache(as_policy)
+
+
+def _is_packet(op: Any) -> bool:
+    return isinstance(op, OpOverloadPacket)
 
 
 def for_one_region(forward: Any, rerun: Any, respects_hooks: bool | None) -> Contexts:
@@ -395,14 +326,15 @@ def for_one_region(forward: Any, rerun: Any, respects_hooks: bool | None) -> Con
         warn(_BYPASSED, FutureWarning)
     if not isinstance(forward, Selective):
         return forward, rerun
-    return _contexts(forward.policy, forward.allow_cache_entry_mutation, hooks if respects_hooks else None)
+    forward = Selective(forward.policy, forward.allow_cache_entry_mutation, hooks if respects_hooks else None)
+    return forward, GivenBack(forward)
 
 
 def _hooks_of_user() -> Hooks | None:
     """The user's `saved_tensors_hooks` around a call, None where those of a checkpoint are around it."""
     hooks = internals.saved_tensors_hooks()
-    of_checkpoints = ("remat.compat._region", "torch.utils.checkpoint")
-    return None if hooks is None or getattr(hooks[0], "__module__", None) in of_checkpoints else hooks
+    of_checkpoints = ("remat.compat.", "torch.utils.checkpoint")
+    return None if hooks is None or str(getattr(hooks[0], "__module__", "")).startswith(of_checkpoints) else hooks
 
 
 def call_compiled(
