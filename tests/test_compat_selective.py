@@ -441,6 +441,24 @@ def test_what_is_kept_is_found_where_other_tensors_stand_for_those_of_the_forwar
     assert count == least + 3  # the region around runs again, and the selective one in it
 
 
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("by", [TORCH, REMAT], ids=["torch", "remat"])
+def test_what_the_rerun_leaves_behind_has_been_computed(by: Any, early_stop: bool) -> None:
+    left: list[Tensor] = []
+
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin()
+        left.append(y.detach() + 1)
+        return (y * 2 @ x).cos()
+
+    x = leaf(numbers(3, 3))
+    context_fn = functools.partial(REMAT.create_selective_checkpoint_contexts, policies.everything_saveable)
+    y = by.checkpoint(fun, x, use_reentrant=False, context_fn=context_fn, early_stop=early_stop)
+    y.sum().backward()
+    assert_same(x.grad, expected(fun))
+    assert_same(left[1], left[0])
+
+
 def test_policies_of_ours_count_per_region() -> None:
     policy = policies.save_every(2, "mm")
     for _ in range(2):

@@ -249,6 +249,8 @@ class Region:
                 pass
             finally:
                 internals.pop_saved_tensors_hooks()
+            if hasattr(context, "settle"):
+                context.settle()
         if self._is_complete:
             self._check(collector.saved)
         return collector.saved

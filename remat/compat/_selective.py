@@ -224,14 +224,23 @@ class Selective(_Context):
 class GivenBack(_Context):
     """The context of the rerun: ops whose results were kept return them."""
 
-    def __init__(self, forward: Selective) -> None:
-        self._forward = forward
+    def __init__(self, forward: Selective, of_region: bool = False) -> None:
+        """`of_region`: whether a `Region` will call `settle`, when the frames of the function are gone."""
+        self._forward, self._of_region = forward, of_region
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
         self._replay = _Replay(self._forward)
-        with _told_of_saved_tensors(self._replay.saves), self._replay, OwnCasts():
-            yield
+        try:
+            with _told_of_saved_tensors(self._replay.saves), self._replay, OwnCasts():
+                yield
+        finally:
+            if not self._of_region:
+                self.settle()
+
+    def settle(self) -> None:
+        """The rerun is over: compute what it has skipped and somebody keeps, an attribute of a module, say."""
+        self._replay.settle()
 
     def stands_for(self, copy: Tensor, origin: Origin) -> None:
         """The rerun is given a tensor in the place of one that the forward has read."""
@@ -327,7 +336,7 @@ def for_one_region(forward: Any, rerun: Any, respects_hooks: bool | None) -> Con
     if not isinstance(forward, Selective):
         return forward, rerun
     forward = Selective(forward.policy, forward.allow_cache_entry_mutation, hooks if respects_hooks else None)
-    return forward, GivenBack(forward)
+    return forward, GivenBack(forward, of_region=True)
 
 
 def _hooks_of_user() -> Hooks | None:
