@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import sys
@@ -234,6 +235,21 @@ def runs_later(function: Any) -> bool:
     return code is not None and bool(code.co_flags & _BODY_LATER)
 
 
+_INSTEAD = {
+    "concrete": "Write static_argnums=..., for arguments that are no tensors to differentiate.",
+    "use_reentrant": "It belongs to remat.checkpoint(function, *args, use_reentrant=False).",
+    "context_fn": "Write policy=..., or remat.checkpoint(function, *args, use_reentrant=False, context_fn=...).",
+    "determinism_check": "It belongs to remat.checkpoint. remat always compares the rerun with the forward.",
+}
+_KNOWN = ("policy", "static_argnums", "static_argnames", "preserve_rng_state", "prevent_cse")
+
+
+def _unknown(name: str) -> str:
+    close = difflib.get_close_matches(name, _KNOWN, n=1)
+    hint = _INSTEAD.get(name) or (f"Did you mean {close[0]}?" if close else f"It takes {', '.join(_KNOWN)}.")
+    return f"remat() got an unexpected keyword argument {name!r}. {hint}"
+
+
 @overload
 def remat(
     fun: Callable[P, R],
@@ -242,6 +258,7 @@ def remat(
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     preserve_rng_state: bool = True,
+    prevent_cse: Any = True,
 ) -> Remat[P, R]: ...
 
 
@@ -253,6 +270,7 @@ def remat(
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     preserve_rng_state: bool = True,
+    prevent_cse: Any = True,
 ) -> Callable[[Callable[P, R]], Remat[P, R]]: ...
 
 
@@ -263,6 +281,8 @@ def remat(
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     preserve_rng_state: bool = True,
+    prevent_cse: Any = True,
+    **others: Any,
 ) -> Any:
     """Run a function again on backward instead of storing its activations.
 
@@ -280,8 +300,8 @@ def remat(
     3. A tensor from outside that `fun` changes in place, and that is not differentiated, is changed once, in the
         forward: the statistics of BatchNorm, a counter, a cache. The rerun works on a copy of what the forward found.
     4. Everything else must not change between forward and backward. A tensor that was changed in place, other torch
-        calls, other shapes and other tensors in the rerun are an error. Another number that no shape shows is not
-        noticed: pass it as an argument.
+        calls, other shapes, other tensors, and other numbers and flags for torch calls in the rerun are an error. Pass
+        what varies as an argument.
 
     **Arguments:**
 
@@ -293,6 +313,7 @@ def remat(
     - `static_argnames`: the same by name.
     - `preserve_rng_state`: repeat the random draws of the forward in the rerun. False saves the cost of looking after
         the generators; a function that does draw then gets wrong gradients.
+    - `prevent_cse`: taken for the sake of `jax.checkpoint`. It has no effect: nothing merges the rerun with the forward.
 
     **Returns:** a callable with the name, documentation and signature of `fun`.
 
@@ -315,6 +336,8 @@ def remat(
         >>> vmap(grad(loss), in_dims=(None, 0))(w, xs).shape
         torch.Size([5, 3, 3])
     """
+    for name in others:
+        raise TypeError(_unknown(name))
     if isinstance(fun, (staticmethod, classmethod)):
         kind, fun = type(fun), fun.__func__
     else:

@@ -909,3 +909,9 @@ def test_dots_as_in_jax(case: str) -> None:
         return [policy(e.primitive, **e.params) for e in here] + [d for j in inner for d in dots(j)]
 
     assert dots(jaxpr.jaxpr) == [not has_batch_dims]
+
+
+def test_a_misspelt_policy() -> None:
+    with pytest.raises(AttributeError, match="Did you mean 'dots_saveable'"):
+        _ = policies.dots_savable
+    assert not hasattr(policies, "something_else")

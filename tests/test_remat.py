@@ -593,3 +593,27 @@ def test_a_module_is_called_with_its_hooks() -> None:
     module.register_forward_pre_hook(lambda *_: calls.append("before"))
     remat(module)(numbers(3))
     assert calls == ["before", "forward"]
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("concrete", "Write static_argnums"),
+        ("use_reentrant", r"belongs to remat\.checkpoint"),
+        ("context_fn", r"Write policy=.*, or remat\.checkpoint"),
+        ("determinism_check", "always compares"),
+        ("polcy", "Did you mean policy"),
+        ("speed", "It takes policy, static_argnums"),
+    ],
+)
+def test_options_that_it_does_not_have(option: str, says: str) -> None:
+    with pytest.raises(TypeError, match=rf"unexpected keyword argument '{option}'.* {says}"):
+        remat(torch.sin, **{option: True})
+
+
+@pytest.mark.parametrize("prevent_cse", [True, False])
+def test_prevent_cse_means_nothing(prevent_cse: bool) -> None:
+    x = leaf(numbers(3))
+    with CountOps() as ops:
+        remat(torch.tanh, prevent_cse=prevent_cse)(x).sum().backward()
+    assert ops["tanh"] == 2

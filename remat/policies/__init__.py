@@ -1,5 +1,7 @@
 """Policies: which results of ops are kept between forward and backward, instead of being computed again."""
 
+import difflib as _difflib
+
 from remat.policies._by_name import save_and_offload_only_these_names as save_and_offload_only_these_names
 from remat.policies._by_name import save_any_names_but_these as save_any_names_but_these
 from remat.policies._by_name import save_anything_except_these_names as save_anything_except_these_names
@@ -53,3 +55,9 @@ __all__ = [
     "save_only_these_names",
     "save_ops",
 ]
+
+
+def __getattr__(name: str) -> object:
+    close = _difflib.get_close_matches(name, __all__, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}", name=name)
