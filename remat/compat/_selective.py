@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from remat import _compile
@@ -45,24 +46,8 @@ _NOT_FOUND = (
     "function is not deterministic, or depends on something that changed in the meantime."
 )
 
-SAC_IGNORED_OPS: set[Any] = {
-    torch.ops.aten.detach.default,  # autograd calls it as often as it likes
-    # Look-ups, which are ops for tensor subclasses.
-    torch.ops.aten.is_contiguous.default,
-    torch.ops.aten.is_contiguous.memory_format,
-    torch.ops.aten.is_strides_like_format.default,
-    torch.ops.aten.is_non_overlapping_and_dense.default,
-    torch.ops.aten.size.default,
-    torch.ops.aten.sym_size.default,
-    torch.ops.aten.stride.default,
-    torch.ops.aten.sym_stride.default,
-    torch.ops.aten.storage_offset.default,
-    torch.ops.aten.sym_storage_offset.default,
-    torch.ops.aten.numel.default,
-    torch.ops.aten.sym_numel.default,
-    torch.ops.aten.dim.default,
-    torch.ops.prim.device.default,
-}
+SAC_IGNORED_OPS: set[Any] = {*torch.utils.checkpoint.SAC_IGNORED_OPS}
+"""`detach`, which autograd calls as often as it likes, and look-ups, which are ops for tensor subclasses."""
 
 
 class _Packed:
