@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from remat import _compile
@@ -45,24 +46,8 @@ _NOT_FOUND = (
     "function is not deterministic, or depends on something that changed in the meantime."
 )
 
-SAC_IGNORED_OPS: set[Any] = {
-    torch.ops.aten.detach.default,  # autograd calls it as often as it likes
-    # Look-ups, which are ops for tensor subclasses.
-    torch.ops.aten.is_contiguous.default,
-    torch.ops.aten.is_contiguous.memory_format,
-    torch.ops.aten.is_strides_like_format.default,
-    torch.ops.aten.is_non_overlapping_and_dense.default,
-    torch.ops.aten.size.default,
-    torch.ops.aten.sym_size.default,
-    torch.ops.aten.stride.default,
-    torch.ops.aten.sym_stride.default,
-    torch.ops.aten.storage_offset.default,
-    torch.ops.aten.sym_storage_offset.default,
-    torch.ops.aten.numel.default,
-    torch.ops.aten.sym_numel.default,
-    torch.ops.aten.dim.default,
-    torch.ops.prim.device.default,
-}
+SAC_IGNORED_OPS: set[Any] = {*torch.utils.checkpoint.SAC_IGNORED_OPS}
+"""`detach`, which autograd calls as often as it likes, and look-ups, which are ops for tensor subclasses."""
 
 
 class _Packed:
@@ -86,13 +71,13 @@ class _Recorder(Recorder):
 
     - `counts`: how often each op ran, by its identity. Those of a backward inside of the function do not count: they
         need not be the same in both runs.
-    - `mutated`: the ops whose results the policy keeps and a later op has changed.
+    - `mutated`: the values that the policy keeps and a later op has changed.
     """
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy.start())
         self.counts: Counter[int] = Counter()
-        self.mutated: set[Op] = set()
+        self.mutated: set[Value] = set()
         self._graph_task = internals.graph_task()
         if internals.saved_tensors_hooks() is not None:
             self._saved = {}  # they tell what the graph saves
@@ -105,9 +90,8 @@ class _Recorder(Recorder):
         return super()._op(func, args, kwargs)
 
     def _note(self, op: Op, outputs: Sequence[Any], changed: list[Tensor], decision: CheckpointPolicy) -> None:
-        values = [self._content(t.untyped_storage()).value for t in changed]
-        if any(value.decision in KEEP for value in values):
-            self.mutated.update(op for op in self._ops.values() if any(value in values for value in op.values))
+        values = (self._content(t.untyped_storage()).value for t in changed)
+        self.mutated.update(value for value in values if value.decision in KEEP)
         super()._note(op, outputs, changed, decision)
 
 
@@ -136,7 +120,8 @@ class _Replay(Replay):
 
     def _call(self, facts: OpFacts, args: Any, kwargs: Any) -> OpCall | None:
         call = super()._call(facts, args, kwargs)
-        if call is not None and self._tape.ops.get(call[0]) in self._mutated:
+        op = None if call is None else self._tape.ops.get(call[0])
+        if op is not None and not self._mutated.isdisjoint(op.values):
             raise CheckpointError(_MUTATED.format(facts.func))
         return call
 
