@@ -27,18 +27,18 @@ class Stranger(Exception):  # noqa: N818  # it is caught, and told by another
 
     - `edge`: where it is in the graph: a node, and which of its outputs.
     - `leaf`: the tensor itself, where it is a leaf of the graph; else None.
-    - `reader`: the node whose backward gives it a gradient.
+    - `reader`: the node whose backward gives it a gradient. None where it is a result itself.
     """
 
-    def __init__(self, edge: tuple[Any, int], reader: Any) -> None:
+    def __init__(self, edge: tuple[Any, int], reader: Any, leaf: Tensor | None = None) -> None:
         super().__init__()
         self.edge = edge
-        self.leaf: Tensor | None = getattr(edge[0], "variable", None)
+        self.leaf: Tensor | None = getattr(edge[0], "variable", None) if leaf is None else leaf
         self.reader = reader
 
     def __str__(self) -> str:
         """The op that has read the tensor, with its shape and dtype."""
-        op = self.reader.name().removesuffix("0").removesuffix("Backward")
+        op = "the result" if self.reader is None else self.reader.name().removesuffix("0").removesuffix("Backward")
         if self.leaf is not None:
             return f"{op} reads a tensor of shape {list(self.leaf.shape)}, {self.leaf.dtype}"
         shape, dtype = internals.metadata_of(*self.edge)
@@ -103,10 +103,13 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
     reached: set[int] = set()
     for v in values:
         node = v.grad_fn
+        if node is None and v.requires_grad and v._is_view():  # under vmap and a dispatch mode some views have no node
+            v = v._base
+            node = v.grad_fn
         if node is None and id(v) in leaves:
             reached.add(leaves[id(v)])
         elif node is None and v.requires_grad and not is_own(v):
-            raise Stranger((internals.gradient_edge(v).node, 0), internals.gradient_edge(v).node)
+            raise Stranger((None, 0), None, v)
         if node is None or node in seen:
             continue
         end = ends.get((node, v.output_nr))

@@ -313,7 +313,7 @@ def remat(
     - `static_argnames`: the same by name.
     - `preserve_rng_state`: repeat the random draws of the forward in the rerun. False saves the cost of looking after
         the generators; a function that does draw then gets wrong gradients.
-    - `prevent_cse`: taken for the sake of `jax.checkpoint`. It has no effect: nothing merges the rerun with the forward.
+    - `prevent_cse`: taken for the sake of `jax.checkpoint`. It has no effect: nothing merges rerun and forward.
 
     **Returns:** a callable with the name, documentation and signature of `fun`.
 

@@ -1200,3 +1200,16 @@ def test_batched_cotangents_where_an_argument_is_returned() -> None:
         return x.sin().exp(), x
 
     assert_same(run(remat(fun, policy=everything_saveable)), run(fun))
+
+
+def test_a_view_of_what_is_captured_under_vmap_and_a_policy() -> None:
+    grads = []
+    for ck in (plain, remat(policy=policies.dots_saveable)):
+        x = leaf(numbers(3, 2))
+
+        def fun(row: Tensor, ck: Any = ck) -> Tensor:
+            return torch.sin(ck(lambda: row[1:])())
+
+        vmap(lambda row, ck=ck, fun=fun: ck(fun)(row), in_dims=1)(x).sum().backward()
+        grads.append(x.grad)
+    assert_same(*grads)
