@@ -103,9 +103,9 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
     reached: set[int] = set()
     for v in values:
         node = v.grad_fn
-        if node is None and v.requires_grad and v._is_view():  # under vmap and a dispatch mode some views have no node
-            v = v._base
-            node = v.grad_fn
+        base = v._base if node is None and v.requires_grad else None
+        if base is not None:  # under vmap and a dispatch mode some views have no node
+            v, node = base, base.grad_fn
         if node is None and id(v) in leaves:
             reached.add(leaves[id(v)])
         elif node is None and v.requires_grad and not is_own(v):
