@@ -278,21 +278,24 @@ class Call:
         operands = self.operands
         if len(operands.tensors) != len(forward.given) or any(t is None for t in found):
             return None
-        look = self._look = Look(self.name, operands.tensors[: operands.given], None)
+        look = Look(self.name, operands.tensors[: operands.given], None)
         look.begin(outer)
         swapped = [t for ref in forward.given if (t := ref()) is not None and outer.stands_for(t)]
         for t in (*operands.tensors, *found, *swapped):
             if t is not None:
                 look.read(t)
+        originals = [*operands.tensors, *found]
+        self.since = internals.next_sequence_number()
+        values = [look.read(t) for i in forward.reached if (t := originals[i]) is not None]
+        zeros = [t.flatten()[:0].sum() for t in values if matters(t) and (t.is_floating_point() or t.is_complex())]
+        if not zeros:  # it is another call of this name, whose results are not differentiated
+            return None
+        self._look = look
         operands.stands_in = True
         operands.known_places = {id(ref()): places for ref, places in forward.found}
         operands.survivors = [*forward.survivors]
-        self.since = internals.next_sequence_number()
         self.signature = forward.signature
         self.nests = forward.nests
-        originals = [*operands.tensors, *found]
-        values = [look.read(t) for i in forward.reached if (t := originals[i]) is not None]
-        zeros = [t.flatten()[:0].sum() for t in values if matters(t) and (t.is_floating_point() or t.is_complex())]
         leaves, spec = forward.result
         leaves = list(leaves)
         for i, shape, dtype in forward.returned:

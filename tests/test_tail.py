@@ -270,3 +270,14 @@ def test_a_call_inside_that_hands_on_more_than_its_results() -> None:
         ck(outer)(x, ck).sum().backward()
         grads.append(x.grad)
     assert_same(*grads)
+
+
+def test_a_call_of_the_same_name_that_is_not_differentiated() -> None:
+    z = numbers(3, seed=1)
+
+    def fun(x: Tensor, ck: Any) -> Tensor:
+        ck(torch.sin)(z)
+        return ck(torch.sin)(x)
+
+    actual = grad(lambda x: remat(fun, static_argnums=1)(x, remat).sum())(numbers(3))
+    assert_same(actual, grad(lambda x: fun(x, plain).sum())(numbers(3)))
