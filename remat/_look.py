@@ -1,8 +1,8 @@
 """What a run of a function is seen to do: the tensors that it reads from outside, what it writes to, its signature.
 
 A torch-function mode looks on. It tracks no values: it knows the identities of what the run was given or has made, and
-all others are from outside. The signature is a function and a shape for each call whose result is differentiated, so a
-table that is computed on first use and kept makes no difference.
+all others are from outside. The signature is a function, its plain arguments and a shape for each call whose result is
+differentiated, so a table that is computed on first use and kept makes no difference.
 """
 
 from __future__ import annotations

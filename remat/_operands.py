@@ -157,7 +157,7 @@ class Operands:
         self._note_cells(look)
         constants = self._add_read(look, tape, since)
         self._find_places(look, constants)
-        for key, i in self._index.items():
+        for key, i in self._index.items() if look.outer is not None else ():
             if (read := look.outside.get(key)) is not None:
                 self.originals[i].also = [*map(weakref.ref, look.others_for(read))]
         for key, t in constants.items():

@@ -18,7 +18,7 @@ every order and every nest comes out of one rule per kind of level:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -242,6 +242,11 @@ def _attach(fn: Derived, values: Values, operands: Values) -> Values:
     return _RULES[kind](top, fn, values, operands)
 
 
+def _connected(operands: Values, reached: Container[int], cut: Callable[[Tensor], Tensor]) -> Values:
+    """The operands as a node saves them: those that its values do not depend on are cut from the graph."""
+    return [t if i in reached or not t.requires_grad else cut(t) for i, t in enumerate(operands)]
+
+
 def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) -> Values:
     outs = [i for i, v in enumerate(values) if v.requires_grad]
     if not outs or (internals.tracing() and not internals.compiling()):
@@ -250,7 +255,7 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
     reached = fn.prove(kept, operands)
     link = Link(fn, outs, operands)
     with internals.forward_ad_disabled():  # for the node, the tangents of its operands are constants
-        saved = [t if i in reached or not t.requires_grad else t.detach() for i, t in enumerate(operands)]
+        saved = _connected(operands, reached, Tensor.detach)
         if not any(t.requires_grad for t in saved):
             return values  # they depend on a leaf that the function has made
         nodes = RematNode.apply(link, [v.detach() for v in kept], internals.sharing_memory(kept, operands), *saved)
@@ -269,10 +274,7 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
     lifted = internals.wrapped_for_grad(inner, level)
     lifted_operands = internals.wrapped_for_grad(operands, level)
     reached = fn.prove([values[i] for i in outs], lifted_operands) if outs else ()
-    saved = [
-        t if i in reached or not t.requires_grad else internals.wrap_grad(internals.unwrap_grad(t, level), level)
-        for i, t in enumerate(lifted_operands)
-    ]
+    saved = _connected(lifted_operands, reached, lambda t: internals.wrap_grad(internals.unwrap_grad(t, level), level))
     if not any(t.requires_grad for t in saved):
         return lifted
     link = Link(fn, outs, lifted_operands, level)

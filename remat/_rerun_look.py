@@ -79,6 +79,8 @@ class RerunLook(Look):
         self._level = level
         self._read: set[int] = set()
         """Tensors that it reads and may have made out of sight."""
+        self._revived: dict[tuple[int, Any], tuple[int, torch.Size, torch.dtype]] = {}
+        """How it reads survivors: how often the forward read so what it had made; and of one, shape and dtype."""
         self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
 
     def begin(self, outer: Look | None) -> None:
@@ -97,7 +99,6 @@ class RerunLook(Look):
         """
         self._expected = reads
         self._survivors = survivors
-        self._revived: dict[tuple[int, Any], tuple[int, torch.Size, torch.dtype]] = {}
 
     def _count(self) -> int:
         return self._position

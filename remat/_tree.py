@@ -48,24 +48,6 @@ def _adopted(kind: type) -> bool:
     return True
 
 
-def twice_in(tree: Any) -> list[list[Any] | dict[Any, Any]]:
-    """The lists and dicts that are in a tree more than once: unflattened, they are different objects."""
-    seen: set[int] = set()
-    twice, todo = [], [tree]
-    while todo:
-        node = todo.pop()
-        if type(node) is dict or type(node) is list:
-            if id(node) in seen:
-                twice.append(node)
-                continue
-            seen.add(id(node))
-        if type(node) is dict:
-            todo += node.values()
-        elif type(node) is list or type(node) is tuple:
-            todo += node
-    return twice
-
-
 def unflatten(spec: PyTreeSpec, leaves: list[Any]) -> Any:
     """The inverse of `flatten`."""
     return optree.tree_unflatten(spec, leaves)
