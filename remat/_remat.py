@@ -89,16 +89,13 @@ class Remat(Generic[P, R]):
                     leaves = given
                     args, kwargs = _tree.unflatten_call(spec, leaves)
             call = Call(fun, self._name, leaves, spec)
-            if outer is not None and (spared := outer.spared_call(self._name)) is not None:
-                out = call.stand_in(spared, outer)
-                if out is not None:
-                    out = _with_derivative(call, out, outer)
-                    call.let_go()
-                    outer.add_call(self._name, out, call.signature.calls, call.remembered())
-                    return out
-        where = None if watch is None else call_site
-        out = call.run(fun, args, kwargs, self._policy, self._options.preserve_rng_state, where)
-        see = None if watch is None else watch(fun, call, out, args, kwargs)
+            spared = None if outer is None else outer.spared_call(self._name)
+            out: Any = None if spared is None else call.stand_in(spared, outer)
+        see = None
+        if out is None:
+            where = None if watch is None else call_site
+            out = call.run(fun, args, kwargs, self._policy, self._options.preserve_rng_state, where)
+            see = None if watch is None else watch(fun, call, out, args, kwargs)
         out = _with_derivative(call, out, outer)
         with internals.DisableTorchFunction():
             call.let_go()
@@ -241,12 +238,13 @@ _INSTEAD = {
     "context_fn": "Write policy=..., or remat.checkpoint(function, *args, use_reentrant=False, context_fn=...).",
     "determinism_check": "It belongs to remat.checkpoint. remat always compares the rerun with the forward.",
 }
-_KNOWN = ("policy", "static_argnums", "static_argnames", "preserve_rng_state", "prevent_cse")
 
 
 def _unknown(name: str) -> str:
-    close = difflib.get_close_matches(name, _KNOWN, n=1)
-    hint = _INSTEAD.get(name) or (f"Did you mean {close[0]}?" if close else f"It takes {', '.join(_KNOWN)}.")
+    parameters = inspect.signature(remat).parameters.values()
+    known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = _INSTEAD.get(name) or (f"Did you mean {close[0]}?" if close else f"It takes {', '.join(known)}.")
     return f"remat() got an unexpected keyword argument {name!r}. {hint}"
 
 
