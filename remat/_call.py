@@ -21,7 +21,7 @@ from remat._context import NOTHING, Ambient, KeptDraws, Modes, OwnCasts, RandomS
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, prove
 from remat._look import Look
-from remat._operands import Operands, matters
+from remat._operands import NEVER, Operands, matters
 from remat._places import Place, filled
 from remat._recorder import Recorder
 from remat._rerun_look import RerunLook
@@ -36,9 +36,9 @@ _OTHER_OPERANDS = (
     "remat: the rerun of {} {} on tensor {} of the {} that it was given or that it captured, unlike its forward run. {}"
 )
 _DEAD = (
-    "remat: the rerun of {} found a tensor of a transform that is over. It is in a place where remat does not look (a "
-    "deque, an object with __slots__, a class attribute), or in a cache that the forward has filled "
-    "(use_cache=True). Pass it as an argument, or switch the cache off."
+    "remat: the rerun of {} found a tensor of a transform that is over. It is in a place where remat does not look (an "
+    "object with __slots__, a class attribute), or in a cache that the forward has filled (use_cache=True). Pass it as "
+    "an argument, or switch the cache off."
 )
 _NO_TREE = (
     "remat: {} returns results in an object of class {}, which is no tree: their graph is kept as it is, and no memory "
@@ -81,6 +81,8 @@ class Remembered(NamedTuple):
     survivors: list[tuple[weakref.ref[Tensor], Any]]
     signature: Signature
     nests: bool
+    unread: list[int]
+    """Positions, in `given`, of those in cells that it did not read."""
     reached: list[int]
     """Positions, in `given` and then `found`, of those that the results may depend on."""
     result: tuple[list[Any], _tree.PyTreeSpec]
@@ -257,13 +259,15 @@ class Call:
         found = [(o.ref, o.places if o.in_modules else []) for o in captured]
         found += [(ref, []) for ref, *_ in operands.constants]
         unused = self.leaves - self._reached - self._ambiguous
-        reached = [i for i, position in enumerate(operands.positions) if position not in unused]
+        unread = [i for i, original in enumerate(given) if original.position == NEVER]
+        reached = [i for i, position in enumerate(operands.positions) if position not in unused and i not in unread]
         return Remembered(
             [o.ref for o in given],
             found,
             operands.survivors,
             self.signature,
             self.nests,
+            unread,
             reached,
             self._result,
             self._returned,
@@ -274,19 +278,19 @@ class Call:
 
         They are filled with NaN, so that a mistake would be loud, and have the derivative that the call would have.
         """
-        found = [ref() for ref, _ in forward.found]
         operands = self.operands
-        if len(operands.tensors) != len(forward.given) or any(t is None for t in found):
+        originals = [*operands.tensors, *(t for ref, _ in forward.found if (t := ref()) is not None)]
+        given = len(forward.given)
+        if len(operands.tensors) != given or len(originals) != given + len(forward.found):
             return None
         look = Look(self.name, operands.tensors[: operands.given], None)
         look.begin(outer)
-        swapped = [t for ref in forward.given if (t := ref()) is not None and outer.stands_for(t)]
-        for t in (*operands.tensors, *found, *swapped):
-            if t is not None:
+        swapped = [(i, t) for i, ref in enumerate(forward.given) if (t := ref()) is not None and outer.stands_for(t)]
+        for i, t in (*enumerate(originals), *swapped):
+            if i not in forward.unread:
                 look.read(t)
-        originals = [*operands.tensors, *found]
         self.since = internals.next_sequence_number()
-        values = [look.read(t) for i in forward.reached if (t := originals[i]) is not None]
+        values = [look.read(originals[i]) for i in forward.reached]
         zeros = [t.flatten()[:0].sum() for t in values if matters(t) and (t.is_floating_point() or t.is_complex())]
         if not zeros:  # it is another call of this name, whose results are not differentiated
             return None

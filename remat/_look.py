@@ -408,9 +408,8 @@ class Look(NestedMode):
 
     def others_for(self, read: Read) -> list[Tensor]:
         """What else the function may find in the place of a tensor that it has read."""
-        if read.value is read.tensor:
-            return []
-        return [read.value, *(t for t, operand in self._pairs if operand is read.value and t is not read.tensor)]
+        others = [t for t, operand in self._pairs if operand is read.value and t is not read.tensor]
+        return others if read.value is read.tensor else [read.value, *others]
 
     def stands_for(self, tensor: Tensor) -> bool:
         """Whether another tensor stands for this one."""

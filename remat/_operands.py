@@ -26,7 +26,7 @@ from remat._signature import name_of
 from remat._tape import Origin, Tape
 
 _TENSORS = (Tensor, torch.nn.Parameter)
-_NEVER = 1 << 62
+NEVER = 1 << 62
 
 _NOT_FOUND = (
     "remat: in {}, {}, that the function takes from outside, and remat can't find it: no torch function was seen to "
@@ -301,7 +301,7 @@ class Operands:
             else:
                 tensor = original.ref()
                 for t in (operand,) if tensor is None else (operand, tensor):  # it may stand for two
-                    reads[id(t)] = min(original.position, reads.get(id(t), _NEVER))
+                    reads[id(t)] = min(original.position, reads.get(id(t), NEVER))
         for key in given & reads.keys():  # it was captured, too
             del reads[key]
         for ref, version, position in (*self.constants, *self._cell_constants):
@@ -334,8 +334,8 @@ class Operands:
             read = look.outside.get(id(self.tensors[i]))
             if read is not None:
                 self.originals[i].position = read.position
-            elif not self.stands_in and self.positions[i] not in reached:
-                self.originals[i].position = _NEVER
+            elif self.positions[i] not in reached:
+                self.originals[i].position = NEVER
         self.constants = [constant for constant in self.constants if constant[0]() is not None]
         self.objects, self.tensors, self._in_cells = [], [], []
         self._index = {}

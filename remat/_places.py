@@ -1,8 +1,8 @@
 """Where a function finds tensors: modules, containers, attributes and globals.
 
-A place is a dict or list and a key of it. `functional_call` gives modules other tensors for a while, so a rerun has to
-put those back that were there. Modules are looked up in an index, which is made anew only where it does not know a
-tensor.
+A place is a dict, list or deque, and a key of it. `functional_call` gives modules other tensors for a while, so a rerun
+has to put those back that were there. Modules are looked up in an index, which is made anew only where it does not know
+a tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from remat._closure import ATOMS, parts_of
 
 Place = tuple[Any, Any]
-"""A dict or list, and a key of it."""
+"""A dict, list or deque, and a key of it."""
 
 MISSING: Any = object()
 _NEAR = 2, 300
@@ -146,10 +146,10 @@ def script_module_near(objects: Iterable[Any]) -> Any:
 
 
 def _slots(obj: Any) -> list[tuple[Any, Any, Any]]:
-    """Where one object holds others, and can be given others: a dict or list, a key and what is there."""
+    """Where one object holds others, and can be given others: a dict, list or deque, a key and what is there."""
     if isinstance(obj, dict):
         return [(obj, key, value) for key, value in list(obj.items())]
-    if isinstance(obj, list):
+    if isinstance(obj, (list, deque)):
         return [(obj, i, value) for i, value in enumerate(obj)]
     if type(obj) is types.FunctionType:
         names = names_in(obj.__code__) & obj.__globals__.keys()
@@ -193,12 +193,12 @@ def _filling(fill: list[tuple[Place, Tensor]]) -> Iterator[None]:
         before = [(names, key, item(names, key)) for (names, key), _ in fill]
         try:
             for (names, key), tensor in fill:
-                if not (isinstance(names, list) and key >= len(names)):
+                if not (isinstance(names, (list, deque)) and key >= len(names)):
                     names[key] = tensor
             yield
         finally:
             for names, key, tensor in reversed(before):
-                if isinstance(names, list) and key >= len(names):
+                if isinstance(names, (list, deque)) and key >= len(names):
                     continue
                 if tensor is MISSING:
                     names.pop(key, None)

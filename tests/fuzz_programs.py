@@ -541,7 +541,7 @@ def _hook(draw: Any, scope: _Scope) -> None:
     name = scope.new()
     scope.lines.append(f"{name} = torch.sin({draw(_read(scope))})")
     scope.define(name, scope.value(scope.lines[-1].partition(" = ")[2]))
-    scope.lines.append(f"{name}.requires_grad and {name}.register_hook(lambda g: g * 0.5)")
+    scope.lines.append(f"{name}.requires_grad and {name}.register_hook(lambda g: None if g is None else g * 0.5)")
 
 
 @st.composite

@@ -57,7 +57,7 @@ def scaled(result: Any, like: Any) -> Any:
 
 # What may be an error in place of a right result, and what the error says.
 REFUSED = [
-    ("deque", "Pass it as an argument"),
+    ("SinTimes", "Pass it as an argument"),
     ("Slots(", "Pass it as an argument"),
     ("register_hook", "puts a hook on a tensor"),
 ]

@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers import SOME_TRANSFORMS, TRANSFORMS, UNIT, CountOps, Fun, activation, assert_same, leaf, numbers, plain
 from torch import Tensor, nn
-from torch.func import grad
+from torch.func import grad, jacfwd, jacrev
 from torch.overrides import TorchFunctionMode
 
 from remat import CheckpointError, checkpoint, policies, remat
@@ -406,3 +407,57 @@ def test_the_memory_of_one_that_is_never_differentiated(no_gc: None) -> None:
         assert meter.current <= UNIT * 2 + 8  # the middle, and the result
         del y
         assert meter.current == 0
+
+
+def an_unread_default(remat: Any) -> Fun:
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        def outer(v: Tensor = x) -> Tensor:
+            def inner(vs: list[Tensor], unread: Tensor = y, v: Tensor = v) -> Tensor:
+                return v.mean(0)
+
+            return remat(inner)([v, x])
+
+        return remat(outer)()
+
+    return f
+
+
+def given_and_captured(remat: Any) -> Fun:
+    """What a nested function is given is in a list that it reads, too."""
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        shared = [x, y]
+
+        def outer(v: Tensor) -> Tensor:
+            def middle(v: Tensor) -> Tensor:
+                return remat(lambda h, w=shared[0]: torch.sin(h * w))(v)
+
+            return remat(middle)(shared[0]) * v
+
+        return remat(outer)(y)
+
+    return f
+
+
+@pytest.mark.parametrize("make", [an_unread_default, given_and_captured])
+@pytest.mark.parametrize("transform", [jacfwd, jacrev])
+def test_a_default(make: Callable[[Any], Fun], transform: Any) -> None:
+    x, y = numbers(3), numbers(3, seed=1)
+    for around in (transform, lambda f: transform(transform(f))):
+        assert_same(around(make(remat))(x, y), around(make(plain))(x, y))
+    x = leaf(x)
+    for made in (make(remat), make(plain)):
+        loss = grad(lambda x, made=made: made(x, y).sum())(x).sum() + x.sum()
+        loss.backward()
+    assert x.grad is not None
+    assert_same(x.grad / 2, grad(lambda x: grad(lambda x: make(plain)(x, y).sum())(x).sum() + x.sum())(x.detach()))
+
+
+def test_a_deque_of_tensors_that_a_transform_inside_takes() -> None:
+    def f(remat: Any, x: Tensor) -> Tensor:
+        history = deque([torch.sin(x)])
+        return remat(lambda y=history[0]: grad(lambda t: (t.sin() * y).sum())(history[0]))()
+
+    x = numbers(3)
+    for transform in (jacrev, jacfwd):
+        assert_same(transform(lambda x: f(remat, x))(x), transform(lambda x: f(plain, x))(x))
