@@ -31,6 +31,7 @@ CHANGES = (
     "remat: {} changes an argument or a captured tensor of shape {}, {} in place, at {}. Its rerun would start from "
     "the changed value. Change a copy instead: x = x.clone()."
 )
+_MADE_INSIDE = " Where the function has made this parameter, with a module: make the module outside, and pass it."
 SHARDED = (
     "remat: {} calls a module that fully_shard has sharded. FSDP2 takes gradients from the backward graph of that "
     "module itself, which a rerun by remat does not have. Wrap the module with remat.nn.remat_module, or call it "
@@ -316,7 +317,8 @@ class Look(NestedMode):
 
     def _copied(self, value: Tensor) -> Tensor:
         if internals.requires_grad_at_any_level(value):
-            raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, call_site()))
+            hint = _MADE_INSIDE if isinstance(value, torch.nn.Parameter) else ""
+            raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, call_site()) + hint)
         return value.clone()
 
     # What it makes.
