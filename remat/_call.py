@@ -110,6 +110,7 @@ class Call:
     policy: Any = None
     nests = False
     leaves: frozenset[int] = frozenset()
+    hooked: frozenset[int] = frozenset()
     last_rerun = False
     _has_custom = False
     tape: Tape | None = None
@@ -150,7 +151,6 @@ class Call:
         """The operands that the results depend on."""
         self._ambiguous: set[int] = set()
         """Those that the graph does not tell from others."""
-        self.hooked: frozenset[int] = frozenset()
 
     # The forward.
 
@@ -190,7 +190,8 @@ class Call:
         self.signature = look.signature
         self.nests = look.nests
         self._has_custom = look.has_custom
-        self.hooked = frozenset([level for level in look.signature.hooks if level not in (None, ELSEWHERE)])
+        if look.signature.hooks:
+            self.hooked = frozenset([level for level in look.signature.hooks if level not in (None, ELSEWHERE)])
         return out
 
     def results_of(self, out: Any) -> _tree.Picked:
@@ -360,10 +361,8 @@ class Call:
     def _rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
         rerunning.set(True)
         inputs = [operands[i] for i in self.operands.positions]
-        pairs, fill = self.operands.place(inputs)  # the originals are held, for they are known by their identities
-        look = RerunLook(self.name, self.signature, pairs, inputs, self.level)
-        look.to_write = self.operands.to_write(inputs)
-        look.expect(*self.operands.expected(inputs))
+        plan = self.operands.plan(inputs)  # it holds the originals, for they are known by their identities
+        look = RerunLook(self.name, self.signature, plan, inputs, self.level)
         look.spares_tail = self.tape is None and not internals.tracing()
         self._rerun_looks.append(look)
         rebuild = self._closure.rebuilder(inputs)
@@ -376,7 +375,7 @@ class Call:
             draws,
             keys,
             self._modes.entered(),
-            filled(fill),
+            filled(plan.fill),
             self._replay(operands, inputs),
         ):
             args, kwargs = _tree.unflatten_call(self._spec, [rebuild(x) for x in self._leaves])
@@ -389,7 +388,7 @@ class Call:
                         raise RematError(_DEAD.format(self.name)) from error
                     note_rerun(error, self.name)
                     raise
-        pairs.clear()
+        plan.pairs.clear()
         look.finish()
         leaves, _ = _tree.flatten(out)
         found = []

@@ -8,7 +8,7 @@ differentiated, so a table that is computed on first use and kept makes no diffe
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -111,7 +111,7 @@ class Look(NestedMode):
         """By identity, what the run has made without a derivative."""
         self._reads: dict[int, set[tuple[int, Any]]] = {}
         """How these were read: how many calls the signature had then, and the function that read."""
-        self._times: Counter[tuple[int, Any]] = Counter()
+        self._times: defaultdict[tuple[int, Any], int] = defaultdict(int)
         """How often, in each way."""
 
     def begin(self, outer: Look | None) -> None:
@@ -431,15 +431,17 @@ class Look(NestedMode):
         What may have been put in the place of a tensor that was read in the same way is not among these.
         """
         found = []
-        others = {(r.position, r.reader, hash_of(r.tensor)) for r in self.outside.values()}
         for key, ref in self._fresh.items():
             tensor = ref()
             if tensor is not None:
                 made_and_kept[key] = tensor
-                reads = self._reads.get(key, ())
-                if reads and not any((*read, hash_of(tensor)) in others for read in reads):
+                if (reads := self._reads.get(key)) is None:
+                    continue
+                shape = hash_of(tensor)
+                alike = {(r.position, r.reader) for r in self.outside.values() if hash_of(r.tensor) == shape}
+                if alike.isdisjoint(reads):
                     found.append((ref, {how: self._times[how] for how in reads}))
-        self._fresh, self._reads, self._times = {}, {}, Counter()
+        self._fresh, self._reads, self._times = {}, {}, defaultdict(int)
         return found
 
 

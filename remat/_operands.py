@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,6 +92,21 @@ class Original:
     def set_in_modules(self, places: list[Place]) -> None:
         """Modules hold it, in these places."""
         self.places, self.in_modules = places, True
+
+
+class Plan(NamedTuple):
+    """What a rerun finds."""
+
+    pairs: list[tuple[Tensor, Tensor]]
+    """Tensors that the function may find and another one stands for, each with that one."""
+    fill: list[tuple[Place, Tensor]]
+    """The places that are to hold operands."""
+    to_write: dict[int, Tensor]
+    """By their memory, the operands that the function has to write to."""
+    reads: dict[int, int]
+    """By identity, what the rerun may read besides what it is given: how many calls the signature had then."""
+    survivors: dict[int, dict[tuple[int, Any], int]]
+    """By identity, what the forward has made itself and somebody keeps: how it was read."""
 
 
 class Operands:
@@ -261,18 +276,24 @@ class Operands:
             reader = "an op" if read is None or read.reader is None else name_of(read.reader)
             raise RematError(_HANDED_ON.format(self.name, reader, list(tensor.shape), tensor.dtype))
 
-    def place(self, inputs: list[Tensor]) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Place, Tensor]]]:
-        """What is to be put in the place of what.
-
-        **Returns:** each tensor that the function may find and another one stands for in this rerun, with that one;
-        and the places that are to hold operands.
-        """
+    def plan(self, inputs: list[Tensor]) -> Plan:
+        """What a rerun with these inputs finds. What the function writes to is replaced by a copy, in `inputs` too."""
         pairs: list[tuple[Tensor, Tensor]] = []
         fill: list[tuple[Place, Tensor]] = []
+        to_write: dict[int, Tensor] = {}
+        reads: dict[int, int] = {}
+        given: set[int] = set()
         for i, original in enumerate(self.originals):
-            if original.written:
-                inputs[i] = inputs[i].clone()
             operand, tensor = inputs[i], original.ref()
+            if original.written:
+                operand = inputs[i] = operand.clone()
+                if tensor is not None:  # else the function may have made it, out of sight
+                    to_write[internals.memory_of(operand)] = operand
+            if original.position is None:
+                given.add(id(operand))
+            else:
+                for t in (operand,) if tensor is None else (operand, tensor):  # it may stand for two
+                    reads[id(t)] = min(original.position, reads.get(id(t), NEVER))
             if original.places:
                 fill += [(place, operand) for place in original.places if item(*place) is not operand]
             for found in (tensor, *(ref() for ref in original.also)):
@@ -284,24 +305,6 @@ class Operands:
                 vars(operand).update(original.attributes)
             if original.handed_on and not original.places:
                 raise RematError(_HANDED_ON.format(self.name, "an op", list(operand.shape), operand.dtype))
-        return pairs, fill
-
-    def to_write(self, inputs: list[Tensor]) -> dict[int, Tensor]:
-        """By their memory, the operands that the function writes to. What is gone it may have made out of sight."""
-        pairs = zip(self.originals, inputs, strict=True)
-        return {internals.memory_of(t): t for original, t in pairs if original.written and original.ref() is not None}
-
-    def expected(self, inputs: list[Tensor]) -> tuple[dict[int, int], dict[int, Any]]:
-        """What a rerun may read besides what it is given, and when; and how it read what it has made itself."""
-        reads: dict[int, int] = {}
-        given: set[int] = set()
-        for original, operand in zip(self.originals, inputs, strict=True):
-            if original.position is None:
-                given.add(id(operand))
-            else:
-                tensor = original.ref()
-                for t in (operand,) if tensor is None else (operand, tensor):  # it may stand for two
-                    reads[id(t)] = min(original.position, reads.get(id(t), NEVER))
         for key in given & reads.keys():  # it was captured, too
             del reads[key]
         for ref, version, position in (*self.constants, *self._cell_constants):
@@ -311,7 +314,7 @@ class Operands:
                     raise CheckpointError(_CHANGED_SINCE.format(list(constant.shape), constant.dtype, self.name))
                 reads[id(constant)] = position
         survivors = {id(kept): how for ref, how in self.survivors if (kept := ref()) is not None}
-        return reads, survivors
+        return Plan(pairs, fill, to_write, reads, survivors)
 
     def still_there(self) -> list[Tensor]:
         """The tensors that reruns read from outside or stand for, those that are still there."""

@@ -14,6 +14,7 @@ from remat._effects import Effects
 from remat._errors import PURITY, CheckpointError, call_site
 from remat._graph import is_made_since, layers
 from remat._look import Look, made_and_kept
+from remat._operands import Plan
 from remat._signature import ELSEWHERE, Signature, name_of
 from remat._tail import without_products
 
@@ -45,7 +46,6 @@ class RerunLook(Look):
     **Attributes:**
 
     - `spares_tail`: whether the tail need not be computed.
-    - `to_write`: by their memory, the copies that it has not written to yet.
     """
 
     is_rerun = True
@@ -55,7 +55,7 @@ class RerunLook(Look):
         self,
         name: str,
         forward: Signature,
-        pairs: Sequence[tuple[Tensor, Tensor]],
+        plan: Plan,
         operands: Sequence[Tensor],
         level: int | None,
     ) -> None:
@@ -64,14 +64,16 @@ class RerunLook(Look):
         **Arguments:**
 
         - `forward`: the signature of the forward.
-        - `pairs`: tensors, each with the operand that stands for it.
+        - `plan`: what it finds.
         - `operands`: what the rerun is given.
         - `level`: that whose derivative the rerun is for.
         """
         super().__init__(name, operands, None)
-        self._pairs = pairs
-        self._swaps = {id(tensor): operand for tensor, operand in pairs}
-        self.to_write: dict[int, Tensor] = {}
+        self._pairs = plan.pairs
+        self._swaps = {id(tensor): operand for tensor, operand in plan.pairs}
+        self._expected = plan.reads
+        self._survivors = plan.survivors
+        self._to_write = plan.to_write
         self._forward = forward
         self._since = internals.next_sequence_number()
         self._position = 0
@@ -88,17 +90,6 @@ class RerunLook(Look):
         self.outside = dict.fromkeys(identities, None)
         self._known.update(identities)
         self._known.difference_update(self._expected)
-
-    def expect(self, reads: dict[int, int], survivors: dict[int, dict[tuple[int, Any], int]]) -> None:
-        """Say what it may read besides what it is given, and when.
-
-        **Arguments:**
-
-        - `reads`: by identity, how many calls the signature of the forward had when it read a tensor first.
-        - `survivors`: by identity, how the forward read what it has made and somebody keeps.
-        """
-        self._expected = reads
-        self._survivors = survivors
 
     def _count(self) -> int:
         return self._position
@@ -168,7 +159,7 @@ class RerunLook(Look):
 
     def before_write(self, written: Tensor) -> None:
         """What the forward wrote to is a copy here."""
-        self.to_write.pop(internals.memory_of(written), None)
+        self._to_write.pop(internals.memory_of(written), None)
 
     def _with_hook(self, args: Any) -> Any:
         hooks, number = self._forward.hooks, self._hook
@@ -205,7 +196,7 @@ class RerunLook(Look):
 
     def finish(self) -> None:
         """Check that the rerun went as far as the forward, wrote as it did, and read no more often what it made."""
-        for t in self.to_write.values():
+        for t in self._to_write.values():
             raise CheckpointError(_NOT_WRITTEN.format(self.name, list(t.shape), t.dtype))
         for how, (times, shape, dtype) in self._revived.items():
             if self._times[how] > times:

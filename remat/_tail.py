@@ -17,8 +17,8 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 
-_LEAST = 2**20
-"""Multiplications: less is computed sooner than it is spared."""
+_LEAST, _LEAST_RESULTS = 2**20, 2**8
+"""Multiplications, and elements of the result: less is computed sooner than it is spared."""
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default}
@@ -27,8 +27,10 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 def is_large(product: Any, args: Any) -> bool:
     """Whether a product of the first arguments is worth being spared."""
+    if not isinstance(product, Tensor) or product.numel() < _LEAST_RESULTS:
+        return False
     widths = [t.shape[-1] for t in args[:3] if isinstance(t, Tensor) and t.dim() > 1]
-    return isinstance(product, Tensor) and bool(widths) and product.numel() * min(widths) >= _LEAST
+    return bool(widths) and product.numel() * min(widths) >= _LEAST
 
 
 class _WithoutProducts(internals.DispatchMode):

@@ -170,7 +170,7 @@ def by_an_extension(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("read", [Times.apply, by_an_extension], ids=["Times", "Mul"])
-@pytest.mark.parametrize("hide", [in_a_deque, in_a_slot, in_a_class, in_a_generator], ids=lambda h: h.__name__)
+@pytest.mark.parametrize("hide", [in_a_slot, in_a_class, in_a_generator], ids=lambda h: h.__name__)
 def test_what_is_found_nowhere_is_an_error_of_the_forward(hide: Any, read: Any) -> None:
     """It names the op, shape and dtype, and says what to do."""
     get = hide(leaf(numbers(3, seed=1)).exp())
