@@ -76,7 +76,7 @@ class Remembered(NamedTuple):
 
     given: list[weakref.ref[Tensor]]
     """What the call was given, and found in cells."""
-    found: list[tuple[weakref.ref[Tensor], list[Place]]]
+    found: list[tuple[weakref.ref[Tensor], Sequence[Place]]]
     """What else it read from outside, and where that was."""
     survivors: list[tuple[weakref.ref[Tensor], Any]]
     signature: Signature
@@ -228,9 +228,10 @@ class Call:
         """The results with the derivative that `attach(values, operands)` gives them."""
         look = self._look
         assert look is not None
-        own = {*map(id, results.tensors), *(id(t._base) for t in results.tensors)}
-        look.tail_results = [ref for ref in look.tail_results if id(ref()) not in own]
-        look.made = [ref for ref in look.made if id(ref()) not in own]
+        if look.tail_results or look.made:
+            own = {*map(id, results.tensors), *(id(t._base) for t in results.tensors)}
+            look.tail_results = [ref for ref in look.tail_results if id(ref()) not in own]
+            look.made = [ref for ref in look.made if id(ref()) not in own]
         self._returned = [(i, t.shape, t.dtype) for i, t in zip(results.positions, results.tensors, strict=True)]
         others = [x for i, x in enumerate(results.leaves) if i not in results.positions]
         if not any(isinstance(x, Tensor) or type(x) not in ATOMS for x in others):
@@ -257,8 +258,8 @@ class Call:
         given, captured = operands.originals[: operands.held], operands.originals[operands.held :]
         if any(original.places for original in given):  # it was given a tensor that it has found elsewhere, too
             return None
-        found = [(o.ref, o.places if o.in_modules else []) for o in captured]
-        found += [(ref, []) for ref, *_ in operands.constants]
+        found = [(o.ref, o.places if o.in_modules else ()) for o in captured]
+        found += [(ref, ()) for ref, *_ in operands.constants]
         unused = self.leaves - self._reached - self._ambiguous
         unread = [i for i, original in enumerate(given) if original.position == NEVER]
         reached = [i for i, position in enumerate(operands.positions) if position not in unused and i not in unread]

@@ -88,16 +88,18 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
     leaves: dict[int, int] = {}
     ambiguous: set[int] = set()
     for i, t in enumerate(operands):
-        if t.requires_grad:
-            edges = edges_of(t, since)
-            firsts = {ends.setdefault(edge, i) for edge in edges}
-            leaf = getattr(edges[-1][0], "variable", None) if edges else t
-            if leaf is not None:
-                firsts.add(leaves.setdefault(id(leaf), i))
-            if firsts != {i}:
-                ambiguous |= {i, *firsts}
-            if edges:
-                ends[edges[0]] = i
+        if not t.requires_grad:
+            continue
+        edges = edges_of(t, since)
+        leaf = getattr(edges[-1][0], "variable", None) if edges else t
+        known = [ends.setdefault(edge, i) for edge in edges]
+        if leaf is not None:
+            known.append(leaves.setdefault(id(leaf), i))
+        for first in known:
+            if first != i:
+                ambiguous |= {i, first}
+        if edges:
+            ends[edges[0]] = i
     seen: set[Any] = set()
     nodes: list[Any] = []
     reached: set[int] = set()
@@ -125,25 +127,20 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
             node = edge[0]
             if node is None or node in seen:
                 continue
-            end = ends.get(edge)
-            if end is not None:
-                reached.add(end)
-                continue
             leaf = getattr(node, "variable", None)
-            if leaf is None:
+            position = ends.get(edge) if leaf is None else leaves.get(id(leaf))
+            if position is None and leaf is not None:
+                position = _of_one(node, operands)
+            if position is not None:
+                reached.add(position)
+            elif leaf is None:
                 if internals.sequence_number(node) < since:
                     raise Stranger(edge, reader)
                 # The node of an op without a derivative, which raises, has as high a number as that of a leaf.
                 seen.add(node)
                 nodes.append(node)
-            elif id(leaf) in leaves:
-                reached.add(leaves[id(leaf)])
-            else:
-                position = _of_one(node, operands)
-                if position is not None:
-                    reached.add(position)
-                elif not is_own(leaf):
-                    raise Stranger(edge, reader)
+            elif not is_own(leaf):
+                raise Stranger(edge, reader)
     return Proof(nodes, reached, ambiguous)
 
 

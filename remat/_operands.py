@@ -67,29 +67,29 @@ def _out_of_sight(reader: Any) -> str:
 class Original:
     """The tensor of the forward that an operand stands for."""
 
-    __slots__ = ("also", "attributes", "handed_on", "in_modules", "origin", "places", "position", "ref", "written")
+    also: Sequence[weakref.ref[Tensor]] = ()
+    """What else the function may find: in the rerun of an outer one, another tensor stood for it."""
+    places: Sequence[Place] = ()
+    """Where modules and others hold it."""
+    in_modules = False
+    """Whether the places are modules'."""
+    handed_on = False
+    """Whether reruns have to find the operand there: no torch call of the function's reads the tensor itself."""
+    position: int | None = None
+    """How many calls the signature had when the forward read it first; None where it was given, or not known."""
+    origin: Origin | None = None
+    """What the tape of a policy knows it by, where it is written to."""
+    written = False
+    """Whether the function writes to it. Each rerun is given a copy of what the forward found."""
+    attributes: dict[str, Any] | None = None
+    """What somebody has given to it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref = weakref.ref(tensor)
-        self.also: list[weakref.ref[Tensor]] = []
-        """What else the function may find: in the rerun of an outer one, another tensor stood for it."""
-        self.places: list[Place] = []
-        """Where modules and others hold it."""
-        self.in_modules = False
-        """Whether the places are modules'."""
-        self.handed_on = False
-        """Whether reruns have to find the operand there: no torch call of the function's reads the tensor itself."""
-        self.position: int | None = None
-        """How many calls the signature had when the forward read it first; None where it was given, or not known."""
-        self.origin: Origin | None = None
-        """What the tape of a policy knows it by, where it is written to."""
-        self.written = False
-        """Whether the function writes to it. Each rerun is given a copy of what the forward found."""
-        attributes = tensor.__dict__ if type(tensor) in _TENSORS else None
-        self.attributes = attributes.copy() if attributes else None
-        """What somebody has given to it."""
+        if type(tensor) in _TENSORS and tensor.__dict__:
+            self.attributes = tensor.__dict__.copy()
 
-    def set_in_modules(self, places: list[Place]) -> None:
+    def set_in_modules(self, places: Sequence[Place]) -> None:
         """Modules hold it, in these places."""
         self.places, self.in_modules = places, True
 
@@ -124,7 +124,7 @@ class Operands:
     - `survivors`: what the forward has made itself, without a derivative, and somebody keeps; and how it read it.
     """
 
-    known_places: Mapping[int, list[Place]] = MappingProxyType({})
+    known_places: Mapping[int, Sequence[Place]] = MappingProxyType({})
     given = held = 0
     stands_in = False
     objects: Sequence[Any] = ()
@@ -225,12 +225,16 @@ class Operands:
                     self.originals[self.add(constants.pop(key)).index].position = look.outside[key].position
                 self.originals[index[key]].set_in_modules(places)
             for tensor, place in search(self.objects, captured, far=False) if captured else ():
-                self.originals[index[id(tensor)]].places.append(place)
+                self._add_place(tensor, place)
             for key in look.handed_on & captured.keys():
                 self._must_have_place(key, look)
         held = {id(t) for t in self.tensors[: self.held]}
         for tensor, place in search(self.objects, also) if (also := look.handed_on & held) else ():
-            self.originals[index[id(tensor)]].places.append(place)  # it may have been found there, too
+            self._add_place(tensor, place)  # it may have been found there, too
+
+    def _add_place(self, tensor: Tensor, place: Place) -> None:
+        original = self.originals[self._index[id(tensor)]]
+        original.places = (*original.places, place)
 
     def values(self, look: Look) -> list[Tensor]:
         """The operands as the forward found them."""
@@ -292,12 +296,13 @@ class Operands:
             if original.position is None:
                 given.add(id(operand))
             else:
-                for t in (operand,) if tensor is None else (operand, tensor):  # it may stand for two
+                for t in (operand, tensor):  # it may stand for two
                     reads[id(t)] = min(original.position, reads.get(id(t), NEVER))
-            if original.places:
-                fill += [(place, operand) for place in original.places if item(*place) is not operand]
-            for found in (tensor, *(ref() for ref in original.also)):
-                if found is not None and found is not operand:
+            for place in original.places:
+                if item(*place) is not operand:
+                    fill.append((place, operand))
+            for ref in (original.ref, *original.also):
+                if (found := ref()) is not None and found is not operand:
                     pairs.append((found, operand))
             if tensor is operand:
                 continue

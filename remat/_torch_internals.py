@@ -506,9 +506,8 @@ def metadata_of(node: Any, number: int) -> tuple[Any, torch.dtype]:
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
-def sequence_number(node: Any) -> int:
-    """When an autograd node was made, counted in its thread. AccumulateGrad nodes have the highest number."""
-    return node._sequence_nr()  # type: ignore[no-any-return]
+# When an autograd node was made, counted in its thread. AccumulateGrad nodes have the highest number.
+sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
 
 def function_modes() -> list[Any]:
