@@ -1,6 +1,6 @@
-"""One call of a user's function: run it, look, and run it again with operands.
+"""One call of a user's function: run it, watch the run, and run it again with operands.
 
-Nodes save the operands. The call itself holds no tensor of the forward.
+Autograd nodes save the operands. The call itself holds no tensor of the forward.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _NO_TREE = (
 
 
 def is_rerunning() -> bool:
-    """Whether the code that asks runs in a rerun, of `remat` or of `remat.checkpoint`.
+    """Whether the calling code runs in a rerun, of `remat` or of `remat.checkpoint`.
 
     A function under remat runs again on backward, with its prints, counters and hooks. Code that must run only once
-    asks here, and does nothing in a rerun. Don't let it change what is computed: a rerun that makes other torch calls
-    than the forward is an error.
+    can ask here, and do nothing in a rerun. It must not change the torch calls: a rerun that makes other calls than
+    the forward is an error.
 
     **Returns:** True in a rerun, else False.
 
@@ -72,23 +72,26 @@ def is_rerunning() -> bool:
 
 
 class Remembered(NamedTuple):
-    """What the forward of an outer function knows of a call in it. It holds no tensor and no part of the function."""
+    """A nested call, as recorded by the outer forward, so that an outer rerun can skip it.
+
+    It holds no tensor and no part of the function.
+    """
 
     given: list[weakref.ref[Tensor]]
-    """What the call was given, and found in cells."""
+    """The tensors from arguments and cells."""
     found: list[tuple[weakref.ref[Tensor], Sequence[Place]]]
-    """What else it read from outside, and where that was."""
+    """The other outside tensors that it read, and their places in modules."""
     survivors: list[tuple[weakref.ref[Tensor], Any]]
     signature: Signature
     nests: bool
     unread: list[int]
-    """Positions, in `given`, of those in cells that it did not read."""
+    """Positions in `given` of the tensors from cells that it did not read."""
     reached: list[int]
-    """Positions, in `given` and then `found`, of those that the results may depend on."""
+    """Positions in `[*given, *found]` of the tensors that the results may depend on."""
     result: tuple[list[Any], _tree.PyTreeSpec]
-    """What it returned, without tensors."""
+    """The leaves that it returned, with None for each tensor, and their structure."""
     returned: list[tuple[int, torch.Size, torch.dtype]]
-    """Position, shape and dtype of the tensors."""
+    """Position, shape and dtype of each differentiated tensor that it returned."""
 
 
 class Call:
@@ -100,7 +103,7 @@ class Call:
     - `operands`: the tensors that its results may depend on.
     - `random`: the draws to repeat, None where there were none.
     - `tape`: what a policy keeps, None without one.
-    - `nests`: whether there are other calls in it.
+    - `nests`: whether the function makes nested calls of functions under remat.
     - `leaves`: the operands that are differentiated, at any level.
     - `hooked`: the levels of the tensors that the function has put hooks on.
     - `since`: all autograd nodes with higher sequence numbers were made in the call, or later.
@@ -126,7 +129,7 @@ class Call:
 
         **Arguments:**
 
-        - `leaves`, `spec`: the arguments, flat, and their structure.
+        - `leaves`, `spec`: the flattened arguments and their structure.
         """
         self.name = name
         operands = self.operands = Operands(name)
@@ -148,9 +151,9 @@ class Call:
         self._replays: list[Replay] = []
         self._rerun_looks: list[RerunLook] = []
         self._reached: set[int] = set()
-        """The operands that the results depend on."""
+        """Positions of the operands that the results depend on."""
         self._ambiguous: set[int] = set()
-        """Those that the graph does not tell from others."""
+        """Positions of operands that the graph can't tell apart."""
 
     # The forward.
 
@@ -163,7 +166,7 @@ class Call:
 
         - `policy`: what to keep, or None.
         - `preserve_rng_state`: whether reruns draw what the forward draws.
-        - `where`: tells the place in the user's code, for those who ask what is kept; or None.
+        - `where`: returns the current line of the user's code, to list what is kept; or None.
         """
         tracing = internals.tracing()
         with internals.DisableTorchFunction():
@@ -195,7 +198,7 @@ class Call:
         return out
 
     def results_of(self, out: Any) -> _tree.Picked:
-        """What the function has computed and is differentiated, in the tree that it returned."""
+        """The differentiated tensors that the function has computed, picked from the tree that it returned."""
         results = _tree.Picked(out, self._is_computed)
         for leaf in results.leaves:
             if not isinstance(leaf, Tensor) and type(leaf) not in ATOMS:
@@ -205,9 +208,9 @@ class Call:
         return results
 
     def _is_computed(self, result: Tensor) -> bool:
-        """Whether a result has a derivative of this call. A tensor from outside has its own, and so has a view of it.
+        """Whether this call gives a result its derivative. Outside tensors, and views of them, keep their own graph.
 
-        A view keeps nothing alive but what it views.
+        The graph of such a view keeps only the viewed tensor alive.
         """
         assert self._look is not None
         if id(result) in self._look.outside:
@@ -225,7 +228,10 @@ class Call:
         return True
 
     def attach(self, results: _tree.Picked, attach: Callable[[list[Tensor], list[Tensor]], Any]) -> Any:
-        """The results with the derivative that `attach(values, operands)` gives them."""
+        """The results, with the derivative that `attach(values, operands)` gives them.
+
+        A captured tensor that only the proof finds becomes an operand. Then `attach` is called again.
+        """
         look = self._look
         assert look is not None
         if look.tail_results or look.made:
@@ -249,14 +255,14 @@ class Call:
                 self.operands.add_stranger(stranger, look, self.since)
 
     def remembered(self) -> Remembered | None:
-        """What a rerun of an outer function needs to know to be spared this call. None where it must run."""
+        """The record with which an outer rerun can skip this call. None if the call must run there."""
         if self._result is None or self.random is not None or self.tape is not None or self._drew_from is not None:
             return None
         if self.signature.hooks or any(original.written for original in self.operands.originals):
             return None
         operands = self.operands
         given, captured = operands.originals[: operands.held], operands.originals[operands.held :]
-        if any(original.places for original in given):  # it was given a tensor that it has found elsewhere, too
+        if any(original.places for original in given):  # a given tensor was also found in another place
             return None
         found = [(o.ref, o.places if o.in_modules else ()) for o in captured]
         found += [(ref, ()) for ref, *_ in operands.constants]
@@ -276,9 +282,9 @@ class Call:
         )
 
     def stand_in(self, forward: Remembered, outer: Look) -> Any:
-        """The results that the call had in the forward of an outer one, where nobody reads their values. None: run it.
+        """Stand-ins for the results, for an outer rerun that does not read their values. None: the call must run.
 
-        They are filled with NaN, so that a mistake would be loud, and have the derivative that the call would have.
+        They are filled with NaN, so that a mistake would be loud. They have the derivative of the call.
         """
         operands = self.operands
         originals = [*operands.tensors, *(t for ref, _ in forward.found if (t := ref()) is not None)]
@@ -294,7 +300,7 @@ class Call:
         self.since = internals.next_sequence_number()
         values = [look.read(originals[i]) for i in forward.reached]
         zeros = [t.flatten()[:0].sum() for t in values if matters(t) and (t.is_floating_point() or t.is_complex())]
-        if not zeros:  # it is another call of this name, whose results are not differentiated
+        if not zeros:  # another call of the same name: its results are not differentiated
             return None
         self._look = look
         operands.stands_in = True
@@ -306,15 +312,15 @@ class Call:
         leaves = list(leaves)
         for i, shape, dtype in forward.returned:
             value = torch.full(shape, float("nan"), dtype=dtype, device=zeros[0].device)
-            for zero in zeros:  # derivatives of every order depend on all operands, as those of the results do
+            for zero in zeros:  # derivatives of every order must depend on all operands
                 value = value * torch.exp(zero if dtype.is_complex or not zero.is_complex() else zero.real).to(dtype)
             leaves[i] = value
         return _tree.unflatten(spec, leaves)
 
     def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor], since: int) -> set[int]:
-        """See that the forward depends on nothing but operands. Raises `Stranger`.
+        """Check that the results of the forward depend on operands only. Raises `Stranger`.
 
-        **Returns:** the positions of the operands that it may depend on.
+        **Returns:** the positions of the operands that they may depend on.
         """
         look = self._look
         assert look is not None
@@ -325,13 +331,13 @@ class Call:
             later = [n for n in nodes if internals.sequence_number(n) >= look.tail_number]
             if not keep_no_tensors(later):
                 look.signature.tail = None
-        if look.sets_hooks:  # they may hold the graph
+        if look.sets_hooks:  # hooks may hold the graph
             internals.forget_saved(nodes)
         return reached | ambiguous
 
     def compare_reached(self, operands: AbstractSet[int], complete: bool) -> None:
-        """See that a rerun depends on the operands that the forward depended on. `complete`: of all its results."""
-        if self._has_tangents:  # the graph of a tangent is another one
+        """Check that a rerun depends on the operands of the forward. `complete`: whether all results were walked."""
+        if self._has_tangents:  # tangents have another graph
             return
         operands, before = operands - self._ambiguous, self._reached - self._ambiguous
         if not operands <= before or (complete and operands != before):
@@ -340,17 +346,17 @@ class Call:
             raise CheckpointError(_OTHER_OPERANDS.format(self.name, how, i + 1, len(self.operands.positions), PURITY))
 
     def made_by_rerun(self, leaf: Tensor) -> bool:
-        """Whether a rerun has made a leaf itself."""
+        """Whether the function itself made this leaf, in a rerun."""
         return any(look.has_made(leaf) for look in self._rerun_looks)
 
     # Reruns.
 
     @property
     def needs_level(self) -> bool:
-        """Whether reruns have to be under a transform, as the forward was.
+        """Whether reruns must run under a transform, because the forward did.
 
-        There the ops are those of the forward one by one, a hook is called for one order of derivatives, and what an
-        autograd.Function does inside is not seen.
+        Only there do they run exactly the ops of the forward, call a hook for one order of derivatives, and leave the
+        inside of an autograd.Function unseen.
         """
         if not self._under_transforms:
             return False
@@ -362,7 +368,7 @@ class Call:
     def _rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
         rerunning.set(True)
         inputs = [operands[i] for i in self.operands.positions]
-        plan = self.operands.plan(inputs)  # it holds the originals, for they are known by their identities
+        plan = self.operands.plan(inputs)  # it keeps the originals alive: they are known by identity
         look = RerunLook(self.name, self.signature, plan, inputs, self.level)
         look.spares_tail = self.tape is None and not internals.tracing()
         self._rerun_looks.append(look)
@@ -405,7 +411,7 @@ class Call:
             return NOTHING
         again = any(
             t.grad_fn is not None or internals.requires_grad_below(t) for t in operands
-        )  # in a derivative of it
+        )  # this rerun is differentiated, so another one will follow
         replay = Replay(self.tape, self.last_rerun and not again)
         for original, operand in zip(self.operands.originals, inputs, strict=True):
             if original.written:
@@ -414,13 +420,13 @@ class Call:
         return replay
 
     def settle(self) -> None:
-        """Called when the results of a rerun are gone and only its graph is left."""
+        """Called when the results of a rerun are freed and only its graph is left."""
         for replay in self._replays:
             replay.settle()
         self._replays.clear()
 
     def clean(self) -> None:
-        """Called when the rerun's graph is gone: nothing of the rerun may be left."""
+        """Called when the rerun's graph is freed. Drops everything else that belongs to the rerun."""
         looks, self._rerun_looks = self._rerun_looks, []
         self._replays.clear()
         for rebuild in self._rebuilders:
@@ -430,20 +436,20 @@ class Call:
             look.check_suspects()
 
     def let_go(self) -> None:
-        """Called when the results are replaced, so that the forward's graph is gone."""
+        """Called after the derivative is attached, when the forward's graph is freed."""
         look = self._look
         if look is None or not self._returned:
             return
         self.operands.let_go(look, self._reached)
-        if any(ref() is not None for ref in look.tail_results):  # somebody keeps it, and may read its value
+        if any(ref() is not None for ref in look.tail_results):  # somebody keeps a result of the tail, and may read it
             look.signature.tail = None
-        if any(ref() is not None for ref in look.made):  # the outer function may read it
+        if any(ref() is not None for ref in look.made):  # the outer function may read a living one
             self._result = None
         look.outside.clear()
         self._look = None
 
 
 def _attributes_of(obj: Any) -> list[Any]:
-    """What the attributes of an object hold, in a dict or in slots."""
+    """The values of an object's attributes, in its dict or its slots."""
     slots = [name for kind in type(obj).__mro__ for name in vars(kind).get("__slots__", ())]
     return [*getattr(obj, "__dict__", {}).values(), *(getattr(obj, name, None) for name in slots)]

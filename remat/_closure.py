@@ -1,8 +1,8 @@
-"""What a function closes over, kept as it is at the call.
+"""Capture what a function closes over at the call, and rebuild the function for a rerun.
 
-A rerun comes later. By then a loop variable has moved on. So the function is taken apart: its cells, defaults, partial
-arguments and bound `self`, and all functions in those. A rerun puts it together again, with operands in the places of
-tensors. The parts do not hold the function itself: its cells go on to hold other things, such as the result of the
+A rerun comes later, when a loop variable may have another value. So the function is taken apart at the call: its cells,
+defaults, partial arguments and bound `self`, and all functions in those. A rerun puts the parts together again, with
+operands in place of tensors. The parts do not hold the function itself. Its cells may later hold the result of the
 call, and that would be a reference cycle.
 """
 
@@ -47,7 +47,7 @@ class _Made:
 
 
 class _Reference:
-    """Stands for the function with this key. Functions may refer to each other, and what is kept has no cycles."""
+    """Stands for the function with this key. Keys avoid cycles of functions that refer to each other."""
 
     __slots__ = ("key",)
 
@@ -75,7 +75,7 @@ _PARTS = (Operand, _Made, _Reference)
 
 
 def is_part(obj: Any) -> bool:
-    """Whether `obj` stands for something that has to be put together."""
+    """Whether `obj` stands for an object that a `Rebuilder` has to make."""
     return type(obj) in _PARTS
 
 
@@ -101,7 +101,7 @@ def _is_full(cell: types.CellType) -> bool:
 
 
 def _is_opaque(function: types.FunctionType) -> bool:
-    """Whether a function belongs to torch or its compiler: nothing of the user's is in it."""
+    """Whether a function belongs to torch or its compiler, so that no object of the user is in it."""
     return function in _OF_TORCH or internals.is_compiled(function)
 
 
@@ -110,7 +110,7 @@ class Closure:
 
     **Attributes:**
 
-    - `objects`: what was met that is no atom, tensor or function: where to look for more tensors. Empty it after use.
+    - `objects`: the functions and other objects that were met: where to search for more tensors. See `close`.
     """
 
     def __init__(self, operand_of: Callable[[Tensor], Any]) -> None:
@@ -120,11 +120,11 @@ class Closure:
         self._contents: dict[int, Any] = {}
         self._whole: set[int] = set()  # functions with nothing to take apart
         self._is_recursive = False
-        self._begun: dict[int, Any] = {}  # held, for keys are identities
+        self._begun: dict[int, Any] = {}  # kept alive, because keys are identities
         self.objects: list[Any] = []
 
     def take_apart(self, obj: Any) -> Any:
-        """What stands for `obj`: itself, where no part of it is an operand or may change."""
+        """Return the part that stands for `obj`, or `obj` itself if no part of it is an operand or may change."""
         kind = type(obj)
         if kind in ATOMS:
             return obj
@@ -181,19 +181,19 @@ class Closure:
         return _Reference(key)
 
     def flags(self) -> dict[int, types.CellType]:
-        """The cells that hold a number or the like: a context around a rerun may set a flag in one."""
+        """The cells that hold a plain value: a context around a rerun may set a flag in one."""
         cells = (c for c in self._begun.values() if type(c) is types.CellType)
         return {id(c): c for c in cells if type(self._contents[id(c)]) in ATOMS}
 
     def close(self) -> list[Any]:
-        """Nothing more is taken apart. Gives back the `objects`."""
+        """Free what only `take_apart` needs. Returns the `objects`."""
         objects, self.objects = self.objects, []
         self._begun.clear()
         del self._operand_of
         return objects
 
     def rebuilder(self, operands: Sequence[Any]) -> Rebuilder:
-        """What puts things together for one rerun."""
+        """A `Rebuilder` for one rerun with these operands."""
         return Rebuilder(self._functions, self._contents, self._is_recursive, operands)
 
 
@@ -202,7 +202,7 @@ def _tuple(*items: Any) -> tuple[Any, ...]:
 
 
 class Rebuilder:
-    """Puts functions together again, each once, with these operands."""
+    """Puts functions together again for one rerun, each once, with operands in place of tensors."""
 
     def __init__(
         self, functions: dict[int, _Function], contents: dict[int, Any], recursive: bool, operands: Sequence[Any]
@@ -215,11 +215,11 @@ class Rebuilder:
         self._functions: dict[int, types.FunctionType] = {}
 
     def keep(self, cells: dict[int, types.CellType]) -> None:
-        """Functions have these very cells again."""
+        """Use these existing cells, not new ones."""
         self._cells.update(cells)
 
     def __call__(self, part: Any) -> Any:
-        """What `part` stands for."""
+        """Make the object that `part` stands for."""
         kind = type(part)
         if kind is Operand:
             return self._operands[part.index]
@@ -250,7 +250,7 @@ class Rebuilder:
         return new
 
     def clear(self) -> None:
-        """Break the cycle of a function that refers to itself. Other functions may be called later, by a hook, say."""
+        """Break the cycles of recursive functions. Others are left as they are: a hook may call them later."""
         if self._is_recursive:
             for key, cell in self._cells.items():
                 if is_part(self._contents[key]):

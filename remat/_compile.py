@@ -1,13 +1,13 @@
-"""Under `torch.compile`.
+"""Calls that `torch.compile` traces.
 
-NOTE [two compilers]: dynamo turns Python into a graph, and does not know our modes; then AOTAutograd runs that graph on
-fake tensors and writes down the ops. So the function goes through dynamo untouched, as the body of an op: dynamo
-makes a graph of it that has what it captured as arguments. When that op runs, this module is in charge again:
+NOTE [two compilers]: dynamo turns Python into a graph, and does not know our modes. Then AOTAutograd runs that graph on
+fake tensors and records the ops. So dynamo gets the plain function, as the body of one op: it makes a graph of the
+function, with the captured tensors as arguments. When that op runs, this module decides:
 
 | what differentiates | what is done |
 |---|---|
-| the compiler, for a later `.backward()` | ops are marked by the policy; the compiler's partitioner repeats them |
-| `torch.func`, in the compiled code | the engine of `remat`: the rerun is written down with the rest |
+| the compiler, for a later `.backward()` | the policy marks ops; the compiler's partitioner repeats them |
+| `torch.func`, in the compiled code | the engine of `remat`: the rerun is recorded with the rest |
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
 _TRANSFORMS_INSIDE = (
     "remat: a function under remat that uses torch.func itself can't be compiled where torch.func differentiates it, "
-    "nor by the backend 'eager': the compiler has written down the numbers of its levels. Compile what is inside of "
+    "nor by the backend 'eager': the compiler has recorded the numbers of its levels. Compile what is inside of "
     "it instead, or differentiate the compiled function with .backward()."
 )
 
@@ -49,11 +49,11 @@ def call(
 
     - `remat`: the engine, a decorator.
     - `policy`, `preserve_rng_state`: its options.
-    - `policy_of`: makes a policy of what is given as one.
+    - `policy_of`: turns `policy` into a `Policy`.
     """
     if not torch.is_grad_enabled():
         return fun(*args, **kwargs)
-    policy = id(policy) if isinstance(policy, Policy) else policy  # dynamo hands on constants alone
+    policy = id(policy) if isinstance(policy, Policy) else policy  # dynamo passes on only constants
     as_op = functools.partial(_as_op, remat, policy_of, policy, preserve_rng_state)
     return internals.call_lifted(as_op, fun, *args, **kwargs)
 
@@ -61,7 +61,7 @@ def call(
 def _as_op(
     remat: Callable[..., Any], policy_of: Callable[[Any], Policy], policy: Any, preserve_rng_state: bool, graph: Any
 ) -> Callable[..., Any]:
-    """What is called when the op runs, for the graph of the function."""
+    """The function that runs as the op. `graph`: dynamo's graph of the user's function."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if (internals.differentiating() or not internals.compiling()) and internals.uses_transforms(graph):
@@ -80,7 +80,7 @@ def _as_op(
 
 
 def _marking(policy: Callable[..., CheckpointPolicy]) -> Callable[..., CheckpointPolicy]:
-    """The policy. What it says of a named value is a word about the op that computed it: the name itself is no op."""
+    """The policy. If it decides about a named value, that also marks the op that computed the value."""
 
     def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         decision = policy(ctx, op, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What the forward run found around it - autocast, defaults, random state - and how to bring it back."""
+"""The settings of the forward run (autocast, defaults, random state, modes), and how a rerun restores them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Ambient(NamedTuple):
 
     @staticmethod
     def current() -> Ambient:
-        """The settings here and now."""
+        """The current settings."""
         dtype, device = torch.get_default_dtype(), internals.default_device()
         if not internals.any_autocast_enabled():
             return _USUAL if dtype is torch.float32 and device is None else Ambient(dtype, device, ())
@@ -55,7 +55,7 @@ class Ambient(NamedTuple):
         return Ambient(dtype, device, tuple(autocast))
 
     def restored(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, the settings are these again."""
+        """A context in which the settings are these again."""
         now = Ambient.current()
         return NOTHING if now == self else self._restored(now)
 
@@ -73,9 +73,9 @@ class Ambient(NamedTuple):
 
 
 class OwnCasts:
-    """Within it, autocast finds none of the casts that it has kept from before, and after it none of these.
+    """A context with an autocast cache of its own: no cast is reused across its beginning or its end.
 
-    They belong to other graphs: a cast of a weight that was made before the call is none of the function's ops.
+    Cached casts belong to other graphs: a weight's cast from before the call is not one of the function's ops.
     """
 
     def __enter__(self) -> None:
@@ -85,7 +85,7 @@ class OwnCasts:
         torch.clear_autocast_cache()
 
 
-_USUAL = Ambient(torch.float32, None, ())  # not made anew for each call and rerun
+_USUAL = Ambient(torch.float32, None, ())  # one for most calls and reruns: to make one takes time
 
 
 def _off(autocast: tuple[tuple[str, bool, torch.dtype, bool], ...]) -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
@@ -97,7 +97,7 @@ _CPU = torch.device("cpu")
 
 
 def _accelerators(tensors: Iterable[Tensor]) -> set[torch.device]:
-    """The accelerators in play: those of the tensors, and the current one once it is in use."""
+    """The accelerators whose generators count: those of the tensors, and the current one if it is initialised."""
     devices = {t.device for t in tensors if not (t.is_cpu or t.is_meta)}
     if has_accelerator():
         kind = torch.accelerator.current_accelerator()
@@ -114,11 +114,11 @@ class RandomState:
     """The state of torch's global generators, and of each explicit one that a run drew from."""
 
     def __init__(self, tensors: Iterable[Tensor], *, keyed: bool = False) -> None:
-        """The state here and now.
+        """Read the current states.
 
         **Arguments:**
 
-        - `tensors`: their devices are in play.
+        - `tensors`: the generators of their devices count.
         - `keyed`: whether the draws come from a key, so that torch's global generators do not count.
         """
         devices = () if keyed else (_CPU, *_accelerators(tensors))
@@ -131,7 +131,7 @@ class RandomState:
             self._generators[generator] = generator.get_state()
 
     def drawn_since(self, drew: bool = False) -> RandomState | None:
-        """This state if the run that followed it drew from any generator, else None: nothing to bring back.
+        """This state if the run that followed drew from any generator; else None, there is nothing to restore.
 
         **Arguments:**
 
@@ -140,7 +140,7 @@ class RandomState:
         return self if (drew and self._globals) or self._generators or _differs(self._globals) else None
 
     def put_back(self) -> None:
-        """Make the generators what they were."""
+        """Set the generators to these states."""
         for device, state in self._globals.items():
             set_global_state(device, state)
         for generator, state in self._generators.items():
@@ -148,7 +148,7 @@ class RandomState:
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Within it, the same draws come again; after it, the generators are as they were before."""
+        """A context that repeats the draws. After it, the generators are as they were before it."""
         ambient = self.now()
         self.put_back()
         try:
@@ -157,7 +157,7 @@ class RandomState:
             ambient.put_back()
 
     def now(self) -> RandomState:
-        """The state of the same generators here and now."""
+        """The current state of the same generators."""
         state = RandomState.__new__(RandomState)
         state._globals = {device: global_state(device) for device in self._globals}
         state._generators = {g: g.get_state() for g in self._generators}
@@ -174,9 +174,9 @@ def drawn_from(args: Any, kwargs: Any) -> RandomState:
 
 
 class KeptDraws(internals.DispatchMode):
-    """What a run drew, where its ops are written down (`make_fx`): the written ones would draw anew in a rerun.
+    """The results of a run's random ops under a tracer (`make_fx`): traced ops would draw other numbers in a rerun.
 
-    The forward runs in this mode; `replayed` gives each op that draws its result again, in the same order.
+    The forward runs in this mode. `replayed` returns the results again, to the same ops in the same order.
     """
 
     is_about_functions = True
@@ -196,10 +196,10 @@ class KeptDraws(internals.DispatchMode):
         return self if self._drawn else None
 
     def notice(self, generator: torch.Generator) -> None:
-        """As of a `RandomState`. All is seen anyway."""
+        """Nothing to do, unlike in `RandomState`: this mode sees all draws."""
 
     def replayed(self) -> _Redraw:
-        """Within it, the same draws come again."""
+        """A context that repeats the draws."""
         return _Redraw(self._drawn)
 
 
@@ -232,14 +232,14 @@ class Modes(NamedTuple):
 
     @staticmethod
     def current() -> Modes:
-        """Those of here and now, without remat's own and torch's meters, which measure what runs inside of them."""
+        """The active modes, without remat's own and torch's meters, which measure only what runs inside of them."""
         if not (internals.function_modes_active() or internals.dispatch_modes_active()):
             return _NO_MODES
         function = (m for m in internals.function_modes() if not isinstance(m, (Threading, internals.DeviceContext)))
         return Modes(tuple(filter(_is_of_user, function)), tuple(filter(_is_of_user, internals.dispatch_mode_stack())))
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, they are active, also those that the user has left since."""
+        """A context in which these modes are active, even if the user has left them since."""
         return self._entered() if self.function or self.dispatch else NOTHING
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,12 +30,13 @@ HOOKED = (
 
 
 _UNSEEN = (
-    "remat: in the rerun of {}, {} that the function takes from outside, where no torch function is seen to read it: "
-    "an autograd.Function, an extension, a ScriptModule or compiled code gets it straight away. Pass it as an "
-    "argument, or use remat.checkpoint."
+    "remat: in the rerun of {}, {}. The function takes it from outside, and no torch function is seen to read it: an "
+    "autograd.Function, an extension, a ScriptModule or compiled code gets it directly. Pass it as an argument, or use "
+    "remat.checkpoint."
 )
 
 
+@dataclass(eq=False)
 class Derived:
     """A function derived from a call by transforms.
 
@@ -42,28 +44,23 @@ class Derived:
 
     - `call`: the call.
     - `run`: the function, from tensors to a list of tensors.
-    - `is_vjp`: whether it takes a gradient. Its reruns have leaves of their own.
-    - `is_whole`: whether it computes what the call computes, and no derivative of it.
+    - `is_vjp`: whether it computes a gradient. If so, its runs make leaves of their own.
+    - `is_whole`: whether it computes all results of the call, and no derivative of them.
     - `since`: all autograd nodes with higher sequence numbers were made in its run, or later.
     """
 
-    since = -1
-    is_whole = True
-
-    def __init__(self, call: RepeatableCall, run: Callable[..., list[Any]], is_vjp: bool = False) -> None:
-        self.call = call
-        self.run = run
-        self.is_vjp = is_vjp
+    call: RepeatableCall
+    run: Callable[..., list[Any]]
+    since: int = -1
+    is_vjp: bool = False
+    is_whole: bool = True
 
     def then(self, run: Callable[..., list[Any]], is_vjp: bool = False, is_whole: bool = False) -> Derived:
-        """A function derived from this one."""
-        derived = Derived(self.call, run, self.is_vjp or is_vjp)
-        derived.is_whole = self.is_whole and is_whole
-        derived.since = self.since
-        return derived
+        """Derive a function from this one. `run` computes it."""
+        return Derived(self.call, run, self.since, self.is_vjp or is_vjp, self.is_whole and is_whole)
 
     def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor]) -> Container[int]:
-        """See that values depend on nothing but operands. Raises `Stranger` if the user's own call does.
+        """Check that values depend on operands only. Raises `Stranger`, or `RematError` if this is a vjp.
 
         **Returns:** the positions of the operands that they may depend on.
         """
@@ -89,13 +86,13 @@ def vjp(
 ) -> Derived:
     """(operands, cotangents of `outs`) -> gradients of the operands at `wrt`, None where there is no path.
 
-    The cotangents may be batched (several times, outermost first); the gradients then are, at dimension 0.
+    The cotangents may be batched, several times, outermost first. Then so are the gradients, at dimension 0.
 
     **Arguments:**
 
     - `n`: how many operands there are.
-    - `level`: that of the node.
-    - `leaves`: the operands that are differentiated in the rerun, as they were in the forward.
+    - `level`: the level of the node.
+    - `leaves`: positions of the operands that are differentiated in the rerun, as they were in the forward.
     """
 
     def pullback(*args: Tensor) -> list[Any]:
@@ -104,31 +101,25 @@ def vjp(
         is_read, record = any(map(_requires_grad, args)), torch.is_grad_enabled()
         at_base = _may_run_at_base(call, operands, cotangents)
         if at_base and record and is_read and call.random is None:
-            # A leaf of the rerun's own would make results require grad that do not.
+            # A leaf that the rerun makes would make results require grad that should not.
             at_base = all(operands[i].requires_grad for i in leaves if i < n)
         if at_base:
-            # Some formulas of torch give tangents only where they are recorded: that of `slogdet` reads a saved `LU`.
+            # Some of torch's formulas give tangents only if they are recorded: `slogdet` reads a saved `LU`.
             record = record and (is_read or internals.forward_ad_active())
-            # Faster than a level of functorch, and open to autograd Functions that don't know functorch.
+            # Faster than a functorch level, and an autograd.Function needs no functorch support.
             with internals.no_transforms(), internals.grad_enabled():
                 inputs = _leaves(operands, leaves, record)
-                since = internals.next_sequence_number()
-                values = fn.run(*inputs)
-                _prove_rerun(fn, [values[o] for o in outs], inputs, since, len(outs) == len(values))
-                edges, given = _graph_alone(call, values, outs, cotangents)
+                edges, given = _rerun(fn, inputs, outs, cotangents)
         else:
             if record and is_read and level == 0 and 0 in call.hooked:
                 raise RematError(HOOKED.format(call.name, "create_graph=True, around a transform,"))
             with internals.grad_level() as lift:
                 inputs = [lift(t) if i in leaves else t for i, t in enumerate(operands)]
-                since = internals.next_sequence_number()
-                values = fn.run(*inputs)
-                _prove_rerun(fn, [values[o] for o in outs], inputs, since, len(outs) == len(values))
-                edges, given = _graph_alone(call, values, outs, cotangents)
+                edges, given = _rerun(fn, inputs, outs, cotangents)
         if not given:
             return [None] * len(wrt)
         sized = [(size, [d for d, e in zip(dims, edges, strict=True) if e is not None]) for size, dims in batches]
-        # At the base the graph of a recorded backward goes through the one that it ran over.
+        # At the base, the graph of a recorded backward leads into the rerun's graph, which is then kept.
         keep = record and at_base
         grads = _engine([e for e in edges if e is not None], [inputs[i] for i in wrt], given, sized, record, keep)
         return [None if g is None else _detached(g) for g in grads] if keep and not is_read else grads
@@ -137,11 +128,11 @@ def vjp(
 
 
 def _prove_rerun(fn: Derived, values: Sequence[Tensor], inputs: Sequence[Tensor], since: int, complete: bool) -> None:
-    """See that a rerun depends on the inputs that the forward depended on, and on nothing else.
+    """Check that a rerun depends on the inputs that the forward depended on, and on nothing else.
 
     **Arguments:**
 
-    - `complete`: whether these are all values.
+    - `complete`: whether `values` are all results.
     """
     try:
         proof = prove(values, inputs, since, (lambda leaf: True) if fn.is_vjp else fn.call.made_by_rerun)
@@ -151,36 +142,39 @@ def _prove_rerun(fn: Derived, values: Sequence[Tensor], inputs: Sequence[Tensor]
         fn.call.compare_reached(proof.reached, complete)
 
 
-def _graph_alone(
-    call: RepeatableCall, values: list[Tensor], outs: Iterable[int], cotangents: Iterable[Tensor]
+def _rerun(
+    fn: Derived, inputs: Sequence[Tensor], outs: Sequence[int], cotangents: Iterable[Tensor]
 ) -> tuple[list[GradientEdge | None], list[Tensor]]:
-    """The graph of a rerun's results at `outs` (None where there is none), and the cotangents of those that have one.
+    """Run a function again, and keep only the graph: the results are freed.
 
-    `values` is emptied: they are not needed again.
+    **Returns:** the graph edge of each result at `outs`, None if it has no graph; and the cotangents of the others.
     """
+    since = internals.next_sequence_number()
+    values = fn.run(*inputs)
+    _prove_rerun(fn, [values[o] for o in outs], inputs, since, len(outs) == len(values))
     edges = [internals.gradient_edge(values[out]) if values[out].requires_grad else None for out in outs]
     values.clear()
-    call.settle()
+    fn.call.settle()
     return edges, [c for c, e in zip(cotangents, edges, strict=True) if e is not None]
 
 
 def _needs_level(call: RepeatableCall, operands: Sequence[Tensor]) -> bool:
-    """Whether a rerun has to be under a transform: the forward was, or the operands belong to one."""
+    """Whether a rerun must run under a transform: the call needs one, or an operand belongs to one."""
     return call.needs_level or any(map(internals.is_wrapper, operands))
 
 
 def _may_run_at_base(call: RepeatableCall, operands: Sequence[Tensor], cotangents: Sequence[Tensor]) -> bool:
-    """Whether a rerun may be without functorch. Under it some ops come apart in other ways, random ones too."""
+    """Whether a rerun may run without functorch, which decomposes some ops in other ways, also random ones."""
     if internals.in_inference_mode() or any(map(Tensor.is_inference, operands)) or _needs_level(call, operands):
-        return False  # the base records nothing in inference mode, and saves nothing that was made in it
+        return False  # in inference mode the base records nothing, and its tensors can't be saved
     return call.random is not None or not any(map(internals.is_wrapper, cotangents))
 
 
 def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool) -> list[Tensor]:
-    """The operands as inputs of a rerun: leaves of its graph, or connected to their own when that is recorded.
+    """The inputs of a rerun: leaves of its graph. If it is recorded: aliases that lead to the graphs of the operands.
 
-    A leaf without hooks, which would be called twice, stands for itself: then there is nothing to swap for it. In a
-    recorded rerun it does not, for other operands may depend on it.
+    An operand that is a leaf without hooks is its own input: then the rerun need not swap it. (Hooks would be called
+    twice.) A recorded rerun always takes an alias, because other operands may depend on the leaf.
     """
     if record:
         return [
@@ -190,7 +184,7 @@ def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool) -
     inputs: list[Tensor] = []
     own: set[int] = set()
     for i, t in enumerate(operands):
-        if i in leaves and id(t) not in own and _is_bare_leaf(t):  # once: below a `vmap` two operands may be one
+        if i in leaves and id(t) not in own and _is_bare_leaf(t):  # once: below a `vmap` two operands may be the same
             own.add(id(t))
             inputs.append(t)
         else:
@@ -230,7 +224,7 @@ def _engine(
 
 
 def _detached(tensor: Tensor, leaf: bool = False) -> Tensor:
-    """`tensor` without its graph, but (unlike with `detach` alone) with its tangent."""
+    """Take a tensor off its graph, but keep its tangent. `leaf`: make the result require grad."""
     if not internals.forward_ad_active():
         if leaf:
             return tensor.detach().requires_grad_()
@@ -248,7 +242,7 @@ def jvp(fn: Derived, moving: Sequence[int], outs: Sequence[int]) -> Derived:
             raise RematError(HOOKED.format(fn.call.name, "a backward through the tangents of forward-mode AD"))
         n = len(args) - len(moving)
         inputs = list(args[:n])
-        # What drew outside of functorch draws something else under it.
+        # A function that drew outside of functorch would draw other numbers under it.
         plain = fn.call.random is not None and not _needs_level(fn.call, args)
         with internals.dual_level() if plain else internals.jvp_level() as level:
             for i, tangent in zip(moving, args[n:], strict=True):
@@ -295,20 +289,20 @@ def functionalize(fn: Derived, reapply_views: bool) -> Derived:
 
 def at_front(value: Tensor, dim: int | None, size: int) -> Tensor:
     """A batched value with its batch at dimension 0."""
-    if dim == 0:  # not another view: what shares memory is looked into
+    if dim == 0:  # no further view: views are checked for shared memory
         return value
     return value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
 
 
 def make_dual(primal: Tensor, tangent: Tensor) -> Tensor:
-    """A dual; memory that several elements share can't carry a tangent, so it is copied first."""
+    """Make a dual. A primal whose elements share memory can't carry a tangent, so it is copied first."""
     if 0 in primal.stride() and primal.numel() > 1:
         primal = primal.contiguous()
     return forward_ad.make_dual(primal, tangent)
 
 
 def pick(fn: Derived, present: Sequence[int]) -> Derived:
-    """`fn` with these of its results alone."""
+    """`fn` with only its results at `present`."""
 
     def picked(*operands: Tensor) -> list[Any]:
         values = fn.run(*operands)

@@ -1,4 +1,4 @@
-"""What a torch function may do besides computing: one table, looked up at each call."""
+"""The effects of torch functions, besides computing: one table, looked up at each call."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _GIVES_VALUES = {"data", "grad", "_grad", "real", "imag", "H", "mH"}
 
 
 class Effects(NamedTuple):
-    """What a torch function may do besides computing."""
+    """The effects of a torch function, besides computing."""
 
     writes: bool = False
     """It may change an argument in place."""
@@ -66,18 +66,18 @@ class Effects(NamedTuple):
     sets_hook: bool = False
     """It is `Tensor.register_hook`."""
     moves_hooks: bool = False
-    """It is how autograd moves hooks to a new node: with a lock that looking at `grad_fn` waits for."""
+    """Autograd moves hooks to a new node with it, and holds a lock that reading `grad_fn` would wait for."""
     sets_data: bool = False
     """It is `x.data = ...`."""
     is_custom: bool = False
-    """It is `autograd.Function.apply`, which is seen inside of transforms alone."""
+    """It is `autograd.Function.apply`, which modes see only inside of transforms."""
     is_unlisted: bool = False
-    """It is no part of a signature: `apply`; `requires_grad_`, which a rerun may find done; `view_as`, by which hooks
-    look for the node of a leaf."""
+    """No signature lists it: `apply`; `requires_grad_`, which the forward may have done for the rerun; `view_as`, with
+    which hooks look for the node of a leaf."""
     looks_up: bool = False
-    """It gives a tensor that another one holds: `x.grad`."""
+    """It returns a tensor that another one holds: `x.grad`."""
     acts: bool = False
-    """It does one of these."""
+    """Whether one of the fields above is true."""
     multiplies: bool = False
     """It is a matrix product or a convolution."""
     reads_no_value: bool = False
@@ -89,7 +89,7 @@ _effects: dict[Any, Effects] = {}
 
 
 def effects_of(func: Any) -> Effects:
-    """What `func` may do. `ORDINARY` itself, where that is nothing."""
+    """The effects of `func`. `ORDINARY` itself if it has none."""
     found = _effects.get(func)
     if found is None:
         found = Effects(
@@ -117,10 +117,10 @@ def _reads_no_value(func: Any) -> bool:
 
 
 def reads_numbers_alone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of a sum or view gets no tensor where a number would do, which its derivative would read."""
+    """Whether a sum or view gets numbers for its other arguments: its derivative would read tensors there."""
     operands = 2 if func in _SUMS else 1
     if func is Tensor.register_hook:
-        return str(getattr(args[1], "__module__", "")).startswith("torch.")  # a hook of the user's may hold values
+        return str(getattr(args[1], "__module__", "")).startswith("torch.")  # a user's hook may keep values
     numbers = (*args[operands:], *(v for k, v in kwargs.items() if k not in ("input", "other")))
     return not any(isinstance(n, Tensor) for x in numbers for n in (x if isinstance(x, (list, tuple)) else (x,)))
 

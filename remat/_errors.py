@@ -1,4 +1,4 @@
-"""What remat raises, and how it warns."""
+"""Exceptions and warnings of remat."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 
 
 class CheckpointError(_TorchCheckpointError):
-    """The rerun of a function was not a repetition of its forward run.
+    """The rerun of a function differs from its forward run.
 
     `except torch.utils.checkpoint.CheckpointError` catches it too.
     """
@@ -29,7 +29,7 @@ PURITY = (
 
 
 def shown(value: object) -> str:
-    """How an error shows what it got. Of a tensor that is dtype and shape, of a module its class."""
+    """A value as errors show it: a tensor by shape and dtype, a module by its class."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
     if isinstance(value, torch.nn.Module):
@@ -38,17 +38,17 @@ def shown(value: object) -> str:
 
 
 def note_rerun(error: Exception, who: str) -> None:
-    """Note in an error of the user's code, or of torch, that it came out of a rerun (Python 3.11 or later)."""
+    """Add a note to an error of the user's code or of torch that it was raised in a rerun (Python 3.11 or later)."""
     ours = isinstance(error, (CheckpointError, RematError))
     if hasattr(error, "add_note") and not ours and not getattr(error, "__notes__", None):
         error.add_note(
             f"Raised while {who} ran again for the backward pass. Its forward run went through: something that it "
-            "reads has changed since, or it looks up a function by its identity, which is a copy in a rerun."
+            "reads has changed since, or it looks up a function by its identity. A rerun calls copies of functions."
         )
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """A warning that points at the line of the user's that called remat."""
+    """Warn, and point at the line of the user's code that called remat."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "remat":
         level, frame = level + 1, frame.f_back
@@ -56,7 +56,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def call_site() -> str:
-    """file:line of the user's code that is running: the innermost frame outside of torch and remat."""
+    """The file:line of the running user code: the innermost frame outside of torch and remat."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

@@ -1,12 +1,12 @@
-"""The proof: autograd has written down what the results of a run depend on.
+"""The proof, from autograd's graph, that the results of a run depend on operands only.
 
-NOTE [the proof]: a run has dropped or will drop its graph, and a rerun stands for it. That is right if each edge that
-leaves the graph leads to an operand. So the graph is walked, at each level of the stack where a node is attached, from
-the results down to nodes older than the run. An edge to a tensor that is no operand is a `Stranger`: a captured tensor
-that no torch call was seen to read. It can't be missed silently, and no torch call needs to be seen for that.
+NOTE [the proof]: remat drops the graph of a run, and a rerun replaces it. That is right if each edge that leaves the
+graph leads to an operand. So the graph is walked from the results to nodes older than the run, at each level of the
+stack where a node is attached. If an edge leads to another tensor, `Stranger` is raised: the function has captured a
+tensor, and no torch call was seen to read it. So no captured tensor is missed silently.
 
-A node is known to be older by its sequence number, which is counted in each thread. The node of a leaf, which adds to
-its `.grad`, has the highest number.
+An older node has a lower sequence number. Each thread counts its own. The node of a leaf, which adds to its `.grad`,
+has the highest number.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.autograd import forward_ad
 from remat import _torch_internals as internals
 
 
-class Stranger(Exception):  # noqa: N818  # it is caught, and told by another
+class Stranger(Exception):  # noqa: N818  # always caught, and raised again as another
     """The results of a run depend on a tensor that is no operand.
 
     **Attributes:**
 
-    - `edge`: where it is in the graph: a node, and which of its outputs.
-    - `leaf`: the tensor itself, where it is a leaf of the graph; else None.
-    - `reader`: the node whose backward gives it a gradient. None where it is a result itself.
+    - `edge`: its place in the graph: a node, and the number of the output.
+    - `leaf`: the tensor itself, if it is a leaf of the graph; else None.
+    - `reader`: the node whose backward gives it a gradient; None if the tensor is itself a result.
     """
 
     def __init__(self, edge: tuple[Any, int], reader: Any, leaf: Tensor | None = None) -> None:
@@ -38,18 +38,21 @@ class Stranger(Exception):  # noqa: N818  # it is caught, and told by another
 
     def __str__(self) -> str:
         """The op that has read the tensor, with its shape and dtype."""
-        op = "the result" if self.reader is None else self.reader.name().removesuffix("0").removesuffix("Backward")
+        op = "the result" if self.reader is None else _op_of(self.reader)
         if self.leaf is not None:
             return f"{op} reads a tensor of shape {list(self.leaf.shape)}, {self.leaf.dtype}"
         shape, dtype = internals.metadata_of(*self.edge)
-        maker = self.edge[0].name().removesuffix("0").removesuffix("Backward")
-        return f"{op} reads a tensor of shape {list(shape)}, {dtype}, a result of {maker}"
+        return f"{op} reads a tensor of shape {list(shape)}, {dtype}, a result of {_op_of(self.edge[0])}"
+
+
+def _op_of(node: Any) -> str:
+    return node.name().removesuffix("0").removesuffix("Backward")
 
 
 def edges_of(tensor: Tensor, since: int) -> list[tuple[Any, int]]:
     """The edges of a graph that lead to a tensor, at the level of its outermost wrapper.
 
-    Forward-mode AD makes aliases when it takes a dual apart: one or two nodes since then.
+    Forward-mode AD makes aliases when it unpacks a dual. Their nodes, one or two, are younger than `since`.
     """
     node = tensor.grad_fn
     if node is None:
@@ -67,22 +70,22 @@ def _is_since(node: Any, since: int) -> bool:
 
 
 class Proof(NamedTuple):
-    """What values depend on, at the top level."""
+    """The dependencies of values, at the level on top of the stack."""
 
     nodes: list[Any]
     """The nodes made since the run began."""
     reached: set[int]
-    """Positions of operands."""
+    """Positions of the operands that the values depend on."""
     ambiguous: set[int]
-    """Positions of operands that the graph does not tell from others: below a `vmap` two may be one tensor."""
+    """Positions of operands that the graph can't tell apart: below a `vmap`, two may be the same tensor."""
 
 
 def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_own: Callable[[Tensor], bool]) -> Proof:
-    """See that values depend on nothing but operands. Raises `Stranger`: NOTE [the proof].
+    """Check that values depend on operands only. Raises `Stranger`: see NOTE [the proof].
 
     **Arguments:**
 
-    - `is_own`: whether the run has made a leaf itself.
+    - `is_own`: tells whether the run made a leaf itself.
     """
     ends: dict[tuple[Any, int], int] = {}
     leaves: dict[int, int] = {}
@@ -122,7 +125,7 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
         else:
             seen.add(node)
             nodes.append(node)
-    for reader in nodes:  # it grows
+    for reader in nodes:  # the loop appends to it
         for edge in reader.next_functions:
             node = edge[0]
             if node is None or node in seen:
@@ -136,7 +139,7 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
             elif leaf is None:
                 if internals.sequence_number(node) < since:
                     raise Stranger(edge, reader)
-                # The node of an op without a derivative, which raises, has as high a number as that of a leaf.
+                # An op without a derivative has a node that raises. Its number is as high as a leaf node's.
                 seen.add(node)
                 nodes.append(node)
             elif not is_own(leaf):
@@ -145,33 +148,25 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
 
 
 def _of_one(accumulator: Any, tensors: Sequence[Tensor]) -> int | None:
-    """The position of the tensor whose gradients are added up by a node. One that hooks have saved is a copy."""
+    """The position of the leaf that an AccumulateGrad node belongs to. Hooks on saved tensors may have copied it."""
     for i, t in enumerate(tensors):
         if t.requires_grad and t.is_leaf and internals.gradient_edge(t).node is accumulator:
             return i
     return None
 
 
-def layers(tensor: Tensor) -> list[Tensor]:
-    """A tensor and those below its wrappers."""
-    found = [tensor]
-    while internals.is_wrapper(found[-1]):
-        found.append(internals.unwrapped(found[-1]))
-    return found
-
-
 def layers_and_tangents(tensor: Tensor) -> list[Tensor]:
     """The layers of a tensor, and their tangents."""
-    found = layers(tensor)
+    found = [*internals.layers(tensor)]
     if internals.forward_ad_active():
         tangents = (forward_ad.unpack_dual(t).tangent for t in found)
-        found += [layer for t in tangents if t is not None for layer in layers(t)]
+        found += [layer for t in tangents if t is not None for layer in internals.layers(t)]
     return found
 
 
 def is_made_since(tensor: Tensor, since: int) -> bool:
-    """Whether autograd knows, at any level, that a tensor was made since `since`, of what is differentiated."""
-    for t in layers(tensor) if internals.is_wrapper(tensor) else (tensor,):
+    """Whether a tensor has, at any level, a node with a sequence number of at least `since`."""
+    for t in internals.layers(tensor) if internals.is_wrapper(tensor) else (tensor,):
         node = t.grad_fn
         if node is not None and since <= internals.sequence_number(node):
             return True

@@ -1,4 +1,4 @@
-"""What the graph of a checkpoint keeps in the place of the tensors that it would save."""
+"""Placeholders for saved tensors, in the graph of a call of `remat.checkpoint`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from remat import _torch_internals as internals
 
 
 class Owner(Protocol):
-    """One call under a checkpoint."""
+    """A call of `remat.checkpoint`, which owns the placeholders in its graph."""
 
     def unpack(self, index: int) -> Tensor:
-        """The saved tensor with this number: the function runs again for it."""
+        """Run the function again, and return the saved tensor with this number."""
 
     def held(self) -> Sequence[Any]:
-        """What it holds to run again: tensors, or what hooks have put in their place."""
+        """The tensors that it holds for the rerun, or the objects that hooks have packed them into."""
 
 
 class Holder:
-    """Stands for a saved tensor."""
+    """The placeholder for one saved tensor."""
 
     __slots__ = ("__weakref__", "index", "owner")
 
@@ -31,10 +31,10 @@ class Holder:
 
 
 def tensors_held(nodes: Iterable[Any]) -> list[Tensor]:
-    """The plain tensors that autograd nodes hold, themselves or by checkpoints inside. No function runs for it."""
+    """The plain tensors that autograd nodes hold, also through nested checkpoints. No function is run for this."""
     held = [h for node in nodes for h in internals.held_by(node)]
     owners: set[Any] = set()
-    for h in held:  # it grows
+    for h in held:  # the loop appends to it
         if isinstance(h, Holder) and h.owner not in owners:
             owners.add(h.owner)
             held += h.owner.held()

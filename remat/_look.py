@@ -1,8 +1,9 @@
-"""What a run of a function is seen to do: the tensors that it reads from outside, what it writes to, its signature.
+"""Watch a run of a function: the tensors that it reads from outside, those that it writes to, and its signature.
 
-A torch-function mode looks on. It tracks no values: it knows the identities of what the run was given or has made, and
-all others are from outside. The signature is a function, its plain arguments and a shape for each call whose result is
-differentiated, so a table that is computed on first use and kept makes no difference.
+A torch-function mode sees each torch call. It tracks no values. It knows the identities of the tensors that the run was
+given or has made; all others come from outside. The signature lists each call whose result is differentiated: the
+function, its plain arguments and the shape of the result. Other calls are left out: the forward may compute a table on
+first use and keep it, and the rerun does not compute it again.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ CHANGES = (
     "remat: {} changes an argument or a captured tensor of shape {}, {} in place, at {}. Its rerun would start from "
     "the changed value. Change a copy instead: x = x.clone()."
 )
-_MADE_INSIDE = " Where the function has made this parameter, with a module: make the module outside, and pass it."
-SHARDED = (
+_MADE_INSIDE = " If the function makes a module, which has this parameter: make the module outside, and pass it."
+_SHARDED = (
     "remat: {} calls a module that fully_shard has sharded. FSDP2 takes gradients from the backward graph of that "
     "module itself, which a rerun by remat does not have. Wrap the module with remat.nn.remat_module, or call it "
     "through remat.checkpoint(..., use_reentrant=False)."
 )
-TAKEN_APART = (
-    "remat: {} takes a DTensor apart (to_local or redistribute, which the hooks of parallelize_module call), and the "
-    "tensors inside of it are out of remat's sight. Wrap the module with remat.nn.remat_module, or call the function "
+_TAKEN_APART = (
+    "remat: {} takes a DTensor apart (to_local or redistribute, which the hooks of parallelize_module call), and "
+    "remat can't see the tensors inside of it. Wrap the module with remat.nn.remat_module, or call the function "
     "through remat.checkpoint(..., use_reentrant=False)."
 )
 _LAZY = (
@@ -49,38 +50,38 @@ _LAZY = (
 
 
 made_and_kept: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-"""By identity, what forwards have made without a derivative and somebody keeps. Other runs did not depend on it."""
+"""By identity, living tensors that forwards made without a derivative. Reruns of other calls must not read them."""
 
 
 class Read(NamedTuple):
-    """A tensor that a run was given, or has read from outside."""
+    """A tensor that a run was given or has read from outside, at the first read."""
 
     tensor: Tensor
     value: Tensor
-    """What stood for it: in the rerun of an outer function that may be another tensor."""
+    """The tensor that was read in its place, in an outer rerun; else the tensor itself."""
     version: int
-    """How often it had been written to, at the first read."""
+    """How often the value had been written to."""
     position: int
-    """How many calls the signature had then."""
+    """The length of the signature."""
     reader: Any
-    """The function that read it."""
+    """The torch function that read it."""
 
 
 class Look(NestedMode):
-    """Looks at the forward run of a function.
+    """Watches the forward run of a function.
 
     **Attributes:**
 
-    - `outside`: the tensors that it has read from outside, or was given, by identity.
+    - `outside`: by identity, the tensors that the run was given or has read from outside.
     - `handed_on`: those that a transform inside of the function has wrapped, or that an autograd.Function was given.
-    - `read_quietly`: those that are differentiated and were read first in `no_grad`: in an autograd.Function, perhaps.
-    - `copies`: those that the function has written to, as they were before.
-    - `made`: what it has computed that is differentiated, where there is a run around it.
+    - `read_quietly`: those that are differentiated but were first read in `no_grad`, perhaps in an autograd.Function.
+    - `copies`: by identity, copies of those that the run wrote to, with their earlier values.
+    - `made`: the differentiated tensors that the run computed. Only noted if it is nested in another run.
     - `drew`: whether a torch call may have drawn random numbers.
-    - `nests`: whether there were other calls in it.
-    - `sets_hooks`: whether it has put a hook on a tensor.
-    - `has_custom`: whether it was seen to call an autograd.Function.
-    - `tail_number`, `tail_results`: the autograd sequence number after the tail, and what the tail returned.
+    - `nests`: whether the run made nested calls of functions under remat.
+    - `sets_hooks`: whether the run put a hook on a tensor.
+    - `has_custom`: whether the run was seen to call an autograd.Function.
+    - `tail_number`, `tail_results`: of the call at `signature.tail`: the sequence number after it, and its results.
     """
 
     drew = False
@@ -93,7 +94,7 @@ class Look(NestedMode):
     _memory: dict[int, list[int]] | None = None
 
     def __init__(self, name: str, given: Iterable[Tensor], random: Any) -> None:
-        """A look at a run of the function `name`, which is given tensors. `random`: is told of explicit generators."""
+        """Watch a run of the function `name` that is given these tensors. `random`: is told of explicit generators."""
         self.name = name
         self.random = random
         self.depth = internals.stack_depth()
@@ -108,14 +109,14 @@ class Look(NestedMode):
         self._swaps: dict[int, Tensor] = {}
         self._pairs: Sequence[tuple[Tensor, Tensor]] = ()
         self._fresh: dict[int, weakref.ref[Tensor]] = {}
-        """By identity, what the run has made without a derivative."""
+        """By identity, the tensors that the run made without a derivative."""
         self._reads: dict[int, set[tuple[int, Any]]] = {}
-        """How these were read: how many calls the signature had then, and the function that read."""
+        """By identity, how these were read: pairs of the length of the signature and the reading function."""
         self._times: defaultdict[tuple[int, Any], int] = defaultdict(int)
-        """How often, in each way."""
+        """How often the run read one of them in each of these ways."""
 
     def begin(self, outer: Look | None) -> None:
-        """Take what the run is given. `outer`: the look at the run around it."""
+        """Note the tensors that the run is given. `outer`: the look at the surrounding run."""
         for t in self._given:
             self._add(t, t)
         if outer is not None:
@@ -123,7 +124,7 @@ class Look(NestedMode):
             self._swaps, self._pairs = outer._swaps, outer._pairs
 
     def adopt(self, inner: Look) -> None:
-        """A run inside of this one is over. What it has made may be found by the rest of this one."""
+        """Called when a nested run has ended: the rest of this run may use the tensors that it made."""
         self._known |= inner._known
         self._fresh.update(inner._fresh)
         self.has_custom |= inner.has_custom
@@ -175,7 +176,7 @@ class Look(NestedMode):
         return out
 
     def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any, given: tuple[Any, Any]) -> Any:
-        """A call with keyword arguments, or of a function that does more than compute. `given`: both, by the user."""
+        """Make a call that has keyword arguments or effects. `given`: `args` and `kwargs` as the user passed them."""
         if effects.moves_hooks:
             return func(*args, **kwargs)
         writes = effects.writes or "out" in kwargs or bool(kwargs.get("inplace"))
@@ -186,8 +187,8 @@ class Look(NestedMode):
                     self.before_write(t)
             elif effects.sets_data:
                 self._set_data(*args)
-            if effects.is_custom or effects.draws:
-                for x in args:
+            if effects.is_custom or effects.draws or kwargs.get("generator") is not None:
+                for x in (*args, *kwargs.values()):
                     if isinstance(x, torch.Generator):
                         self.notice(x)
             if effects.is_custom:
@@ -197,9 +198,6 @@ class Look(NestedMode):
                 args = self._with_hook(args)
             if effects.draws:
                 self._mark_draw(func)
-            for x in kwargs.values() if effects.draws or kwargs.get("generator") is not None else ():
-                if isinstance(x, torch.Generator):
-                    self.notice(x)
         out = self._maybe_tail(effects, func, args, kwargs)
         if effects.looks_up and isinstance(out, Tensor):
             with internals.DisableTorchFunction():
@@ -210,7 +208,7 @@ class Look(NestedMode):
         return as_given(out, written, func, given) if written else out
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function, and see whether it begins the tail or ends it."""
+        """Call a function, and note whether it begins or ends the tail: see `_tail.py`."""
         signature = self.signature
         position = len(signature.calls)
         if not (effects.reads_no_value and reads_numbers_alone(func, args, kwargs) and torch.is_grad_enabled()):
@@ -228,7 +226,7 @@ class Look(NestedMode):
     # What it reads.
 
     def _seen(self, args: Any) -> Any:
-        """The arguments of a call, with what stands for them; those from outside are noted."""
+        """The arguments of a call, with operands in place of originals. Tensors from outside are noted."""
         with internals.DisableTorchFunction():
             return tuple([self._seen_in(a) for a in args])
 
@@ -243,11 +241,11 @@ class Look(NestedMode):
         return arg
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
-        """A tensor is read that this run has not made: what to read in its place.
+        """Note that the run reads a tensor. Returns the tensor to read in its place.
 
         **Arguments:**
 
-        - `handed_on`: whether a transform inside of the function has wrapped it, and no torch call reads it.
+        - `handed_on`: whether a transform inside of the function has wrapped it: then no torch call reads it directly.
         """
         key = id(tensor)
         if handed_on and key in self.outside:
@@ -257,7 +255,7 @@ class Look(NestedMode):
         known = self.outside.get(key)
         if known is not None:
             return known.value
-        value = self._swaps.get(key, tensor)  # in a rerun, which may run below the level of the original
+        value = self._swaps.get(key, tensor)  # in an outer rerun, which may run below the original's level
         if value is tensor and internals.level_of(tensor) > self.depth:
             self.read(internals.unwrapped(tensor), handed_on=True)
             self._known.add(key)
@@ -266,7 +264,7 @@ class Look(NestedMode):
             self.outer._reader = self._reader
             value = self.outer.read(tensor, handed_on)
         if not value.requires_grad and internals.dtensor_at_work():
-            raise RematError(TAKEN_APART.format(self.name))
+            raise RematError(_TAKEN_APART.format(self.name))
         if handed_on:
             self.handed_on.add(key)
         elif value.requires_grad and not torch.is_grad_enabled():
@@ -304,7 +302,7 @@ class Look(NestedMode):
             self.before_write(tensor)
 
     def before_write(self, written: Tensor) -> None:
-        """Keep the value that a tensor from outside had before this run changed it: the rerun starts from it."""
+        """Copy the outside tensors in this memory before the run changes them: reruns start from the copies."""
         if self._memory is None:
             self._memory = {}
             for key, read in self.outside.items():
@@ -324,16 +322,16 @@ class Look(NestedMode):
     # What it makes.
 
     def _note(self, func: Any, shape: int) -> None:
-        if not (internals.forward_ad_active() and internals.inside_jvp_of_function()):  # its ops are no calls of ours
+        if not (internals.forward_ad_active() and internals.inside_jvp_of_function()):  # ops of its `jvp`
             self.signature.calls.append((func, shape))
 
     def add_call(self, name: str, out: Any, calls: Iterable[Any] = (), remembered: Any = None) -> None:
-        """A call inside of this one, which had a look of its own, has returned `out`.
+        """Note a nested call of a function under remat, which returned `out`.
 
         **Arguments:**
 
         - `calls`: its signature.
-        - `remembered`: what a rerun needs to be spared the call; None where it must run.
+        - `remembered`: the record with which a rerun can skip the call; None if the call must run.
         """
         self.nests = True
         signature = self.signature
@@ -345,11 +343,11 @@ class Look(NestedMode):
             self._begin_tail(out)
 
     def spared_call(self, name: str) -> Any:
-        """What is remembered of the call whose results are enough here, without their values. None: it has to run."""
+        """The record of a nested call, if it can be skipped here. None: the call must run."""
         return None
 
     def add_results(self, func: Any, out: Any, args: Iterable[Any] = (), listed: bool = True) -> None:
-        """A call has returned `out`. `listed`: whether the signature has it."""
+        """Note the tensors that a call returned. `listed`: whether the call belongs to the signature."""
         found = _tensors_in(out)
         if not found:
             return
@@ -360,7 +358,7 @@ class Look(NestedMode):
             elif internals.level_of(t) <= self.depth:
                 self._add_fresh(t)
                 continue
-            if id(t) not in self._swaps:  # else a call inside has returned it as it was
+            if id(t) not in self._swaps:  # else a nested call returned it unchanged
                 self._know_layers(t)
                 if self.outer is not None:
                     self.made.append(weakref.ref(t))
@@ -370,15 +368,15 @@ class Look(NestedMode):
 
     def _add_fresh(self, tensor: Tensor) -> None:
         key = id(tensor)
-        if key not in self.outside:  # else it was given back
+        if key not in self.outside:  # else it came from outside and is returned unchanged
             known = self._fresh.get(key)
-            if known is None or known() is not tensor:  # it may be of a tensor that has died since
+            if known is None or known() is not tensor:  # the identity may have belonged to a dead tensor
                 self._known.discard(key)
                 self._reads.pop(key, None)
                 self._fresh[key] = weakref.ref(tensor)
 
     def _is_fresh(self, tensor: Tensor) -> bool:
-        """Whether the run has made a tensor without a derivative, which is read now."""
+        """Whether the run made this tensor without a derivative. If so, count the read."""
         ref = self._fresh.get(id(tensor))
         if ref is None or ref() is not tensor:
             return False
@@ -392,43 +390,43 @@ class Look(NestedMode):
         return len(self.signature.calls)
 
     def _know_layers(self, tensor: Tensor) -> None:
-        """A tensor was made, and so were those that it wraps: a transform inside of the function may unwrap it."""
+        """Note that the run made a tensor and those that it wraps: a transform inside of the function may unwrap it."""
         self._known.add(id(tensor))
         while internals.level_of(tensor) > self.depth:
             tensor = internals.unwrapped(tensor)
             self._known.add(id(tensor))
 
     def _with_hook(self, args: Any) -> Any:
-        """The arguments of `register_hook`: in a rerun, a hook that is not for its derivative gets another tensor."""
+        """The arguments of `register_hook`. A rerun puts a hook that is not for its level on an unused tensor."""
         if internals.is_hook_of_fully_shard(args[1]):
-            raise RematError(SHARDED.format(self.name))
+            raise RematError(_SHARDED.format(self.name))
         self.sets_hooks = True
         level = max(internals.level_of(args[0]), 0)
-        given = args if self.outer is None else self.outer._with_hook(args)  # it has to know of all hooks inside
+        given = args if self.outer is None else self.outer._with_hook(args)  # the outer look counts nested hooks too
         self.signature.hooks.append(ELSEWHERE if given is not args else None if level > self.depth else level)
         return given
 
     def others_for(self, read: Read) -> list[Tensor]:
-        """What else the function may find in the place of a tensor that it has read."""
+        """Other tensors that the function may find in place of one that it has read."""
         others = [t for t, operand in self._pairs if operand is read.value and t is not read.tensor]
         return others if read.value is read.tensor else [read.value, *others]
 
     def stands_for(self, tensor: Tensor) -> bool:
-        """Whether another tensor stands for this one."""
+        """Whether a rerun replaces this tensor by an operand."""
         return id(tensor) in self._swaps
 
     def has_made(self, tensor: Tensor) -> bool:
-        """Whether the run has made a tensor."""
+        """Whether the run made this tensor."""
         key = id(tensor)
         fresh = self._fresh.get(key)
         return key not in self.outside and (key in self._known or (fresh is not None and fresh() is tensor))
 
     def survivors(self) -> list[tuple[weakref.ref[Tensor], dict[tuple[int, Any], int]]]:
-        """What the run has made without a derivative, and read, and somebody keeps: a table made on first use, say.
+        """The living tensors that the run made without a derivative and read: a table that is made on first use, say.
 
-        With how it was read, and how often what the run has made was read in that way.
+        With each: the ways in which it was read, and how many reads of the run's own tensors there were in each way.
 
-        What may have been put in the place of a tensor that was read in the same way is not among these.
+        A tensor is left out if an outside tensor of its shape was read in the same way: it may have replaced that one.
         """
         found = []
         for key, ref in self._fresh.items():
@@ -446,9 +444,9 @@ class Look(NestedMode):
 
 
 def as_given(out: Any, written: Sequence[Tensor], func: Any, given: tuple[Any, Any]) -> Any:
-    """What a call that writes returns to the user: of an argument the tensor that was given, not what stood for it.
+    """The result of a call that writes. If it is an operand, the tensor that the user passed is returned instead.
 
-    `self.count += 1` assigns it, and the function may go on with either name.
+    `self.count += 1` assigns the result, and the function may go on with either name.
     """
     args, kwargs = given
     return next((g for g, w in zip(written_by(func, args, kwargs or {}), written, strict=True) if w is out), out)

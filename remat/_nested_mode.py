@@ -1,8 +1,8 @@
 """A torch-function mode for runs that nest.
 
-NOTE [one mode at a time]: calls nest, and each has a look of its own. A mode for each would make a nest of n calls cost
-n times as much for each torch call. So a look inside of another takes its place in the mode that is active, and asks it
-for what it does not know itself.
+NOTE [one mode at a time]: calls nest, and each run has a look. If each look were an active mode, every torch call in a
+nest of n calls would cost n times as much. So only the outermost look is an active mode. It hands each torch call to
+its `delegate`, the innermost look, which asks its `outer` look about tensors that it does not know.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from remat import _torch_internals as internals
 class _Current(threading.local):
     look: Any = None
     mode: NestedMode | None = None
-    """The look that is the active mode."""
+    """The look that torch has as its active mode."""
 
 
 _current = _Current()
 
 
 def current_look() -> Any:
-    """The look at the innermost run of this thread, None outside of all."""
+    """The look at the innermost run of this thread, or None."""
     return _current.look
 
 
 class _Blind:
-    """In the place of a look: sees nothing."""
+    """A delegate that notes nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -40,12 +40,13 @@ _BLIND: Any = _Blind()
 
 
 class NestedMode(TorchFunctionMode):
-    """A look at a run, active or in the place of one that is.
+    """The base of looks: one is the active mode, nested ones are its delegates.
 
     **Attributes:**
 
-    - `delegate`: the look that has taken the place of this one.
-    - `outer`: the look at the run around this one. A rerun has none.
+    - `delegate`: the look that gets the torch calls that this one sees, or None.
+    - `is_rerun`: whether the run is a rerun.
+    - `outer`: the look at the surrounding run. A rerun has none.
     """
 
     delegate: Any = None
@@ -81,16 +82,16 @@ class NestedMode(TorchFunctionMode):
             _current.mode = mode
 
     def begin(self, outer: Any) -> None:
-        """Called when the run begins. `outer`: the look at the run around it."""
+        """Called when the run begins. `outer`: the look at the surrounding run, or None."""
         raise NotImplementedError
 
     def adopt(self, inner: Any) -> None:
-        """Called when a run inside of this one is over."""
+        """Called when a nested run has ended."""
         raise NotImplementedError
 
 
 class unseen:  # noqa: N801
-    """Within it, no look sees what happens: it is autograd's, or remat's own. Written out: generators take longer."""
+    """A context for torch calls of autograd or remat, which no look notes. A class is faster than a generator."""
 
     __slots__ = ("_delegate", "_look", "_mode")
 

@@ -1,8 +1,8 @@
 """The operands of a call: the tensors that its results may depend on, and how its reruns find them again.
 
-An operand is an argument, or a tensor that the function closes over or reads from outside and that is differentiated.
-Nodes save the operands. What is kept here holds none of them: it knows their originals by weak reference, to recognise
-them wherever the function finds them again.
+An operand is a tensor among the arguments, or a differentiated tensor that the function closes over or reads from
+outside. Autograd nodes save the operands. This module keeps only weak references to their originals, the tensors that
+the forward found, so that a rerun recognises an original and reads the operand in its place.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 NEVER = 1 << 62
 
 _NOT_FOUND = (
-    "remat: in {}, {}, that the function takes from outside, and remat can't find it: no torch function was seen to "
-    "read it, and no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
+    "remat: in {}, {}. The function takes it from outside, and remat can't find it: no torch function was seen to read "
+    "it, and no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
 )
 _SCRIPTED = (
-    "remat: {} calls a ScriptModule, {}: the tensors that it reads are out of remat's sight. Call the function through "
+    "remat: {} calls a ScriptModule, {}, and remat can't see which tensors that reads. Call the function through "
     "remat.checkpoint(..., use_reentrant=False)."
 )
 _SHARED = (
-    "remat: {} changes tensors of shape {} and {} in place that it was given or captured and that share their memory. "
-    "Its rerun would change a copy of each. Give it one of them, and take views of that inside."
+    "remat: {} was given or captured two tensors of shape {} and {} that share memory, and changes them in place. Its "
+    "rerun would change a separate copy of each. Pass one of them, and take views of it inside."
 )
 _HANDED_ON = (
     "remat: in {}, {} reads a tensor of shape {}, {} that the function takes from outside and hands straight to a "
@@ -52,7 +52,7 @@ _CHANGED_SINCE = (
 
 
 def matters(tensor: Tensor) -> bool:
-    """Whether a tensor has to be an operand, wherever it is found: derivatives or transforms know of it."""
+    """Whether an outside tensor must be an operand: it is differentiated, wrapped, or may carry a tangent."""
     return (
         tensor.requires_grad
         or internals.is_wrapper(tensor)
@@ -61,28 +61,28 @@ def matters(tensor: Tensor) -> bool:
 
 
 def _out_of_sight(reader: Any) -> str:
-    return "a place out of sight" if reader is None else f"a place out of sight ({name_of(reader)} read it first)"
+    return "an unknown line" if reader is None else f"an unknown line ({name_of(reader)} was the first to read it)"
 
 
 class Original:
-    """The tensor of the forward that an operand stands for."""
+    """A tensor that the forward found. An operand replaces it in reruns."""
 
     also: Sequence[weakref.ref[Tensor]] = ()
-    """What else the function may find: in the rerun of an outer one, another tensor stood for it."""
+    """Other tensors that the function may find instead, if this call runs in an outer rerun."""
     places: Sequence[Place] = ()
-    """Where modules and others hold it."""
+    """Where modules, containers, attributes or globals hold it."""
     in_modules = False
-    """Whether the places are modules'."""
+    """Whether these are places in modules."""
     handed_on = False
-    """Whether reruns have to find the operand there: no torch call of the function's reads the tensor itself."""
+    """Whether reruns must put the operand into its places: no torch call of the function reads it directly."""
     position: int | None = None
-    """How many calls the signature had when the forward read it first; None where it was given, or not known."""
+    """The length of the signature when the forward first read it; None for an argument, or if it is not known."""
     origin: Origin | None = None
-    """What the tape of a policy knows it by, where it is written to."""
+    """Its `Origin` on the tape of a policy, if the function writes to it."""
     written = False
-    """Whether the function writes to it. Each rerun is given a copy of what the forward found."""
+    """Whether the function writes to it. Then each rerun gets a copy of its earlier value."""
     attributes: dict[str, Any] | None = None
-    """What somebody has given to it."""
+    """The Python attributes that somebody has set on it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref = weakref.ref(tensor)
@@ -90,23 +90,23 @@ class Original:
             self.attributes = tensor.__dict__.copy()
 
     def set_in_modules(self, places: Sequence[Place]) -> None:
-        """Modules hold it, in these places."""
+        """Note that modules hold it, in these places."""
         self.places, self.in_modules = places, True
 
 
 class Plan(NamedTuple):
-    """What a rerun finds."""
+    """The tensors that a rerun may read, and those that operands replace."""
 
     pairs: list[tuple[Tensor, Tensor]]
-    """Tensors that the function may find and another one stands for, each with that one."""
+    """Each tensor that the function may find, with the operand that replaces it."""
     fill: list[tuple[Place, Tensor]]
-    """The places that are to hold operands."""
+    """The places that must hold operands during the rerun."""
     to_write: dict[int, Tensor]
-    """By their memory, the operands that the function has to write to."""
+    """The operands that the rerun must write to, as the forward did; keys tell their memory."""
     reads: dict[int, int]
-    """By identity, what the rerun may read besides what it is given: how many calls the signature had then."""
+    """By identity, tensors that the rerun may read, and the length of the signature when the forward first did."""
     survivors: dict[int, dict[tuple[int, Any], int]]
-    """By identity, what the forward has made itself and somebody keeps: how it was read."""
+    """By identity, tensors that the forward made and that are still alive, and how it read them."""
 
 
 class Operands:
@@ -115,13 +115,14 @@ class Operands:
     **Attributes:**
 
     - `tensors`: the operands, until the derivative is attached.
-    - `originals`: what they stand for.
-    - `positions`: for each original, the operand that stands for it: in the rerun of an outer function, one may stand
-      for several.
-    - `given`, `held`: how many the function was given as arguments; and these with those in its cells.
-    - `objects`: what the function can reach.
-    - `known_places`: by identity, the places that are known from the forward of an outer function.
-    - `survivors`: what the forward has made itself, without a derivative, and somebody keeps; and how it read it.
+    - `originals`: one for each of these: the tensor that the forward found.
+    - `positions`: for each original, the position of the operand that replaces it. If the call runs in an outer rerun,
+      one operand may replace several originals.
+    - `given`, `held`: how many of the originals are arguments; how many are arguments or in cells.
+    - `objects`: where to search for captured tensors: the objects in reach of the function.
+    - `stands_in`: whether the call is skipped: see `Call.stand_in`.
+    - `known_places`: by identity, places that are known from the forward of an outer function.
+    - `survivors`: tensors that the forward made without a derivative and that are still alive, and how it read them.
     """
 
     known_places: Mapping[int, Sequence[Place]] = MappingProxyType({})
@@ -137,10 +138,10 @@ class Operands:
         self.positions: list[int] = []
         self._index: dict[int, int] = {}
         self._in_cells: list[tuple[Tensor, int]] = []
-        """Tensors in cells that are no operands, and how often each had been written to."""
+        """Tensors in cells that are not operands, and their versions."""
         self.constants: list[tuple[weakref.ref[Tensor], int, int]] = []
         self._cell_constants: list[tuple[weakref.ref[Tensor], int, int]] = []
-        """What the function reads from outside and is no operand: its version, and when the forward read it first."""
+        """Both: outside tensors that are not operands, with version and signature length at the first read."""
         self.survivors: list[tuple[weakref.ref[Tensor], Any]] = []
 
     def add(self, tensor: Tensor) -> Operand:
@@ -158,7 +159,7 @@ class Operands:
         return tensor
 
     def find(self, look: Look, tape: Tape | None, since: int) -> None:
-        """Add what the run was seen to read, and note what else it depends on.
+        """Add the outside tensors that must be operands, and note the others that the run read.
 
         **Arguments:**
 
@@ -175,8 +176,8 @@ class Operands:
         for key, i in self._index.items() if look.outer is not None else ():
             if (read := look.outside.get(key)) is not None:
                 self.originals[i].also = [*map(weakref.ref, look.others_for(read))]
-        for key, t in constants.items():
-            self.constants.append((weakref.ref(t), look.outside[key].version, look.outside[key].position))
+        reads = (look.outside[key] for key in constants)
+        self.constants += [(weakref.ref(read.tensor), read.version, read.position) for read in reads]
 
     def _note_cells(self, look: Look) -> None:
         for tensor, version in self._in_cells:
@@ -190,7 +191,7 @@ class Operands:
                 )
 
     def _add_read(self, look: Look, tape: Tape | None, since: int) -> dict[int, Tensor]:
-        """Add what was read and matters. Returns the rest, by identity."""
+        """Add each tensor that was read and must be an operand. Returns the others, by identity."""
         constants = {}
         for key, (tensor, value, version, _, reader) in look.outside.items():
             if key in look.copies:
@@ -208,12 +209,12 @@ class Operands:
         return constants
 
     def _find_places(self, look: Look, constants: dict[int, Tensor]) -> None:
-        """See where captured operands are held. What modules hold becomes one: it is taken from `constants`."""
+        """Find the places of captured operands. Constants in modules become operands, and leave `constants`."""
         index = self._index
         captured = {id(t): t for t in self.tensors[self.held :]}
         for key in captured:
             self.originals[index[key]].position = look.outside[key].position
-        for key, places in self.known_places.items():  # now they may hold what an outer rerun has put there
+        for key, places in self.known_places.items():  # an outer rerun may have put other tensors there
             if key in captured:
                 self.originals[index[key]].set_in_modules(places)
                 del captured[key]
@@ -230,7 +231,7 @@ class Operands:
                 self._must_have_place(key, look)
         held = {id(t) for t in self.tensors[: self.held]}
         for tensor, place in search(self.objects, also) if (also := look.handed_on & held) else ():
-            self._add_place(tensor, place)  # it may have been found there, too
+            self._add_place(tensor, place)  # a transform may have found it there
 
     def _add_place(self, tensor: Tensor, place: Place) -> None:
         original = self.originals[self._index[id(tensor)]]
@@ -245,7 +246,7 @@ class Operands:
                 read = look.outside.get(key)
                 value = internals.unwrap_dead(tensor if read is None else read.value)
             found.append(value.clone() if value.is_inference() else value)  # an inference tensor can't be saved
-        # In the rerun of an outer function, one tensor may stand for several.
+        # In an outer rerun, one tensor may replace several originals.
         unique = {id(t): t for t in found}
         position = {key: i for i, key in enumerate(unique)}
         self.positions = [position[id(t)] for t in found]
@@ -268,7 +269,7 @@ class Operands:
         self._must_have_place(id(tensor), look)
 
     def _must_have_place(self, key: int, look: Look) -> None:
-        """Reruns have to find an operand where the forward found it: no torch call reads the tensor itself."""
+        """Find the places of an operand that no torch call reads directly: reruns must put it there."""
         original, tensor = self.originals[self._index[key]], self.tensors[self._index[key]]
         original.handed_on = True
         if not original.places:
@@ -281,7 +282,7 @@ class Operands:
             raise RematError(_HANDED_ON.format(self.name, reader, list(tensor.shape), tensor.dtype))
 
     def plan(self, inputs: list[Tensor]) -> Plan:
-        """What a rerun with these inputs finds. What the function writes to is replaced by a copy, in `inputs` too."""
+        """Plan a rerun with these inputs. An input that the function writes to is replaced by a copy."""
         pairs: list[tuple[Tensor, Tensor]] = []
         fill: list[tuple[Place, Tensor]] = []
         to_write: dict[int, Tensor] = {}
@@ -291,12 +292,12 @@ class Operands:
             operand, tensor = inputs[i], original.ref()
             if original.written:
                 operand = inputs[i] = operand.clone()
-                if tensor is not None:  # else the function may have made it, out of sight
+                if tensor is not None:  # else the function may have made it itself, unseen
                     to_write[internals.memory_of(operand)] = operand
             if original.position is None:
                 given.add(id(operand))
             else:
-                for t in (operand, tensor):  # it may stand for two
+                for t in (operand, tensor):  # it may replace two originals
                     reads[id(t)] = min(original.position, reads.get(id(t), NEVER))
             for place in original.places:
                 if item(*place) is not operand:
@@ -310,7 +311,7 @@ class Operands:
                 vars(operand).update(original.attributes)
             if original.handed_on and not original.places:
                 raise RematError(_HANDED_ON.format(self.name, "an op", list(operand.shape), operand.dtype))
-        for key in given & reads.keys():  # it was captured, too
+        for key in given & reads.keys():  # an argument that was also captured
             del reads[key]
         for ref, version, position in (*self.constants, *self._cell_constants):
             constant = ref()
@@ -322,17 +323,17 @@ class Operands:
         return Plan(pairs, fill, to_write, reads, survivors)
 
     def still_there(self) -> list[Tensor]:
-        """The tensors that reruns read from outside or stand for, those that are still there."""
+        """The originals, and the other outside tensors that reruns read, as far as they are still alive."""
         refs = [original.ref for original in self.originals] + [ref for ref, *_ in self.constants]
         refs += [ref for ref, *_ in self._cell_constants]
         return [t for ref in refs if (t := ref()) is not None]
 
     def let_go(self, look: Look, reached: AbstractSet[int]) -> None:
-        """Called when the derivative is attached and the forward's graph is gone: see what is still there.
+        """Called after the derivative is attached, when the forward's graph is freed. Notes which tensors are alive.
 
         **Arguments:**
 
-        - `reached`: the operands that the results depend on.
+        - `reached`: positions of the operands that the results depend on.
         """
         for key in look.read_quietly & self._index.keys():
             if self._index[key] >= self.held and self.positions[self._index[key]] in reached:
@@ -350,7 +351,7 @@ class Operands:
 
 
 class _All:
-    """All identities: what is looked for is known by its node."""
+    """Contains every identity: the wanted tensor is recognised by its node instead."""
 
     def __contains__(self, key: object) -> bool:
         return True

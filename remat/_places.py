@@ -1,8 +1,8 @@
 """Where a function finds tensors: modules, containers, attributes and globals.
 
-A place is a dict, list or deque, and a key of it. `functional_call` gives modules other tensors for a while, so a rerun
-has to put those back that were there. Modules are looked up in an index, which is made anew only where it does not know
-a tensor.
+A place is a dict, list or deque, and a key of it. A rerun puts operands into the places of their originals: the forward
+may have run in `functional_call`, which gives modules other tensors for a while. An index knows the places in modules.
+It is renewed only if it does not know a tensor.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _MOST_NEAR = 100
 
 
 class _Index:
-    """Where the modules below one have their tensors: a tied parameter in several places."""
+    """The places of the tensors in a module and its submodules. A tied parameter has several."""
 
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = weakref.ref(root)
         self._holders: dict[int, list[tuple[weakref.ref[torch.nn.Module], str, str]]] = {}
-        """By identity of a tensor: modules that hold it (weakly: they may be replaced), the dict, and the key."""
+        """By identity of a tensor: weak references to the modules that hold it, the name of the dict, and the key."""
         self._others: dict[int, weakref.ref[Tensor]] = {}
-        """Tensors that no module has, by identity."""
+        """By identity, tensors that no module holds."""
 
     def look_up(self, tensors: Iterable[Tensor]) -> dict[int, list[Place]]:
-        """The places of those of the tensors that modules have, by identity."""
+        """By identity, the places of the tensors that modules hold."""
         found, missing = self._known(tensors)
         if missing:
             self._renew()
@@ -85,7 +85,7 @@ _indices: weakref.WeakKeyDictionary[torch.nn.Module, _Index] = weakref.WeakKeyDi
 
 
 def places_in_modules(objects: Iterable[Any], tensors: Iterable[Tensor]) -> dict[int, list[Place]]:
-    """The places of those of the tensors that modules have which are in reach of a function, by identity."""
+    """By identity, the places of the tensors that modules in reach of the objects hold."""
     left = {id(t): t for t in tensors}
     found: dict[int, list[Place]] = {}
     for module in _modules_near(objects):
@@ -102,11 +102,11 @@ def places_in_modules(objects: Iterable[Any], tensors: Iterable[Tensor]) -> dict
 
 
 def _modules_near(objects: Iterable[Any]) -> Iterator[torch.nn.Module]:
-    """The outermost modules among objects, and among what these hold."""
+    """The outermost modules among the objects and among those that these hold."""
     for obj in objects:
         for near in (obj,) if isinstance(obj, torch.nn.Module) else (obj, *_near(obj)):
             if isinstance(near, torch.jit.ScriptModule):
-                continue  # it holds its tensors out of sight
+                continue  # its tensors are not in Python
             if isinstance(near, torch.nn.Module):
                 yield near
             elif isinstance(near, (list, tuple, dict)) and len(near) < _MOST_NEAR:
@@ -115,38 +115,35 @@ def _modules_near(objects: Iterable[Any]) -> Iterator[torch.nn.Module]:
 
 
 def search(objects: Iterable[Any], wanted: Container[int], far: bool = True) -> Iterator[tuple[Tensor, Place]]:
-    """Each place in reach of the objects with a tensor whose identity is wanted, the nearest first. This is bounded."""
+    """Search the objects, and those in reach, for wanted tensors: each with its place, the nearest first. Bounded."""
+    for obj in _in_reach(objects, *(_FAR if far else _NEAR)):
+        for holder, key, value in _slots(obj):
+            if isinstance(value, Tensor) and id(value) in wanted:
+                yield value, (holder, key)
+
+
+def script_module_near(objects: Iterable[Any]) -> Any:
+    """Search the objects, and those in reach, for a ScriptModule. Bounded."""
+    found = (obj for obj in _in_reach(objects, _FAR[0], _NEAR[1]) if isinstance(obj, torch.jit.ScriptModule))
+    return next(found, None)
+
+
+def _in_reach(objects: Iterable[Any], depth: int, most: int) -> Iterator[Any]:
+    """The objects, and those that they hold or are made of, the nearest first."""
     seen: set[int] = set()
-    depth, most = _FAR if far else _NEAR
     todo = deque((obj, depth) for obj in objects)
     while todo and len(seen) < most:
         obj, depth = todo.popleft()
         if type(obj) in ATOMS or isinstance(obj, (Tensor, type, types.ModuleType)) or id(obj) in seen:
             continue
         seen.add(id(obj))
-        for holder, key, value in _slots(obj):
-            if isinstance(value, Tensor) and id(value) in wanted:
-                yield value, (holder, key)
+        yield obj
         if depth:
             todo += [(x, depth - 1) for x in _near(obj)]
 
 
-def script_module_near(objects: Iterable[Any]) -> Any:
-    """A ScriptModule in reach of the objects, if there is one. This is bounded."""
-    seen: set[int] = set()
-    todo = deque(objects)
-    while todo and len(seen) < _NEAR[1]:
-        obj = todo.popleft()
-        if isinstance(obj, torch.jit.ScriptModule):
-            return obj
-        if type(obj) not in ATOMS and not isinstance(obj, (Tensor, type, types.ModuleType)) and id(obj) not in seen:
-            seen.add(id(obj))
-            todo += _near(obj)
-    return None
-
-
 def _slots(obj: Any) -> list[tuple[Any, Any, Any]]:
-    """Where one object holds others, and can be given others: a dict, list or deque, a key and what is there."""
+    """The places in one object that can be given other values: each a dict, list or deque, a key and the value."""
     if isinstance(obj, dict):
         return [(obj, key, value) for key, value in list(obj.items())]
     if isinstance(obj, (list, deque)):
@@ -159,7 +156,7 @@ def _slots(obj: Any) -> list[tuple[Any, Any, Any]]:
 
 
 def _near(obj: Any) -> list[Any]:
-    """What one object holds, or is made of."""
+    """The objects that one object holds or is made of."""
     found = [value for _, _, value in _slots(obj)]
     if isinstance(obj, (tuple, set, frozenset)):
         found += obj
@@ -177,7 +174,7 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 
 def item(names: Any, key: Any) -> Any:
-    """What is in a place now."""
+    """The object that is in a place now, or `MISSING`."""
     try:
         return names[key]
     except (KeyError, IndexError):
@@ -189,7 +186,7 @@ _places_lock = threading.RLock()
 
 @contextlib.contextmanager
 def _filling(fill: list[tuple[Place, Tensor]]) -> Iterator[None]:
-    with _places_lock:  # they belong to all threads
+    with _places_lock:  # all threads share the places
         before = [(names, key, item(names, key)) for (names, key), _ in fill]
         try:
             for (names, key), tensor in fill:
@@ -207,5 +204,5 @@ def _filling(fill: list[tuple[Place, Tensor]]) -> Iterator[None]:
 
 
 def filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:
-    """Within it, places hold operands."""
+    """A context in which the places hold operands."""
     return _filling(fill) if fill else contextlib.nullcontext()

@@ -1,7 +1,7 @@
-"""The primitive: give values that are already there the derivative of a function that is run again.
+"""The primitive: give values that are already computed the derivative of a function that is run again.
 
-`attach(fn, values, operands)` takes `values == fn(*operands)` as they were computed on the current stack of
-transforms, takes away the graph that computing them has built, and attaches a node that saves the operands alone.
+`attach(fn, values, operands)` takes the values of `fn(*operands)`, computed on the current stack of transforms. It
+drops their graph, and attaches a node that saves only the operands.
 Its backward is `run(vjp(fn), operands + cotangents)`: the derivative of a remat'd function is a remat'd function, so
 every order and every nest comes out of one rule per kind of level:
 
@@ -49,21 +49,21 @@ def _saved(ctx: Any, link: Link) -> tuple[Tensor, ...]:
 
 
 class Link:
-    """What a node knows besides its saved operands."""
+    """The data of a node, besides its saved operands."""
 
     def __init__(self, fn: Derived, outs: Sequence[int], operands: Values, level: int = 0) -> None:
-        """`level`: of the node."""
+        """`level`: the level of the node; 0 below all transforms."""
         self.fn = fn
         self.outs = outs
         self.level = level
         self.leaves = fn.call.leaves.union([i for i, t in enumerate(operands) if t.requires_grad])
-        """The operands that are differentiated. They are in each rerun: its signature is that of the forward."""
+        """Positions of differentiated operands. Each rerun differentiates them, for the forward's signature."""
         self.thread = threading.get_ident()
         self.versions = internals.memory_versions(operands) if level else []
-        """How often operands had been written to. Below all transforms autograd sees to that."""
+        """How often operands had been written to. Below all transforms, autograd checks that itself."""
 
     def check_versions(self, saved: Sequence[Tensor]) -> None:
-        """See that nobody has written to the operands since."""
+        """Check that the operands were not written to since the forward."""
         for tensor, now, before in zip(saved, internals.memory_versions(saved), self.versions, strict=True):
             if now != before:
                 raise CheckpointError(
@@ -75,10 +75,10 @@ class Link:
 
 
 def _unshared(values: Values, shared: set[int]) -> tuple[Tensor, ...]:
-    """What a node returns for its values. `shared`: those that share memory with each other or with an operand.
+    """The values that a node returns. Those at `shared` share memory with each other or with an operand.
 
-    A view that a custom node returns can't be changed in place: torch raises. A change of a shared one would have to
-    reach the derivatives of the others.
+    These are returned as views, because torch raises if a view that a custom node returned is changed in place. Such a
+    change would have to reach the derivatives of the others.
     """
     if not shared:
         return tuple(values)
@@ -88,7 +88,7 @@ def _unshared(values: Values, shared: set[int]) -> tuple[Tensor, ...]:
 
 @internals.called_directly
 class RematNode(internals.SingleLevelFunction):
-    """Values with the derivative of `link.fn`."""
+    """The node that gives values the derivative of `link.fn`."""
 
     @staticmethod
     def forward(ctx: Any, link: Link, values: Values, shared: set[int], *operands: Tensor) -> tuple[Tensor, ...]:
@@ -103,7 +103,7 @@ class RematNode(internals.SingleLevelFunction):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         needed = ctx.needs_input_grad[3:]
         grads: list[Any] = [None] * len(needed)
-        if any(c is not None for c in cotangents):  # else a function cuts the graph, and the node may have been freed
+        if any(c is not None for c in cotangents):  # else a later node cut the graph, and this may be freed
             link: Link = ctx.link
             operands = _saved(ctx, link)
             if link.versions:
@@ -111,7 +111,7 @@ class RematNode(internals.SingleLevelFunction):
                     link.check_versions(operands)
             grads = gradients(link, operands, needed, cotangents)
         if not internals.graph_is_retained():
-            ctx.link = ctx.tape = None  # what the function closes over goes with the saved operands
+            ctx.link = ctx.tape = None  # frees the closure with the saved operands
         return None, None, None, *grads
 
 
@@ -120,10 +120,8 @@ def gradients(
     operands: Sequence[Tensor],
     needed: Sequence[bool],
     cotangents: Sequence[Tensor | None],
-    *,
-    is_last: bool = True,
 ) -> list[Any]:
-    """The gradients of a node's operands. `is_last`: whether nothing else in this backward pass computes again."""
+    """The gradients of a node's operands."""
     wrt = [i for i, n in enumerate(needed) if n]
     given = [i for i, c in enumerate(cotangents) if c is not None]
     grads: list[Any] = [None] * len(operands)
@@ -134,7 +132,7 @@ def gradients(
         if call.tape is not None:
             read = [*filter(call.tape.was_read, operands), *cotangents]
             retained = internals.graph_is_retained() or any(map(internals.requires_grad_below, read))
-            call.last_rerun = is_last and not retained
+            call.last_rerun = not retained
         try:
             with unseen():
                 results = internals.with_subclasses(lambda: _differentiate(link, operands, wrt, outs, cotangents, ()))
@@ -153,11 +151,11 @@ def _differentiate(
     cotangents: Sequence[Any],
     batches: Sequence[Batch],
 ) -> list[Any]:
-    """Run the derivative of a node on the stack where it belongs.
+    """Run the derivative of a node at the level of the stack where it belongs.
 
-    A `vmap` that began after the forward maps over cotangents: the rerun itself runs below it, and draws what the
-    forward drew. For the backward of `torch.func.grad` itself, see NOTE [who asked for this derivative], everything
-    runs one level down, where nothing is recorded at the level that is about to end.
+    A `vmap` that began after the forward maps over cotangents only. So the rerun runs below it, and repeats the
+    draws of the forward. In the backward pass of `torch.func.grad` itself, everything runs one level down: there
+    nothing is recorded at the level that is about to end. See NOTE [who asked for this derivative].
     """
     if any(map(internals.is_legacy_batched, cotangents)):  # `is_grads_batched=True` has an older vmap of its own
         legacy = [internals.is_legacy_batched(c) for c in cotangents]
@@ -197,7 +195,7 @@ def _derivative(
     operands: Sequence[Tensor],
     cotangents: Sequence[Tensor],
 ) -> list[Any]:
-    """The derivative, here and now."""
+    """Compute the derivative on the current stack."""
     inputs = [*operands, *cotangents]
     if any(map(internals.is_dead, inputs)):
         inputs = [*map(internals.unwrap_dead, inputs)]
@@ -205,7 +203,7 @@ def _derivative(
 
 
 def run(fn: Derived, operands: Values) -> list[Any]:
-    """`fn(*operands)`, remat'd."""
+    """Call `fn(*operands)`, and replace the graph of the results by a remat'd derivative."""
     fn.since = internals.next_sequence_number()
     values = fn.run(*operands)
     present = [i for i, v in enumerate(values) if v is not None]
@@ -227,9 +225,9 @@ def _is_differentiated(values: Values) -> bool:
 
 
 def attach(fn: Derived, values: Values, operands: Values) -> Values:
-    """`values`, with the derivative of `fn` at `operands` in the place of the graph they come with.
+    """Replace the graph of `values` by the remat'd derivative of `fn` at `operands`.
 
-    The very same list where nothing differentiates.
+    **Returns:** the new values; the same list if nothing differentiates them.
     """
     return _attach(fn, values, operands) if _is_differentiated(values) else values
 
@@ -243,21 +241,21 @@ def _attach(fn: Derived, values: Values, operands: Values) -> Values:
 
 
 def _connected(operands: Values, reached: Container[int], cut: Callable[[Tensor], Tensor]) -> Values:
-    """The operands as a node saves them: those that its values do not depend on are cut from the graph."""
+    """The operands that a node saves. `cut` detaches those that its values do not depend on."""
     return [t if i in reached or not t.requires_grad else cut(t) for i, t in enumerate(operands)]
 
 
 def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) -> Values:
     outs = [i for i, v in enumerate(values) if v.requires_grad]
     if not outs or (internals.tracing() and not internals.compiling()):
-        return values  # what is written down can be differentiated later
+        return values  # recorded ops can be differentiated later
     kept = [values[i] for i in outs]
     reached = fn.prove(kept, operands)
     link = Link(fn, outs, operands)
     with internals.forward_ad_disabled():  # for the node, the tangents of its operands are constants
         saved = _connected(operands, reached, Tensor.detach)
         if not any(t.requires_grad for t in saved):
-            return values  # they depend on a leaf that the function has made
+            return values  # they depend only on leaves that the function made
         nodes = RematNode.apply(link, [v.detach() for v in kept], internals.sharing_memory(kept, operands), *saved)
     return _replace(values, outs, nodes)
 
@@ -316,10 +314,10 @@ def _attach_at_functionalize(top: Any, fn: Derived, values: Values, operands: Va
 
 
 def _attach_duals(rule: Callable[..., Values], top: Any, fn: Derived, values: Values, operands: Values) -> Values:
-    """A rule, for values that may carry tangents at the top of the stack.
+    """Apply a rule to values that may carry tangents at the top of the stack.
 
-    A level of `jvp` differentiates nothing in reverse: primals and tangents go down together, as the results of
-    `jvp(fn)`. Elsewhere the backward of a primal result reads the operands with their tangents, as in plain autograd.
+    A level of `jvp` has no backward pass: primals and tangents go down together, as the results of `jvp(fn)`. At other
+    levels the backward of a primal result reads the operands with their tangents, as in plain autograd.
     """
     duals = [forward_ad.unpack_dual(v) for v in values]
     outs = [i for i, (_, tangent) in enumerate(duals) if tangent is not None]

@@ -31,7 +31,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 plainly: ContextVar[bool] = ContextVar("remat_plainly", default=False)
-"""Whether functions under remat run as they are: to see what they save without remat."""
+"""True while functions under remat run without it, to list what they would save then."""
 
 Watch = Callable[[Any, Call, Any, Any, Any], Callable[[Any], None]]
 """Called as `watch(fun, call, out, args, kwargs)` after each forward; returns a callback for the attached result."""
@@ -50,7 +50,7 @@ class _Options:
 
 
 class Remat(Generic[P, R]):
-    """What `remat` returns: a function that runs again on backward."""
+    """A function under remat: it runs again on backward instead of storing its activations."""
 
     __wrapped__: Callable[P, R]
 
@@ -63,7 +63,7 @@ class Remat(Generic[P, R]):
         self._has_static = bool(options.static_argnums or options.static_argnames)
 
     def __remat_maker__(self) -> Callable[[Callable[P, R]], Remat[P, R]]:
-        """The same transform, to be applied to another function. It has the attributes that this one has."""
+        """Return a decorator with the options and attributes of this object, for another function."""
         return functools.partial(_with_function, type(self), {k: v for k, v in vars(self).items() if k != "_function"})
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -72,20 +72,20 @@ class Remat(Generic[P, R]):
             return _compile.call(remat, self._options.policy, self._options.preserve_rng_state, fun, args, kwargs)
         if not torch.is_grad_enabled() or plainly.get():
             return fun(*args, **kwargs)
-        return self._call(internals.uncompiled(fun), args, kwargs)  # remat goes by the ops
+        return self._call(internals.uncompiled(fun), args, kwargs)  # remat has to see the torch calls
 
     @internals.left_alone_by_dynamo
     def _call(self, fun: Callable[P, R], args: Any, kwargs: Any) -> R:
         outer = current_look()
         if outer is None and internals.tracing() and not internals.differentiating():
-            return fun(*args, **kwargs)  # what `make_fx` and `torch.export` write down can be differentiated later
+            return fun(*args, **kwargs)  # the ops that `make_fx` and `torch.export` record can be differentiated later
         watch = watching.get() or (watchers[-1] if watchers else None)
         boxed = self._static.boxed(args, kwargs) if self._has_static else (args, kwargs)
         with internals.DisableTorchFunction():
             leaves, spec = _tree.flatten_call(*boxed)
             if outer is not None:
                 given = [outer.read(x) if isinstance(x, Tensor) else x for x in leaves]
-                if any(x is not y for x, y in zip(given, leaves, strict=True)):  # the rerun of the outer function
+                if any(x is not y for x, y in zip(given, leaves, strict=True)):  # in a rerun of the outer function
                     leaves = given
                     args, kwargs = _tree.unflatten_call(spec, leaves)
             call = Call(fun, self._name, leaves, spec)
@@ -106,7 +106,7 @@ class Remat(Generic[P, R]):
         return out
 
     def __set_name__(self, owner: type, name: str) -> None:
-        if self._name.rpartition(".")[0] == owner.__qualname__:  # it is a method, and not the default of a field
+        if self._name.rpartition(".")[0] == owner.__qualname__:  # a method, not the default of a field
             setattr(owner, name, self._function)
 
     @internals.left_alone_by_dynamo
@@ -117,12 +117,12 @@ class Remat(Generic[P, R]):
 
     @functools.cached_property
     def _function(self) -> Any:
-        """What a method is made of: torch, `inspect` and `super()` in compiled code look for a plain function."""
+        """A plain function that calls this object, for methods: torch, `inspect` and compiled `super()` expect one."""
 
         def function(*args: P.args, **kwargs: P.kwargs) -> R:
             return self(*args, **kwargs)
 
-        function.__code__ = function.__code__.replace()  # the compiler counts what it has compiled of each code
+        function.__code__ = function.__code__.replace()  # its own: the compiler limits recompilations of one code
         return functools.update_wrapper(function, self)
 
     def __getattr__(self, name: str) -> Any:
@@ -137,7 +137,7 @@ class Remat(Generic[P, R]):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def __reduce__(self) -> Any:
-        # A decorated function is found by its name, as functions are; anything else is wrapped again.
+        # Pickle a decorated function by its name, as functions are pickled; anything else is wrapped again.
         found: Any = sys.modules.get(getattr(self, "__module__", None) or "")
         for part in getattr(self, "__qualname__", "").split("."):
             found = getattr(found, part, None)
@@ -160,16 +160,16 @@ def _with_function(kind: type[Remat[P, R]], attributes: dict[str, Any], fun: Cal
 
 
 def _with_derivative(call: Call, out: Any, outer: Look | None) -> Any:
-    """The result of a forward, with the remat'd derivative in the place of the graph it came with."""
+    """The result of a forward, with the remat'd derivative instead of its graph."""
     with internals.DisableTorchFunction():
         results = call.results_of(out)
-        if outer is not None:  # what is returned as it was may be from outside of the outer function, too
+        if outer is not None:  # a tensor that is returned unchanged may come from outside the outer function
             for i, x in enumerate(results.leaves):
                 if i not in results.positions and isinstance(x, Tensor):
                     outer.read(x)
         if not results.tensors:
             return out
-        attached = call.attach(results, lambda values, operands: _attach(call, values, operands))
+        attached = call.attach(results, functools.partial(attach, Derived(call, call, call.since)))
         values = results.tensors
         if attached is not values:
             attached = [_of_kind(type(v), a) for v, a in zip(values, attached, strict=True)]
@@ -178,14 +178,8 @@ def _with_derivative(call: Call, out: Any, outer: Look | None) -> Any:
         return out
 
 
-def _attach(call: Call, values: list[Tensor], operands: list[Tensor]) -> list[Tensor]:
-    fn = Derived(call, call)
-    fn.since = call.since
-    return attach(fn, values, operands)
-
-
 def _of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
-    """A tensor of the user's own class, which the nodes of autograd know nothing of."""
+    """The tensor as an instance of the user's own class: autograd nodes return plain tensors."""
     if type(tensor) is kind or kind is torch.nn.Parameter or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return tensor
     return tensor.as_subclass(kind)
@@ -196,7 +190,7 @@ _FUNCTIONS = (types.FunctionType, types.MethodType)
 
 
 def _check(fun: Any) -> None:
-    """Raise a TypeError for what can't be run again."""
+    """Raise a TypeError if `fun` can't be run again."""
     while isinstance(fun, functools.partial):
         fun = fun.func
     called = fun
@@ -219,8 +213,8 @@ def _check(fun: Any) -> None:
         called = type(fun).__call__
     if runs_later(called):
         raise TypeError(
-            f"remat: {_name(called)} is a generator or async function: its body runs after the call, out of remat's "
-            "sight. Put under remat what computes in it."
+            f"remat: {_name(called)} is a generator or async function: its body runs after the call, where "
+            "remat can't track it. Apply remat to the functions that it calls."
         )
 
 
@@ -228,12 +222,12 @@ def runs_later(function: Any) -> bool:
     """Whether the body of a function or method runs after the call: it is a generator or async function."""
     if type(function) not in _FUNCTIONS:
         return False
-    code = getattr(function, "__code__", None)  # a method may be one of any callable
+    code = getattr(function, "__code__", None)  # a bound method may wrap any callable
     return code is not None and bool(code.co_flags & _BODY_LATER)
 
 
 _INSTEAD = {
-    "concrete": "Write static_argnums=..., for arguments that are no tensors to differentiate.",
+    "concrete": "Write static_argnums=... for arguments that are not differentiated tensors.",
     "use_reentrant": "It belongs to remat.checkpoint(function, *args, use_reentrant=False).",
     "context_fn": "Write policy=..., or remat.checkpoint(function, *args, use_reentrant=False, context_fn=...).",
     "determinism_check": "It belongs to remat.checkpoint. remat always compares the rerun with the forward.",
@@ -284,22 +278,22 @@ def remat(
 ) -> Any:
     """Run a function again on backward instead of storing its activations.
 
-    `remat(fun)` computes what `fun` computes, and so do its derivatives of every order, under every transform of
-    `torch.func` and under plain autograd. Between forward and backward it keeps the tensors that `fun` was given and
-    those that it read from outside (closures, modules, globals), and none that it computed.
+    `remat(fun)` has the values of `fun` and its derivatives of every order, under every transform of `torch.func` and
+    under plain autograd. Between forward and backward it keeps the tensors that `fun` was given and those that it read
+    from outside (closures, modules, globals), and none that it computed.
 
     The contract:
 
     1. `fun` runs once in the forward, and once more for each derivative that needs it. Python side effects happen
         again: prints, appends, counters, hooks. `remat.is_rerunning()` tells a rerun from the forward.
-    2. A rerun finds these as they were at the call: the arguments, with the lists and dicts among them; the values of
-        names in closures, of defaults and of partials; the tensors of modules; the state of torch's generators;
-        autocast, default dtype and device, context variables and the user's torch modes.
-    3. A tensor from outside that `fun` changes in place, and that is not differentiated, is changed once, in the
-        forward: the statistics of BatchNorm, a counter, a cache. The rerun works on a copy of what the forward found.
-    4. Everything else must not change between forward and backward. A tensor that was changed in place, other torch
-        calls, other shapes, other tensors, and other numbers and flags for torch calls in the rerun are an error. Pass
-        what varies as an argument.
+    2. A rerun finds these as they were at the call: the arguments, including lists and dicts; closed-over values,
+        defaults and arguments of partials; the tensors of modules; the state of torch's generators; autocast, default
+        dtype and device, context variables and the user's torch modes.
+    3. `fun` may change a tensor from outside in place if that is not differentiated: the statistics of BatchNorm, a
+        counter, a cache. The change happens once, in the forward. The rerun works on a copy of the earlier value.
+    4. Everything else must not change between forward and backward. It is an error if a tensor was changed in place,
+        or if the rerun makes other torch calls, or passes them other shapes, tensors, numbers or flags. Pass what
+        varies as an argument.
 
     **Arguments:**
 
@@ -309,15 +303,15 @@ def remat(
     - `static_argnums`: positions of arguments that are passed on as they are: a rerun gets the very same objects.
         Tensors in them count as captured.
     - `static_argnames`: the same by name.
-    - `preserve_rng_state`: repeat the random draws of the forward in the rerun. False saves the cost of looking after
-        the generators; a function that does draw then gets wrong gradients.
-    - `prevent_cse`: taken for the sake of `jax.checkpoint`. It has no effect: nothing merges rerun and forward.
+    - `preserve_rng_state`: repeat the random draws of the forward in the rerun. False saves the cost of saving the
+        states of generators; a function that does draw then gets wrong gradients.
+    - `prevent_cse`: accepted for compatibility with `jax.checkpoint`. It has no effect: nothing merges the two runs.
 
     **Returns:** a callable with the name, documentation and signature of `fun`.
 
-    **Raises:** `TypeError` for what can't run again as a whole: generators, async functions and classes of modules. At
-    the call, `RematError` where `fun` changes in place what is differentiated, or reads a tensor that remat can't find
-    again. On backward, `CheckpointError` where the rerun differs from the forward.
+    **Raises:** `TypeError` for generators, async functions and classes of modules, which can't run again as a whole. At
+    the call, `RematError` if `fun` changes a differentiated tensor in place, or reads a tensor that remat can't find
+    again. On backward, `CheckpointError` if the rerun differs from the forward.
 
     **Source:** `jax.checkpoint`; Chen et al., *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174.
 

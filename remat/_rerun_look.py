@@ -1,4 +1,4 @@
-"""What a rerun is seen to do, compared with the forward: what it may read and when, and the signature."""
+"""Watch a rerun and compare it with the forward: its signature, and which tensors it reads when."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._effects import Effects
 from remat._errors import PURITY, CheckpointError, call_site
-from remat._graph import is_made_since, layers
+from remat._graph import is_made_since
 from remat._look import Look, made_and_kept
 from remat._operands import Plan
 from remat._signature import ELSEWHERE, Signature, name_of
@@ -29,9 +29,9 @@ _REPLACED = (
     "argument and return the new one. {}"
 )
 _NOT_WRITTEN = (
-    "remat: {} has changed a tensor of shape {}, {} in place in its forward run, and does not in the rerun: a flag "
-    "that the forward has set (self.ready = True) is set then. The rerun starts from the value before the change. "
-    "Set it up before, in a call of its own in torch.no_grad()."
+    "remat: {} has changed a tensor of shape {}, {} in place in its forward run, and does not in the rerun, which "
+    "starts from the earlier value. The forward may have set a flag (self.ready = True) that the rerun finds set. Make "
+    "the change before, in a call of its own in torch.no_grad()."
 )
 _STRANGER = (
     "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, which its forward did not read. {} If "
@@ -41,11 +41,11 @@ _STRANGER = (
 
 
 class RerunLook(Look):
-    """Looks at a rerun: operands stand for the tensors that the function finds, and its signature is compared.
+    """Watches a rerun: puts operands in place of the tensors that the function finds, and compares the signature.
 
     **Attributes:**
 
-    - `spares_tail`: whether the tail need not be computed.
+    - `spares_tail`: whether the product or nested call that begins the tail may be skipped.
     """
 
     is_rerun = True
@@ -59,14 +59,14 @@ class RerunLook(Look):
         operands: Sequence[Tensor],
         level: int | None,
     ) -> None:
-        """A look at a rerun of the function `name`.
+        """Watch a rerun of the function `name`.
 
         **Arguments:**
 
         - `forward`: the signature of the forward.
-        - `plan`: what it finds.
-        - `operands`: what the rerun is given.
-        - `level`: that whose derivative the rerun is for.
+        - `plan`: the tensors that the rerun may read, and those that operands replace.
+        - `operands`: the tensors that the rerun is given.
+        - `level`: the level whose derivative the rerun is for.
         """
         super().__init__(name, operands, None)
         self._pairs = plan.pairs
@@ -80,9 +80,9 @@ class RerunLook(Look):
         self._hook = 0
         self._level = level
         self._read: set[int] = set()
-        """Tensors that it reads and may have made out of sight."""
+        """Identities of tensors that it read, and may have made unseen."""
         self._revived: dict[tuple[int, Any], tuple[int, torch.Size, torch.dtype]] = {}
-        """How it reads survivors: how often the forward read so what it had made; and of one, shape and dtype."""
+        """Each way in which it read survivors: how often the forward did so; shape and dtype of one of them."""
         self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
 
     def begin(self, outer: Look | None) -> None:
@@ -121,7 +121,7 @@ class RerunLook(Look):
         return CheckpointError(_STRANGER.format(self.name, [*tensor.shape], tensor.dtype, call_site(), PURITY))
 
     def _read_other(self, tensor: Tensor) -> Tensor:
-        """A tensor is read that the forward was not seen to read."""
+        """Handle a read of a tensor that the forward was not seen to read."""
         key = id(tensor)
         if made_and_kept.get(key) is tensor:
             raise self._stranger(tensor)
@@ -133,7 +133,7 @@ class RerunLook(Look):
                     "a transform, where its forward did not. Pass it as an argument."
                 )
         elif not (is_made_since(tensor, self._since) or internals.is_fake(tensor)):
-            if any(t.grad_fn is not None for t in layers(tensor)):  # it has a history, and an older one
+            if internals.nodes_of(tensor):  # its graph is older than the rerun
                 raise self._stranger(tensor)
             self._suspects.append((weakref.ref(tensor), tensor.shape, tensor.dtype, call_site()))
             self._read.add(key)
@@ -158,15 +158,15 @@ class RerunLook(Look):
         return forward.tail_call
 
     def before_write(self, written: Tensor) -> None:
-        """What the forward wrote to is a copy here."""
+        """Note that the rerun wrote to an operand. It is a copy already."""
         self._to_write.pop(internals.memory_of(written), None)
 
     def _with_hook(self, args: Any) -> Any:
         hooks, number = self._forward.hooks, self._hook
         self._hook += 1
-        level = hooks[number] if number < len(hooks) else ELSEWHERE  # the forward has put none, for `requires_grad`
+        level = hooks[number] if number < len(hooks) else ELSEWHERE  # set only `if x.requires_grad`, say
         if id(args[0]) in self.outside or (level is not None and level != self._level):
-            return (torch.empty(0, requires_grad=True), *args[1:])  # or the forward has put it on the tensor itself
+            return (torch.empty(0, requires_grad=True), *args[1:])  # an unused tensor: the hook must not be called here
         return args
 
     def _note(self, func: Any, shape: int) -> None:
@@ -189,13 +189,13 @@ class RerunLook(Look):
         )
 
     def check_suspects(self) -> None:
-        """Called when the rerun's graph is gone. What it has made itself, out of sight, is gone as well."""
-        for ref, shape, dtype, where in () if internals.tracing() else self._suspects:  # what is written down is kept
+        """Called when the rerun's graph is freed. A tensor that is still alive was not made by the rerun."""
+        for ref, shape, dtype, where in () if internals.tracing() else self._suspects:  # a tracer keeps tensors alive
             if ref() is not None:
                 raise CheckpointError(_STRANGER.format(self.name, list(shape), dtype, where, PURITY))
 
     def finish(self) -> None:
-        """Check that the rerun went as far as the forward, wrote as it did, and read no more often what it made."""
+        """Check that the rerun made all calls and writes of the forward, and did not read survivors more often."""
         for t in self._to_write.values():
             raise CheckpointError(_NOT_WRITTEN.format(self.name, list(t.shape), t.dtype))
         for how, (times, shape, dtype) in self._revived.items():

@@ -17,11 +17,11 @@ class Signature:
 
     **Attributes:**
 
-    - `calls`: a function and a hash of its plain arguments and of the result's shapes for each call.
-    - `tail`: the position of the last matrix product or call of a function under remat, if no later call reads values.
-    - `tail_call`: what is remembered of that call, if it is one.
-    - `hooks`: for each hook that the function sets, the level of its tensor. None for one inside of a transform of its
-        own, `ELSEWHERE` for one that the rerun of an outer function has put on another tensor.
+    - `calls`: for each call, the function and a hash of its plain arguments and of the shapes of its results.
+    - `tail`: the position of the last matrix product or nested call, if no later call reads values; else None.
+    - `tail_call`: the record of that nested call (`Remembered`); None for a product.
+    - `hooks`: for each hook that the function sets, the level of its tensor. None: a transform inside of the
+        function made the level. `ELSEWHERE`: an outer rerun has put the hook on an unused tensor.
     """
 
     __slots__ = ("calls", "hooks", "tail", "tail_call")
@@ -34,9 +34,10 @@ class Signature:
 
 
 def hash_of(tensor: Tensor, args: Iterable[Any] = ()) -> int:
-    """A hash of shape and dtype, or of dtype alone where a length is a symbol: nested, or compiled for any shape.
+    """A hash of a tensor's shape and dtype, and of the plain arguments of a call: a flag like `training`, a step.
 
-    And of plain arguments: a flag like `training`, a step, a scale. NaN differs from itself, and is left out.
+    The shape is left out if a length is symbolic (nested tensors, or compiled for any shape). NaN is left out too,
+    because it differs from itself.
     """
     plain = [a for a in args if type(a) in _PLAIN and a == a]
     if tensor.is_nested:
@@ -48,7 +49,7 @@ def hash_of(tensor: Tensor, args: Iterable[Any] = ()) -> int:
 
 
 def name_of(func: Any) -> str:
-    """What to call a function in an error."""
-    if isinstance(func, tuple):  # a call of a function under remat, with a hash of its signature
+    """The name of a function, for an error."""
+    if isinstance(func, tuple):  # a nested call: its name, and a hash of its signature
         return str(func[0])
     return resolve_name(func) or getattr(func, "__qualname__", None) or str(func)

@@ -65,8 +65,6 @@ class StaticArguments:
 
     def boxed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with each static one as a single leaf."""
-        if not (self._nums or self._names or self._from_end):
-            return args, kwargs
         nums = self._nums | {n + len(args) for n in self._from_end}
         return (
             tuple(_tree.Static(a) if i in nums else a for i, a in enumerate(args)),

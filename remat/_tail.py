@@ -1,14 +1,13 @@
-"""The last product of a function, whose value no backward reads.
+"""Skip the last product of a function in a rerun, if no backward reads its value.
 
-A transformer's block ends in a product and a sum: `x + linear(h)`. The backward of a product reads its operands, and
-that of a sum reads nothing. So a rerun needs the graph of both, and the values of neither: there the product returns
-memory filled with NaN, so that a mistake would be loud. The forward finds out, call by call, whether anything after the
-product reads values, and its graph confirms it.
+A transformer block ends in a product and a sum: `x + linear(h)`. The backward of a product reads its operands. The
+backward of a sum reads nothing. So a rerun needs the graph of both but the values of neither: these calls are the
+*tail*. In a rerun its product returns memory filled with NaN, so that a mistake would be loud. The forward notes, call
+by call, whether anything after a product reads values, and its graph confirms it.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 
 _LEAST, _LEAST_RESULTS = 2**20, 2**8
-"""Multiplications, and elements of the result: less is computed sooner than it is spared."""
+"""Multiplications, and elements of the result. To skip a smaller product takes longer than to compute it."""
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default}
@@ -26,7 +25,7 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def is_large(product: Any, args: Any) -> bool:
-    """Whether a product of the first arguments is worth being spared."""
+    """Whether a product is large enough to skip. `args`: the arguments that it was computed from."""
     if not isinstance(product, Tensor) or product.numel() < _LEAST_RESULTS:
         return False
     widths = [t.shape[-1] for t in args[:3] if isinstance(t, Tensor) and t.dim() > 1]
@@ -37,7 +36,7 @@ class _WithoutProducts(internals.DispatchMode):
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func not in _PRODUCTS or any(isinstance(t, Tensor) and not _is_plain(t) for t in args):
             return func(*args, **kwargs)
-        with internals.DisableTorchDispatch():  # meters count what is computed
+        with internals.DisableTorchDispatch():  # unseen by meters: nothing is computed
             shaped = func(*(t.to("meta") if isinstance(t, Tensor) else t for t in args), **kwargs)
         like = next(t for t in args if isinstance(t, Tensor))
         out = torch.empty_strided(shaped.shape, shaped.stride(), dtype=shaped.dtype, device=like.device)
@@ -49,18 +48,11 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def without_products(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function, without computing the product in it."""
+    """Call a function, but fill its products with NaN and do not compute them."""
     with _WithoutProducts():
         return func(*args, **kwargs)
 
 
-@functools.cache
-def _keeps_tensors(kind: Any) -> bool:
-    """Whether nodes of this class save tensors for their backward."""
-    return any(name.startswith(("_raw_saved_", "saved_tensors")) for name in dir(kind))
-
-
 def keep_no_tensors(nodes: Iterable[Any]) -> bool:
     """Whether none of these autograd nodes saves a tensor."""
-    kinds: set[Any] = {type(node) for node in nodes}
-    return not any(map(_keeps_tensors, kinds))
+    return not any(map(internals.saves_tensors, {type(node) for node in nodes}))

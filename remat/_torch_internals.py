@@ -197,7 +197,8 @@ def requires_grad_below(tensor: Tensor) -> bool:
     return below and requires_grad_at_any_level(unwrapped(tensor))
 
 
-def _layers(tensor: Tensor) -> Iterator[Tensor]:
+def layers(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor and those below its wrappers."""
     yield tensor
     while _C.is_functorch_wrapped_tensor(tensor):
         tensor = _C.get_unwrapped(tensor)
@@ -679,6 +680,11 @@ def _saved_names(kind: type, prefix: str) -> list[str]:
     return [name for name in dir(kind) if name.startswith(prefix)]
 
 
+def saves_tensors(kind: type) -> bool:
+    """Whether nodes of this class save tensors for their backward."""
+    return hasattr(kind, "saved_tensors") or bool(_saved_names(kind, "_raw_saved_"))
+
+
 def _saved_by(node: Any, raw: str = "") -> Iterator[Any]:
     """What a node has saved: unpacked, or (`_raw`) as it is held."""
     kind: Any = type(node)
@@ -709,7 +715,7 @@ def _forget(tensor: Tensor) -> None:
 
 def nodes_of(tensor: Tensor) -> list[Any]:
     """The autograd nodes that made a tensor, at all levels."""
-    return [layer.grad_fn for layer in _layers(tensor) if layer.grad_fn is not None]
+    return [layer.grad_fn for layer in layers(tensor) if layer.grad_fn is not None]
 
 
 def nodes_behind(roots: Iterable[Any], since: int = -1) -> list[Any]:
@@ -768,7 +774,7 @@ def bytes_made_by(node: Any) -> int:
 def saves_output(tensor: Tensor) -> bool:
     """Whether the autograd node that made `tensor`, at any level, holds on to the tensor's storage."""
     storage = innermost(tensor).untyped_storage()
-    for layer in _layers(tensor):
+    for layer in layers(tensor):
         for t in (layer, layer._base) if layer._is_view() else (layer,):
             node = None if t is None else t.grad_fn
             if node is None:

@@ -12,7 +12,8 @@ from optree import PyTreeSpec as PyTreeSpec
 
 from remat import _torch_internals as internals  # makes torch's node types known to optree
 
-_LEAF_TYPES = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.Size}
+_FLAT = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
+_LEAF_TYPES = _FLAT | {torch.Size}
 _other_leaf_types: weakref.WeakSet[type] = weakref.WeakSet()
 
 
@@ -20,7 +21,7 @@ _, _LEAF = optree.tree_flatten(0, none_is_leaf=True, namespace="torch")  # type:
 
 
 def _is_size(node: Any) -> bool:
-    return type(node) is torch.Size  # torch takes it apart and puts a tuple together
+    return type(node) is torch.Size  # torch would flatten it, and rebuild a plain tuple
 
 
 def flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
@@ -36,7 +37,7 @@ def flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
 
 
 def _adopted(kind: type) -> bool:
-    """Make a node type known to optree that is registered with torch's own pytrees alone."""
+    """Register a type with optree if only torch's own pytrees know it. Returns whether they do."""
     functions = internals.registered_with_torch(kind)
     if functions is None:
         _other_leaf_types.add(kind)
@@ -58,10 +59,10 @@ class Picked:
 
     **Attributes:**
 
-    - `leaves`: all of them.
+    - `leaves`: all leaves of the tree.
     - `spec`: the structure of the tree.
-    - `positions`: where each of the tensors comes first.
-    - `tensors`: these.
+    - `positions`: for each picked tensor, the position of the first leaf that is it.
+    - `tensors`: the picked tensors.
     """
 
     def __init__(self, tree: Any, test: Callable[[torch.Tensor], bool]) -> None:
@@ -83,7 +84,7 @@ class Picked:
                     self.tensors.append(leaf)
 
     def replaced(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """The tree with `tensors` in their places."""
+        """The tree with `tensors` in place of the picked ones."""
         if self.spec is _LEAF:
             return next(iter(tensors))
         for tensor, places in zip(tensors, self._places.values(), strict=True):
@@ -93,17 +94,14 @@ class Picked:
 
 
 class Static:
-    """A whole argument that is kept out of the tree: a leaf, whatever it is."""
+    """Wraps a static argument, so that it is one leaf, whatever it is."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
-_FLAT = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
-
-
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], PyTreeSpec | None]:
-    """The leaves of the arguments of a call and their structure: None where the leaves are the arguments."""
+    """The leaves of a call's arguments, and their structure: None if the leaves are the arguments themselves."""
     if not kwargs and _FLAT.issuperset(map(type, args)):
         return list(args), None
     return flatten((args, kwargs))
