@@ -53,7 +53,8 @@ _LAYOUT = _named("""
     size dim numel nelement stride is_floating_point is_complex is_contiguous
 """) | {torch.ops.aten.alias.default}
 _GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
-_GIVES_VALUES = {"data", "grad", "_grad", "real", "imag", "H", "mH"}
+_GIVES_VALUES = {"data", "grad", "_grad", "grad_fn", "real", "imag", "H", "mH"}
+"""Attributes that give values, or a node on which a hook may be put that reads them."""
 
 
 class Effects(NamedTuple):

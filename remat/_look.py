@@ -8,6 +8,7 @@ first use and keep it, and the rerun does not compute it again.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -21,12 +22,14 @@ from torch.nn.parameter import is_lazy
 from remat import _torch_internals as internals
 from remat._effects import ORDINARY, Effects, effects_of, reads_numbers_alone, written_by
 from remat._errors import RematError, call_site
-from remat._nested_mode import NestedMode
+from remat._nested_mode import NestedMode, current_look
 from remat._signature import ELSEWHERE, Signature, hash_of
 from remat._tail import is_large
 
 SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
 CONTAINERS = (list, tuple, dict)
+LOOKED_AT = (*CONTAINERS, torch.Generator)
+"""Arguments of torch calls that are no tensors, and not passed on unseen."""
 
 CHANGES = (
     "remat: {} changes an argument or a captured tensor of shape {}, {} in place, at {}. Its rerun would start from "
@@ -148,7 +151,7 @@ class Look(NestedMode):
                     self._reader = func
                     args = self._seen(args)
                     break
-            elif type(a) not in SCALARS and isinstance(a, CONTAINERS):
+            elif type(a) not in SCALARS and isinstance(a, LOOKED_AT):
                 self._reader = func
                 args = self._seen(args)
                 break
@@ -187,13 +190,10 @@ class Look(NestedMode):
                     self.before_write(t)
             elif effects.sets_data:
                 self._set_data(*args)
-            if effects.is_custom or effects.draws or kwargs.get("generator") is not None:
-                for x in (*args, *kwargs.values()):
-                    if isinstance(x, torch.Generator):
-                        self.notice(x)
             if effects.is_custom:
                 self.has_custom = True
                 self.handed_on.update(id(a) for a in args if id(a) in self.outside)
+                args = (_watched(args[0]), *args[1:])
             if effects.sets_hook:
                 args = self._with_hook(args)
             if effects.draws:
@@ -238,6 +238,8 @@ class Look(NestedMode):
             return type(arg)(*items) if hasattr(arg, "_fields") else type(arg)(items)
         if type(arg) is dict:
             return {k: self._seen_in(v) for k, v in arg.items()}
+        if isinstance(arg, torch.Generator):
+            self.notice(arg)
         return arg
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
@@ -441,6 +443,37 @@ class Look(NestedMode):
                     found.append((ref, {how: self._times[how] for how in reads}))
         self._fresh, self._reads, self._times = {}, {}, defaultdict(int)
         return found
+
+
+class _InnerLook(Look):
+    """Watches the `forward` of an autograd.Function under a transform, which runs below the level of the call."""
+
+    def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
+        key = id(tensor)
+        if key in self._known or self._is_fresh(tensor):
+            return tensor
+        known = self.outside.get(key)
+        if known is not None:
+            return known.value
+        value = self.outer.read(tensor, handed_on)
+        while internals.level_of(value) > self.depth and not value.requires_grad:  # an operand of a rerun
+            value = internals.unwrapped(value)
+        self._add(tensor, value)
+        return value
+
+
+@functools.lru_cache(maxsize=256)
+def _watched(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """An autograd.Function with a look at its `forward`: under a transform, the mode sees only the call of `apply`."""
+
+    def forward(*args: Any) -> Any:
+        outer = current_look()
+        if outer is None:
+            return function.forward(*args)
+        with _InnerLook(outer.name, _tensors_in(args), None):
+            return function.forward(*args)
+
+    return type(function.__name__, (function,), {"forward": staticmethod(forward), "__module__": function.__module__})
 
 
 def as_given(out: Any, written: Sequence[Tensor], func: Any, given: tuple[Any, Any]) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +11,12 @@ from torch import Tensor
 from torch.overrides import resolve_name
 
 ELSEWHERE = -1
-_PLAIN = frozenset({bool, int, float, complex, str, type(None)})
+
+
+@functools.cache
+def _is_plain(kind: Any) -> bool:
+    """Whether values of this type are numbers (NumPy's and those of an enum too), flags or names."""
+    return issubclass(kind, (numbers.Number, str, type(None)))
 
 
 class Signature:
@@ -39,7 +46,7 @@ def hash_of(tensor: Tensor, args: Iterable[Any] = ()) -> int:
     The shape is left out if a length is symbolic (nested tensors, or compiled for any shape). NaN is left out too,
     because it differs from itself.
     """
-    plain = [a for a in args if type(a) in _PLAIN and a == a]
+    plain = [a for a in args if _is_plain(a.__class__) and a == a]
     if tensor.is_nested:
         return hash((tensor.dtype, *plain))
     try:

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import contextvars
+import enum
 import functools
 import gc
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import optree
 import pytest
 import torch
 from helpers import UNIT, CountOps, activation, assert_same, leaf, numbers, plain
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from remat import RematError, is_rerunning, remat
+from remat import CheckpointError, RematError, is_rerunning, remat
 from remat.debug import LiveBytes
 
 Decorator = Callable[[Any], Any]
@@ -774,3 +777,107 @@ def test_a_rerun_makes_no_cycles(no_gc: None) -> None:
 
     run(remat)
     assert run(remat) <= run(plain)
+
+
+# What torch functions are given besides tensors; what is read inside of an autograd.Function.
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda n, g: torch.binomial(n, n / 20, g),
+        lambda n, g: torch.ops.aten.poisson.default(n, g),
+        lambda n, g: torch._standard_gamma(n, g),
+    ],
+)
+def test_a_generator_by_position(draw: Any) -> None:
+    generator, n = torch.Generator().manual_seed(0), torch.full((8,), 9.0).double()
+    x = leaf(torch.ones(8).double())
+    y = remat(lambda z: z * draw(n, generator))(x)
+    y.sum().backward()
+    assert_same(x.grad, y.detach())
+    assert torch.equal(generator.get_state(), _after(lambda: draw(n, again), again := torch.Generator()))
+
+
+def _after(draw: Any, generator: torch.Generator) -> Tensor:
+    generator.manual_seed(0)
+    draw()
+    return generator.get_state()
+
+
+GENERATOR, SCALE, COUNT = torch.Generator(), torch.ones(3).double(), torch.zeros(3).double()
+
+
+def drawn(a: Tensor) -> Tensor:
+    return torch.rand(3, generator=GENERATOR, dtype=torch.float64)
+
+
+def counted(a: Tensor) -> Tensor:
+    return COUNT.add_(1)
+
+
+def scaled(a: Tensor) -> Tensor:
+    return SCALE
+
+
+class TimesRead(torch.autograd.Function):
+    """a times what a function reads from elsewhere."""
+
+    @staticmethod
+    def forward(a: Tensor, read: Any) -> Tensor:
+        return a * read(a)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        a, out = ctx.saved_tensors
+        return g * out / a, None
+
+
+@pytest.mark.parametrize("read", [drawn, counted, scaled])
+def test_what_an_autograd_function_reads_itself(read: Any) -> None:
+    results = []
+    for ck in (plain, remat):
+        GENERATOR.manual_seed(0)
+        COUNT.zero_()
+        out, pull = vjp(lambda a, ck=ck: ck(lambda a: TimesRead.apply(a.sin(), read))(a).sin(), numbers(3))
+        results.append((out, pull(torch.ones_like(out)), COUNT.clone()))
+    assert_same(*results)
+
+
+def test_what_an_autograd_function_reads_itself_has_changed() -> None:
+    _, pull = vjp(remat(lambda a: TimesRead.apply(a, scaled)), numbers(3))
+    SCALE.mul_(1)
+    with pytest.raises(CheckpointError, match="modified by an inplace operation"):
+        pull(torch.ones(3).double())
+
+
+class Step(enum.IntEnum):
+    ONE = 1
+    TWO = 2
+
+
+@pytest.mark.parametrize(("before", "after"), [(np.cos(0.3), np.cos(1.2)), (np.float32(1), np.float32(2)), tuple(Step)])
+def test_another_number_of_a_class_of_its_own(before: Any, after: Any) -> None:
+    schedule = SimpleNamespace(scale=before)
+    y = remat(lambda x: x * schedule.scale)(leaf(numbers(3)))
+    schedule.scale = after
+    with pytest.raises(CheckpointError, match="another number or flag"):
+        y.sum().backward()
+
+
+def test_a_hook_of_a_node_that_reads_the_last_product() -> None:
+    def with_hook(x: Tensor) -> Tensor:
+        y = x @ x
+        y.grad_fn.register_prehook(lambda g: (g[0] * y.detach(),))
+        return y
+
+    grads = []
+    for ck in (plain, remat):
+        x = leaf(numbers(128, 128) / 128)
+        ck(with_hook)(x).sum().backward()
+        grads.append(x.grad)
+    assert_same(*grads)
