@@ -866,6 +866,16 @@ def uncompiled(fun: Any) -> Any:
     return fun
 
 
+def uncompiled_module(module: Any) -> tuple[Any, dict[str, Any]]:
+    """A module as it was before `torch.compile` or `module.compile()`, and its attributes, in its own dict if it may be."""
+    plain = uncompiled(module)
+    if isinstance(plain, torch.nn.Module):
+        return plain, vars(plain)
+    attributes = vars(plain.__self__).copy()
+    del attributes["_compiled_call_impl"]
+    return plain.__self__, attributes
+
+
 negative_view: Callable[[Tensor], Tensor] = torch._neg_view  # what `z.conj().imag` is of `z.imag`
 
 
