@@ -867,7 +867,7 @@ def uncompiled(fun: Any) -> Any:
 
 
 def uncompiled_module(module: Any) -> tuple[Any, dict[str, Any]]:
-    """A module as it was before `torch.compile` or `module.compile()`, and its attributes, in its own dict if it may be."""
+    """A module before `torch.compile` or `module.compile()`, and its attributes, in its own dict if it may be."""
     plain = uncompiled(module)
     if isinstance(plain, torch.nn.Module):
         return plain, vars(plain)
