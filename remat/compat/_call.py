@@ -191,7 +191,7 @@ class Call:
             self.random.put_back()
         with torch.no_grad():
             for key, before in look.copies.items():
-                look.outside[key].value.copy_(before)
+                look.outside[key][1].copy_(before)
 
     def finish(self, look: ForwardLook, tape: Tape | None = None) -> None:
         """The forward is over: note what it has read from outside, and what it has written to.
@@ -199,14 +199,14 @@ class Call:
         `tape`: what a policy keeps of it.
         """
         if tape is not None:
-            origins = {key: tape.origin(read.value) for key, read in look.outside.items()}
+            origins = {key: tape.origin(value) for key, (_, value) in look.outside.items()}
             self._origins = {key: origin for key, origin in origins.items() if origin is not None}
         around, self._around, self._forward = self._around, None, None
         if self.random is not None:
             self.random = self.random.drawn_since(look.drew)
         if look.copies:
             self.written = self._written_by(look)
-            shared = internals.two_that_share_memory([look.outside[key].tensor for key in look.copies])
+            shared = internals.two_that_share_memory([look.outside[key][0] for key in look.copies])
             if shared is not None:
                 self._shared = CheckpointError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
         if len(look.outside) > self.arguments:
@@ -222,7 +222,7 @@ class Call:
         """What the forward has read besides the positional arguments, and what stood for it; parameters are noted."""
         parameters, others, near = [], [], []
         look.gathered |= internals.gathered_by_fully_shard()
-        for key, (t, value, *_) in look.outside.items():
+        for key, (t, value) in look.outside.items():
             position, is_written = self._index.get(key), key in look.copies
             if key not in look.gathered and (is_written or position is None):
                 near.append(t)
@@ -237,7 +237,7 @@ class Call:
         return others
 
     def _written_by(self, look: ForwardLook) -> dict[int, tuple[weakref.ref[Tensor], Tensor]]:
-        return {key: (weakref.ref(look.outside[key].tensor), before) for key, before in look.copies.items()}
+        return {key: (weakref.ref(look.outside[key][0]), before) for key, before in look.copies.items()}
 
     # The rerun.
 
