@@ -303,12 +303,16 @@ class Call:
         for operand in self.operands[self.arguments :]:  # in a backward inside of the forward
             found.put(id(operand), None, operand)
         for t, (version, required_grad) in zip(self.parameters, self._states, strict=True):
-            value = stand_ins.get(id(t), t)
+            key = id(t)
+            value = stand_ins.get(key, t)
             if t._version != version:
-                found.stale[id(t)] = modified(t, version, self.name)
+                found.stale[key] = modified(t, version, self.name)
             if value.requires_grad and not required_grad:
                 value = value.detach()
-            found.put(id(t), t, value, in_places_alone=not looks)
+            if value is not t or self._origins:
+                found.put(key, t, value, in_places_alone=not looks)
+            else:  # the same, but faster
+                found.fill += [(place, t) for place in self._places.get(key, ()) if item(*place) is not t]
         for o in self.outside:
             value = stand_ins[o.key] if o.key in stand_ins else o.unpack()
             if o.is_stale:
