@@ -586,6 +586,21 @@ def saved_tensors_hooks() -> tuple[Any, Any] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+def hook_of_checkpoint(pack: F) -> F:
+    """Mark a pack hook that is none of the user's. Selective checkpointing by torch (2.14) warns of the user's."""
+    pack._checkpoint_internal = True
+    pack._user_hooks = None
+    return pack
+
+
+def saved_tensors_hooks_of_user() -> tuple[Any, Any] | None:
+    """The user's hooks, None where those of a checkpoint are on top of them."""
+    hooks = saved_tensors_hooks()
+    if hooks is None or hasattr(hooks[0], "_checkpoint_internal"):
+        return None
+    return None if getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__ else hooks  # before 2.14
+
+
 def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
     """Within it, the user's `saved_tensors_hooks` see nothing: only the topmost hooks are asked."""
     if saved_tensors_hooks() is None:
@@ -593,6 +608,7 @@ def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(_detached, _same)
 
 
+@hook_of_checkpoint
 def _detached(tensor: Tensor) -> Tensor:
     """What to pack. A node that packs its own output as it is would hold itself."""
     with DisableTorchFunction():

@@ -278,7 +278,7 @@ SCRIPTED: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @both_variants
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("make", SCRIPTED.values(), ids=SCRIPTED)
 @pytest.mark.parametrize("use", [lambda layer: lambda x: layer(x).sin(), lambda layer: nn.Sequential(layer, nn.Tanh())])
 def test_script_modules(use: Any, make: Any, variant: str) -> None:

@@ -169,7 +169,7 @@ class Scales(nn.Module):
         return x * self.scale
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("x", [numbers(3), leaf(numbers(3))], ids=["of data", "of a leaf"])
 def test_what_a_script_module_holds_was_computed(x: Tensor) -> None:
     """The graph of it goes on beyond the call."""

@@ -567,13 +567,13 @@ def test_modules_that_can_not_be_wrapped(module: Any, error: type[Exception], me
         remat_module(module)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_a_script_module_can_not_be_wrapped() -> None:
     with pytest.raises(TypeError, match="is a ScriptModule"):
         remat_module(torch.jit.script(nn.Linear(2, 2)))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 def test_a_compiled_module_can_not_be_wrapped() -> None:
     message = "is a compiled module: wrap the module before torch.compile"
     with pytest.raises(TypeError, match=f"this OptimizedModule {message}"):

@@ -96,6 +96,7 @@ class _Collector:
         self._last = len(holders) - 1 if early_stop else -1
         self._is_done = False
 
+    @internals.hook_of_checkpoint
     @internals.left_alone_by_dynamo
     def pack(self, tensor: Tensor) -> Tensor:
         """The hook: collects `tensor`."""
@@ -191,6 +192,7 @@ class Region:
         self._is_complete = True
         return out
 
+    @internals.hook_of_checkpoint
     @internals.left_alone_by_dynamo
     def _pack(self, tensor: Tensor) -> Holder:
         """The hook: what the graph keeps in the place of `tensor`."""

@@ -147,6 +147,7 @@ def _told_of_saved_tensors(tell: Callable[[Tensor], None]) -> Iterator[None]:
         return
     pack, unpack = hooks
 
+    @internals.hook_of_checkpoint
     @internals.left_alone_by_dynamo
     def tells(tensor: Tensor) -> Any:
         tell(tensor)
@@ -315,20 +316,13 @@ def for_one_region(forward: Any, rerun: Any, respects_hooks: bool | None) -> Con
     """
     if not isinstance(forward, Selective) and internals.selective_policy(forward) is None:
         return forward, rerun
-    hooks = _hooks_of_user() if respects_hooks is not False else None
+    hooks = internals.saved_tensors_hooks_of_user() if respects_hooks is not False else None
     if hooks is not None and respects_hooks is None:
         warn(_BYPASSED, FutureWarning)
     if not isinstance(forward, Selective):
         return forward, rerun
     forward = Selective(forward.policy, forward.allow_cache_entry_mutation, hooks if respects_hooks else None)
     return forward, GivenBack(forward, of_region=True)
-
-
-def _hooks_of_user() -> Hooks | None:
-    """The user's `saved_tensors_hooks` around a call, None where those of a checkpoint are around it."""
-    hooks = internals.saved_tensors_hooks()
-    of_checkpoints = ("remat.compat.", "torch.utils.checkpoint")
-    return None if hooks is None or str(getattr(hooks[0], "__module__", "")).startswith(of_checkpoints) else hooks
 
 
 def call_compiled(
