@@ -1042,7 +1042,32 @@ def refuses_hooks(error: BaseException) -> bool:
 
 def save(tensor: Tensor) -> Any:
     """What a node of the graph would save: under hooks, what they make of it; else it knows of changes in place."""
-    return torch._C._autograd._make_saved_tensor(savable(tensor), is_output=False)
+    return _make_saved_tensor(savable(tensor), is_output=False)
+
+
+class _Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, unused: Tensor, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return unused.clone()
+
+
+class _SavedTensor:
+    """What a node of the graph has saved, in torch before 2.12, which can't make such an object without a node."""
+
+    def __init__(self, tensor: Tensor, is_output: bool) -> None:
+        with torch.enable_grad(), DisableTorchFunction():
+            self._result = _Saves.apply(torch.empty(0, requires_grad=True), tensor)  # the node lives as long as it
+
+    def unpack(self) -> Tensor:
+        return self._result.grad_fn.saved_tensors[0]
+
+    @property
+    def data(self) -> Any:
+        return self._result.grad_fn._raw_saved_tensors[0].data
+
+
+_make_saved_tensor: Callable[..., Any] = getattr(torch._C._autograd, "_make_saved_tensor", _SavedTensor)
 
 
 def savable(tensor: Tensor) -> Tensor:

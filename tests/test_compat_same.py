@@ -900,11 +900,6 @@ class ReadsTwice(torch.autograd.Function):
         return g * ctx.saved_tensors[0] * ctx.saved_tensors[0]
 
 
-class Suppress(contextlib.suppress):
-    def __init__(self) -> None:
-        super().__init__(ZeroDivisionError)
-
-
 def selective(api: Any, policy: Any) -> Any:
     contexts = functools.partial(api.create_selective_checkpoint_contexts, policy)
     return api.checkpoint(torch.sin, leaf(numbers(3)), use_reentrant=False, context_fn=contexts)
@@ -914,15 +909,6 @@ MISUSES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "read twice": (
         lambda api: api.checkpoint(ReadsTwice.apply, leaf(numbers(3)), use_reentrant=False).sum().backward(),
         "Unpack is being triggered for a tensor that was already unpacked once.* make sure to do so only once",
-    ),
-    "suppressed": (
-        lambda api: api.checkpoint(
-            lambda x: x / [][0] if x.dim() > 1 else 1 // 0,
-            leaf(numbers(3)),
-            use_reentrant=False,
-            context_fn=lambda: (Suppress(), contextlib.nullcontext()),
-        ),
-        "the forward context provided by context_fn suppressed an exception raised during the checkpointed forward",
     ),
     "no tuple": (lambda api: api.detach_variable([]), "Only tuple of tensors is supported. Got Unsupported input type"),
     "no op": (
