@@ -48,13 +48,13 @@ $(VENV)/ready-peers: $(VENV)/ready
 	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e ".[peers]"
 	touch $@
 
-# Another torch, in an environment of its own: make test-torch VERSION=2.11.0
+# Another torch, in an environment of its own: make test-torch VERSION=2.14.1
 OTHER := .venv-torch-$(VERSION)
 test-torch: $(OTHER)/ready
 	$(OTHER)/bin/python -m pytest
 
 $(OTHER)/ready: pyproject.toml constraints.txt
-	$(if $(VERSION),,$(error test-torch: say which torch, as in `make test-torch VERSION=2.11.0`))
+	$(if $(VERSION),,$(error test-torch: say which torch, as in `make test-torch VERSION=2.14.1`))
 	$(PYTHON) -m venv $(OTHER)
 	sed 's/^torch==.*/torch==$(VERSION)/' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python $(PIP_INSTALL) -c $(OTHER)/constraints.txt -e ".[test,examples]"

@@ -68,13 +68,13 @@ def _as_op(
             internals.allow_saved_tensors_hooks()
             raise RematError(_TRANSFORMS_INSIDE)
         if internals.compiling() and internals.differentiating():
-            return remat(graph, preserve_rng_state=preserve_rng_state)(*args)
+            return remat(graph.forward, preserve_rng_state=preserve_rng_state)(*args)
         decides = by_identity[policy] if isinstance(policy, int) else policy_of(policy)
         if internals.compiling():
             if not any(isinstance(a, Tensor) and internals.requires_grad_at_any_level(a) for a in args):
                 return graph(*args)  # without a backward graph, torch refuses draws that are marked
             return internals.run_marked(graph, args, _marking(decides.start()))
-        return remat(graph, policy=decides, preserve_rng_state=preserve_rng_state)(*args, **kwargs)
+        return remat(graph.forward, policy=decides, preserve_rng_state=preserve_rng_state)(*args, **kwargs)
 
     return run
 

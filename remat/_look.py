@@ -205,7 +205,7 @@ class Look(NestedMode):
         if type(out) not in SCALARS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, (*args, *kwargs.values()), not effects.is_unlisted)
-        return as_given(out, written, func, given) if written else out
+        return as_given(out, written, func, given) if written and self._swaps else out
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function, and note whether it begins or ends the tail: see `_tail.py`."""

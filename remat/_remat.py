@@ -9,7 +9,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, overload
 
 import torch
@@ -22,6 +22,7 @@ from remat._call import Call
 from remat._derived import Derived
 from remat._errors import call_site, shown
 from remat._look import Look
+from remat._module import wrapped_twin
 from remat._nested_mode import current_look
 from remat._primitive import attach
 from remat._static import StaticArguments, as_tuple
@@ -47,6 +48,10 @@ class _Options:
     static_argnums: tuple[int, ...]
     static_argnames: tuple[str, ...]
     preserve_rng_state: bool
+
+    def __call__(self, forward: Callable[..., Any]) -> Any:
+        """The method of a class of modules, under remat: it has one argument more, `self`."""
+        return Remat(forward, replace(self, static_argnums=tuple(n + (n >= 0) for n in self.static_argnums)))
 
 
 class Remat(Generic[P, R]):
@@ -124,17 +129,6 @@ class Remat(Generic[P, R]):
 
         function.__code__ = function.__code__.replace()  # its own: the compiler limits recompilations of one code
         return functools.update_wrapper(function, self)
-
-    def __getattr__(self, name: str) -> Any:
-        module = vars(self).get("__wrapped__")
-        if isinstance(module, torch.nn.Module) and hasattr(module, name):
-            raise AttributeError(
-                f"remat: remat({type(module).__name__}(...)) is a function, and has no {name!r}: ask the module. "
-                "To have a module that runs again on backward, wrap it with remat.nn.remat_module.",
-                name=name,
-                obj=self,
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def __reduce__(self) -> Any:
         # Pickle a decorated function by its name, as functions are pickled; anything else is wrapped again.
@@ -307,7 +301,8 @@ def remat(
         states of generators; a function that does draw then gets wrong gradients.
     - `prevent_cse`: accepted for compatibility with `jax.checkpoint`. It has no effect: nothing merges the two runs.
 
-    **Returns:** a callable with the name, documentation and signature of `fun`.
+    **Returns:** a callable with the name, documentation and signature of `fun`. Of a module, a module: of the same
+    class, with the very same parameters, buffers, hooks and attributes.
 
     **Raises:** `TypeError` for generators, async functions and classes of modules, which can't run again as a whole. At
     the call, `RematError` if `fun` changes a differentiated tensor in place, or reads a tensor that remat can't find
@@ -343,5 +338,8 @@ def remat(
     )
     if fun is None:
         return functools.partial(remat, **vars(options))
+    if isinstance(fun, torch.nn.Module):
+        checked: Any = Remat(fun.forward, options)
+        return wrapped_twin(fun, replace(options, policy=checked._policy))
     wrapped: Any = Remat(fun, options)
     return kind(wrapped) if kind else wrapped

@@ -586,6 +586,21 @@ def saved_tensors_hooks() -> tuple[Any, Any] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+def hook_of_checkpoint(pack: F) -> F:
+    """Mark a pack hook that is none of the user's. Selective checkpointing by torch (2.14) warns of the user's."""
+    pack._checkpoint_internal = True
+    pack._user_hooks = None
+    return pack
+
+
+def saved_tensors_hooks_of_user() -> tuple[Any, Any] | None:
+    """The user's hooks, None where those of a checkpoint are on top of them."""
+    hooks = saved_tensors_hooks()
+    if hooks is None or hasattr(hooks[0], "_checkpoint_internal"):
+        return None
+    return None if getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__ else hooks  # before 2.14
+
+
 def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
     """Within it, the user's `saved_tensors_hooks` see nothing: only the topmost hooks are asked."""
     if saved_tensors_hooks() is None:
@@ -593,6 +608,7 @@ def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(_detached, _same)
 
 
+@hook_of_checkpoint
 def _detached(tensor: Tensor) -> Tensor:
     """What to pack. A node that packs its own output as it is would hold itself."""
     with DisableTorchFunction():
@@ -866,6 +882,16 @@ def uncompiled(fun: Any) -> Any:
     return fun
 
 
+def uncompiled_module(module: Any) -> tuple[Any, dict[str, Any]]:
+    """A module before `torch.compile` or `module.compile()`, and its attributes, in its own dict if it may be."""
+    plain = uncompiled(module)
+    if isinstance(plain, torch.nn.Module):
+        return plain, vars(plain)
+    attributes = vars(plain.__self__).copy()
+    del attributes["_compiled_call_impl"]
+    return plain.__self__, attributes
+
+
 negative_view: Callable[[Tensor], Tensor] = torch._neg_view  # what `z.conj().imag` is of `z.imag`
 
 
@@ -1016,7 +1042,32 @@ def refuses_hooks(error: BaseException) -> bool:
 
 def save(tensor: Tensor) -> Any:
     """What a node of the graph would save: under hooks, what they make of it; else it knows of changes in place."""
-    return torch._C._autograd._make_saved_tensor(savable(tensor), is_output=False)
+    return _make_saved_tensor(savable(tensor), is_output=False)
+
+
+class _Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, unused: Tensor, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return unused.clone()
+
+
+class _SavedTensor:
+    """What a node of the graph has saved, in torch before 2.12, which can't make such an object without a node."""
+
+    def __init__(self, tensor: Tensor, is_output: bool) -> None:
+        with torch.enable_grad(), DisableTorchFunction():
+            self._result = _Saves.apply(torch.empty(0, requires_grad=True), tensor)  # the node lives as long as it
+
+    def unpack(self) -> Tensor:
+        return self._result.grad_fn.saved_tensors[0]
+
+    @property
+    def data(self) -> Any:
+        return self._result.grad_fn._raw_saved_tensors[0].data
+
+
+_make_saved_tensor: Callable[..., Any] = getattr(torch._C._autograd, "_make_saved_tensor", _SavedTensor)
 
 
 def savable(tensor: Tensor) -> Tensor:

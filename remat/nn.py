@@ -1,10 +1,4 @@
-"""Modules that run again on backward, wrapped where they are.
-
-A wrapped module gets a subclass of its class, made on the fly, whose `forward` goes through `checkpoint`. Nothing is
-added to the module: its parameters, buffers, hooks and attributes are what they were, it is still an instance of its
-class, and a copy of its `__dict__` (as `DataParallel` makes them) is wrapped as well. The hooks of the module stay
-outside of what runs again: those of FSDP2 gather the parameters once.
-"""
+"""Modules that run again on backward, wrapped where they are: their `forward` goes through `checkpoint`."""
 
 from __future__ import annotations
 
@@ -16,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
-from remat import _torch_internals as internals
 from remat._errors import shown
+from remat._module import check, wrap
 from remat.compat import checkpoint, create_selective_checkpoint_contexts
 from remat.policies import Policy, as_policy
 
@@ -42,74 +35,22 @@ def checkpoint_with(policy: Any) -> Callable[..., Any]:
     return functools.partial(checkpoint, use_reentrant=False, context_fn=contexts, respect_saved_tensors_hooks=False)
 
 
-# The class of a wrapped module.
+@dataclass(frozen=True)
+class _Checkpointed:
+    """Makes the `forward` of a class go through `checkpoint`."""
 
+    policy: Policy | None
 
-def _is_made_here(kind: type) -> bool:
-    return "_remat_policy" in vars(kind)
+    def __call__(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The method that takes the place of `forward`."""
+        run = checkpoint_with(self.policy)
 
+        @functools.wraps(forward)
+        def again(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            method = types.MethodType(forward, self)
+            return run(functools.partial(method, **kwargs) if kwargs else method, *args)
 
-def _remat_class(base: type[nn.Module], policy: Policy | None) -> type[nn.Module]:
-    """The subclass of `base` whose `forward` runs again on backward; always the same one."""
-    for known in base.__subclasses__():
-        if _is_made_here(known) and vars(known)["_remat_policy"] == policy:
-            return known
-    run = checkpoint_with(policy)
-
-    @functools.wraps(base.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        method = types.MethodType(base.forward, self)
-        return run(functools.partial(method, **kwargs) if kwargs else method, *args)
-
-    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        # No other process could find this class by its name: an instance of `base` is made, and wrapped.
-        reduced: Any = base.__reduce_ex__(self, protocol)
-        make, args, *state = reduced
-        return _rebuild, (policy, make, *(base if a is made else a for a in args)), *state
-
-    namespace = {
-        "__doc__": base.__doc__,
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__reduce_ex__": reduce_ex,
-        "_remat_policy": policy,
-        "forward": forward,
-    }
-    made = type(base.__name__, (base,), namespace)
-    return made
-
-
-def _rebuild(policy: Policy | None, make: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    module = make(*args)
-    module.__class__ = _remat_class(type(module), policy)
-    return module
-
-
-def _check(module: nn.Module, who: str, what: str) -> None:
-    kind = type(module)
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"{who}: {what} is a ScriptModule, whose forward is no Python: wrap it before that.")
-    if internals.is_compiled(module):
-        raise TypeError(f"{who}: {what} is a compiled module: wrap the module before torch.compile.")
-    if kind.forward is nn.Module.forward:
-        raise TypeError(f"{who}: {what} has no forward: wrap the modules in it.")
-    if "forward" in vars(module):
-        raise ValueError(
-            f"{who}: {what} has a forward of its own, besides that of its class: torch.compile or a library has put it "
-            "there. Wrap the module before that."
-        )
-    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
-        raise ValueError(f"{who}: {what} is lazy and will change its class. Run it once before it is wrapped.")
-    if not _is_made_here(kind) and any(map(_is_made_here, kind.__mro__)):
-        raise ValueError(
-            f"{who}: {what} is wrapped already, and has got another class since (by fully_shard or a parametrization), "
-            "so that its policy can't be changed any more."
-        )
-
-
-def _wrap(module: nn.Module, policy: Policy | None) -> None:
-    kind = type(module)
-    module.__class__ = _remat_class(kind.__mro__[1] if _is_made_here(kind) else kind, policy)
+        return again
 
 
 def remat_module(module: M, *, policy: Any = None) -> M:
@@ -141,8 +82,8 @@ def remat_module(module: M, *, policy: Any = None) -> M:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"remat_module: module must be an nn.Module; got {shown(module)}.")
-    _check(module, "remat_module", f"this {type(module).__name__}")
-    _wrap(module, None if policy is None else as_policy(policy))
+    check(module, "remat_module", f"this {type(module).__name__}")
+    wrap(module, _Checkpointed(None if policy is None else as_policy(policy)))
     return module
 
 
@@ -277,9 +218,9 @@ def apply_remat(model: nn.Module, select: Select, *, policy: Any = None, every: 
         raise ValueError(f"apply_remat: {_shown(select)} selects none of {len(modules)} modules.{hint}")
     wrapped = chosen[::every]
     for name, module in wrapped:
-        _check(module, "apply_remat", f"{name}, a {type(module).__name__},")
+        check(module, "apply_remat", f"{name}, a {type(module).__name__},")
     for _, module in wrapped:
-        _wrap(module, policy)
+        wrap(module, _Checkpointed(policy))
     left = {name for name, _ in chosen} - {name for name, _ in wrapped}
     return RematReport(
         tuple(WrappedModule(name, type(m).__name__, sum(p.numel() for p in m.parameters())) for name, m in wrapped),

@@ -735,7 +735,7 @@ def test_hooks_of_modules() -> None:
         layer, seen = nn.Linear(3, 3), {"forward": 0, "backward": 0}
         layer.register_forward_hook(lambda *_: seen.update(forward=seen["forward"] + 1))
         layer.register_full_backward_hook(lambda *_: seen.update(backward=seen["backward"] + 1))
-        ck(layer)(torch.randn(2, 3, requires_grad=True)).sum().backward()
+        ck(lambda x: layer(x))(torch.randn(2, 3, requires_grad=True)).sum().backward()
         assert seen == {"forward": runs, "backward": 1}
 
 

@@ -278,7 +278,7 @@ SCRIPTED: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @both_variants
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("make", SCRIPTED.values(), ids=SCRIPTED)
 @pytest.mark.parametrize("use", [lambda layer: lambda x: layer(x).sin(), lambda layer: nn.Sequential(layer, nn.Tanh())])
 def test_script_modules(use: Any, make: Any, variant: str) -> None:
@@ -1094,7 +1094,7 @@ def test_who_means_jax_checkpoint_is_told() -> None:
         TypeError, match=rf"checkpoint: .*forward\(\) got an unexpected keyword argument '{hint[:6]}'{hint[6:]}"
     ):
         ours(nn.ReLU(), leaf(numbers(3)), policy=["mm"])
-    with pytest.raises(TypeError, match=f"a decorator has no arguments for the function; got {hint}"):
+    with pytest.raises(ValueError, match=f"Unexpected keyword arguments: {hint}"):
         REMAT.checkpoint(policy=["mm"])
 
 
@@ -1309,9 +1309,8 @@ def test_a_context_that_swallows_the_exception_of_the_function() -> None:
     def run(ck: Any) -> Any:
         return ck(fun, leaf(numbers(3)), context_fn=lambda: (contextlib.suppress(ValueError), contextlib.nullcontext()))
 
-    with pytest.raises(RuntimeError):
-        run(of_torch)
-    fails(run, "the forward context of context_fn swallowed an exception", ours)
+    # torch before 2.13 raises the ValueError and leaves its hooks behind
+    fails(run, "the forward context provided by context_fn suppressed an exception", ours)
 
 
 @pytest.mark.parametrize("contexts", [1, (contextlib.nullcontext(),), None])

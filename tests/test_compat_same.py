@@ -302,7 +302,7 @@ def test_reentrant_has_positional_arguments_only(api: Any) -> None:
     x = leaf(numbers(3))
     with pytest.raises(ValueError, match="Unexpected keyword arguments: k"):
         api.checkpoint(lambda x, k: x * k, x, k=2, use_reentrant=True)
-    message = "Passing `context_fn` or `debug` is only supported when use_reentrant=False"
+    message = "Passing `context_fn`.*`debug`.* is only supported when use_reentrant=False"
     with pytest.raises(ValueError, match=message):
         api.checkpoint(torch.sin, x, use_reentrant=True, debug=True)
     with pytest.raises(ValueError, match=message):
@@ -887,6 +887,47 @@ def test_the_phrases_of_errors(api: Any, case: str) -> None:
     forward, rerun, options, phrase = PHRASES[case]
     with pytest.raises(api.CheckpointError, match=phrase):
         mismatch(api, forward, rerun, **options).backward()
+
+
+class ReadsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * ctx.saved_tensors[0] * ctx.saved_tensors[0]
+
+
+def selective(api: Any, policy: Any) -> Any:
+    contexts = functools.partial(api.create_selective_checkpoint_contexts, policy)
+    return api.checkpoint(torch.sin, leaf(numbers(3)), use_reentrant=False, context_fn=contexts)
+
+
+MISUSES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "read twice": (
+        lambda api: api.checkpoint(ReadsTwice.apply, leaf(numbers(3)), use_reentrant=False).sum().backward(),
+        "Unpack is being triggered for a tensor that was already unpacked once.* make sure to do so only once",
+    ),
+    "no tuple": (lambda api: api.detach_variable([]), "Only tuple of tensors is supported. Got Unsupported input type"),
+    "no op": (
+        lambda api: selective(api, ["mm"]),
+        "Expected op in `op_list` to be an OpOverload but got: .*mm.* of type",
+    ),
+    "no policy": (lambda api: selective(api, 3), "policy_fn_or_list must be either a function or a list of ops"),
+    "no keyword": (
+        lambda api: api.checkpoint(torch.sin, leaf(numbers(3)), use_reentrant=True, k=2),
+        "Unexpected keyword arguments: k",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_the_phrases_of_misuses(api: Any, case: str) -> None:
+    misuse, phrase = MISUSES[case]
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=phrase):
+        misuse(api)
 
 
 def test_backward_passes_that_overlap_are_told_so(api: Any) -> None:

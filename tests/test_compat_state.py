@@ -737,7 +737,7 @@ MAKERS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "returns its input": lambda: lambda x: Reverses.apply(x * 2),
     "scripted": lambda: torch.jit.script(double_tanh),
 }
-may_script = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+may_script = pytest.mark.filterwarnings("ignore:.*torch.jit")
 
 
 @may_script

@@ -680,8 +680,10 @@ def test_hooks_of_a_compiled_module_are_called() -> None:
     reader = Reader()
     fun = aot_eager(reader)
     fun.register_forward_hook(lambda module, args, out: out * 3)
-    remat(fun, policy=policies.dots_saveable)(X).sum().backward()
+    remat(lambda x: fun(x), policy=policies.dots_saveable)(X).sum().backward()
     assert_same(reader.w.grad, grad(lambda w: torch.sin(X @ w).sum() * 3)(WS[0]))
+    with pytest.raises(TypeError, match=r"is a compiled module: wrap the module before torch\.compile"):
+        remat(fun)
 
 
 @pytest.mark.parametrize("kind", CONTEXTS)

@@ -23,7 +23,7 @@ LAYERS = [
     {"_names"},
     {"policies", "random", "debug", "_ops", "_offload"},
     {"_context", "_static", "_compile"},
-    {"_look", "_recipes"},
+    {"_look", "_recipes", "_module"},
     {"_values"},
     {"_tape"},
     {"_recorder", "_operands"},

@@ -217,18 +217,9 @@ def test_functional_call_frees_its_parameters() -> None:
         params = {k: p.detach() * 2 for k, p in module.named_parameters()}
         block = remat(module)
         x = torch.randn(4, 16)
-        grad(lambda ps: functional_call(Holder(block), {f"module.{k}": p for k, p in ps.items()}, (x,)).sum())(params)
+        grad(lambda ps: functional_call(block, ps, (x,)).sum())(params)
         del params, x
     assert meter.current == 0
-
-
-class Holder(nn.Module):
-    def __init__(self, block: Any) -> None:
-        super().__init__()
-        self.block, self.module = block, block.__wrapped__
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x)
 
 
 @pytest.mark.parametrize("where", ["forward", "rerun"])

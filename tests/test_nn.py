@@ -1,6 +1,7 @@
 """Modules wrapped in place: all is as before, but the forward runs again on backward."""
 
 import copy
+import functools
 import gc
 import inspect
 import io
@@ -518,7 +519,7 @@ def test_selection(select: Any, expected: list[str]) -> None:
     model = net()
     report = apply_remat(model, select)
     assert names(report) == expected
-    assert [n for n, m in model.named_modules() if "_remat_policy" in vars(type(m))] == expected
+    assert [n for n, m in model.named_modules() if "_remat_how" in vars(type(m))] == expected
     torch.testing.assert_close(backward(model, numbers(3, 4)), backward(net(), numbers(3, 4)), rtol=0, atol=0)
 
 
@@ -566,13 +567,13 @@ def test_modules_that_can_not_be_wrapped(module: Any, error: type[Exception], me
         remat_module(module)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_a_script_module_can_not_be_wrapped() -> None:
     with pytest.raises(TypeError, match="is a ScriptModule"):
         remat_module(torch.jit.script(nn.Linear(2, 2)))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 def test_a_compiled_module_can_not_be_wrapped() -> None:
     message = "is a compiled module: wrap the module before torch.compile"
     with pytest.raises(TypeError, match=f"this OptimizedModule {message}"):
@@ -663,3 +664,121 @@ def test_a_wrapped_module_may_call_itself(make: Any, shape: tuple[int, ...]) -> 
     remat_module(module)
     module(x, **options).sum().backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), expected, strict=True))
+
+
+# `remat(module)`, a module of its own.
+
+
+class WithRemat(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.block, self.fc = remat(Block(), **options), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.block(x))
+
+
+def with_remat(**options: Any) -> WithRemat:
+    torch.manual_seed(0)
+    return WithRemat(**options).double()
+
+
+@each_policy
+def test_a_remat_of_a_module_registers_and_trains(policy: Any) -> None:
+    model = with_remat(policy=policy)
+    assert list(model.state_dict()) == [f"block.{key}" for key in Block().state_dict()] + ["fc.weight", "fc.bias"]
+    assert isinstance(model.block, Block)
+    expected = with_remat()
+    expected.block = Block().double()
+    expected.load_state_dict(model.state_dict())
+    with CountOps() as ops:
+        results = backward(model, numbers(2, 4))
+    assert_same(results, backward(expected, numbers(2, 4)))
+    assert ops["addmm"] == (3 if policy is None else 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.step()
+    assert not torch.equal(model.block.linear.weight, expected.block.linear.weight)
+
+
+def test_a_remat_of_a_module_has_the_very_same_tensors_and_attributes() -> None:
+    module = Block()
+    twin = remat(module)
+    assert type(module) is Block
+    assert twin.linear is module.linear
+    twin.double().eval()
+    assert module.linear.weight.dtype == torch.float64
+    assert module.steps is twin.steps
+    assert not module.training
+    twin.register_forward_hook(lambda module, args, out: 2 * out)
+    assert_same(module(numbers(2, 4)), twin(numbers(2, 4)))
+
+
+def test_hooks_of_a_remat_of_a_module_run_once() -> None:
+    module, calls = Block().double(), []
+    module.register_forward_pre_hook(lambda *_: calls.append("before"))
+    module.register_full_backward_hook(lambda *_: calls.append("backward"))
+    remat(module)(numbers(2, 4).requires_grad_()).sum().backward()
+    assert calls == ["before", "backward"]
+
+
+def test_a_remat_of_a_module_under_transforms() -> None:
+    model = with_remat()
+    model.eval()
+    plain_model = with_remat()
+    plain_model.block.__class__ = Block
+    plain_model.eval()
+
+    def per_sample(model: nn.Module) -> Any:
+        buffers = dict(model.named_buffers())
+        params = {n: p.detach() for n, p in model.named_parameters()}
+        of = grad(lambda ps, bs, x: functional_call(model, (ps, bs), (x,)).square().sum())
+        return vmap(of, in_dims=(None, None, 0))(params, buffers, numbers(3, 4))
+
+    plain_model.load_state_dict(model.state_dict())
+    assert_same(per_sample(model), per_sample(plain_model))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_of_a_remat_of_a_module(copied: Callable[[Any], Any]) -> None:
+    module = remat(Block().double(), static_argnames="debug")
+    other = copied(module)
+    assert type(other) is type(module)
+    with CountOps() as ops:
+        other(numbers(2, 4).requires_grad_(), debug=True).sum().backward()
+    assert ops["addmm"] == 2
+    assert other.steps == 1
+
+
+def test_static_arguments_of_a_remat_of_a_module() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, factors: list[float]) -> Tensor:
+            factors.append(2.0)
+            return x.sin() * factors[0]
+
+    factors = [3.0]
+    remat(Scaled(), static_argnums=1)(numbers(3).requires_grad_(), factors).sum().backward()
+    assert factors == [3.0, 2.0, 2.0]  # the very same list, in the rerun too
+    with pytest.raises(ValueError, match=r"static_argnums must be in \[-2, 2\) for .*x, factors.*; got 2"):
+        remat(Scaled(), static_argnums=2)
+
+
+def test_parametrized_modules_can_be_given_to_remat() -> None:
+    module = parametrizations.weight_norm(nn.Linear(3, 3))
+    remat(module)(torch.ones(2, 3)).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize("compiled", [functools.partial(torch.compile, backend="eager"), compiled_in_place])
+def test_a_compiled_module_is_run_op_by_op(compiled: Callable[[Any], Any]) -> None:
+    module = nn.Linear(3, 3)
+    twin = remat(compiled(module))
+    assert type(twin).__mro__[1] is nn.Linear
+    assert twin.weight is module.weight
+    with CountOps() as ops:
+        twin(torch.ones(2, 3)).sum().backward()
+    assert ops["addmm"] == 2

@@ -191,7 +191,7 @@ class Call:
             self.random.put_back()
         with torch.no_grad():
             for key, before in look.copies.items():
-                look.outside[key].value.copy_(before)
+                look.outside[key][1].copy_(before)
 
     def finish(self, look: ForwardLook, tape: Tape | None = None) -> None:
         """The forward is over: note what it has read from outside, and what it has written to.
@@ -199,14 +199,14 @@ class Call:
         `tape`: what a policy keeps of it.
         """
         if tape is not None:
-            origins = {key: tape.origin(read.value) for key, read in look.outside.items()}
+            origins = {key: tape.origin(value) for key, (_, value) in look.outside.items()}
             self._origins = {key: origin for key, origin in origins.items() if origin is not None}
         around, self._around, self._forward = self._around, None, None
         if self.random is not None:
             self.random = self.random.drawn_since(look.drew)
         if look.copies:
             self.written = self._written_by(look)
-            shared = internals.two_that_share_memory([look.outside[key].tensor for key in look.copies])
+            shared = internals.two_that_share_memory([look.outside[key][0] for key in look.copies])
             if shared is not None:
                 self._shared = CheckpointError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
         if len(look.outside) > self.arguments:
@@ -222,7 +222,7 @@ class Call:
         """What the forward has read besides the positional arguments, and what stood for it; parameters are noted."""
         parameters, others, near = [], [], []
         look.gathered |= internals.gathered_by_fully_shard()
-        for key, (t, value, *_) in look.outside.items():
+        for key, (t, value) in look.outside.items():
             position, is_written = self._index.get(key), key in look.copies
             if key not in look.gathered and (is_written or position is None):
                 near.append(t)
@@ -237,7 +237,7 @@ class Call:
         return others
 
     def _written_by(self, look: ForwardLook) -> dict[int, tuple[weakref.ref[Tensor], Tensor]]:
-        return {key: (weakref.ref(look.outside[key].tensor), before) for key, before in look.copies.items()}
+        return {key: (weakref.ref(look.outside[key][0]), before) for key, before in look.copies.items()}
 
     # The rerun.
 
@@ -303,12 +303,16 @@ class Call:
         for operand in self.operands[self.arguments :]:  # in a backward inside of the forward
             found.put(id(operand), None, operand)
         for t, (version, required_grad) in zip(self.parameters, self._states, strict=True):
-            value = stand_ins.get(id(t), t)
+            key = id(t)
+            value = stand_ins.get(key, t)
             if t._version != version:
-                found.stale[id(t)] = modified(t, version, self.name)
+                found.stale[key] = modified(t, version, self.name)
             if value.requires_grad and not required_grad:
                 value = value.detach()
-            found.put(id(t), t, value, in_places_alone=not looks)
+            if value is not t or self._origins:
+                found.put(key, t, value, in_places_alone=not looks)
+            else:  # the same, but faster
+                found.fill += [(place, t) for place in self._places.get(key, ()) if item(*place) is not t]
         for o in self.outside:
             value = stand_ins[o.key] if o.key in stand_ins else o.unpack()
             if o.is_stale:

@@ -96,10 +96,11 @@ def checkpoint(
     if use_reentrant:
         if function is not None and kwargs:
             raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs) + hint(kwargs))
-        if context_fn is not noop_context_fn or debug is not False:
-            raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
-        if respect_saved_tensors_hooks is not None:
-            raise ValueError("Passing `respect_saved_tensors_hooks` is only supported when use_reentrant=False.")
+        if context_fn is not noop_context_fn or debug is not False or respect_saved_tensors_hooks is not None:
+            raise ValueError(
+                "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported when "
+                "use_reentrant=False."
+            )
     elif determinism_check not in _DETERMINISM_CHECKS:
         known = list(_DETERMINISM_CHECKS)
         raise ValueError(f"determinism_check should be one of {known}, but got {determinism_check}")
@@ -114,8 +115,7 @@ def checkpoint(
     )
     if function is None and not args:
         if kwargs:
-            got = ", ".join(kwargs) + hint(kwargs)
-            raise TypeError(f"checkpoint: a decorator has no arguments for the function; got {got}.")
+            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs) + hint(kwargs))
         return functools.partial(_decorated, given)
     return _call(given, function, args, kwargs)
 

@@ -74,7 +74,7 @@ def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         (True, True)
     """
     if not isinstance(inputs, tuple):
-        raise RuntimeError(f"detach_variable: only a tuple of tensors is supported; got {type(inputs).__name__}.")
+        raise RuntimeError(f"Only tuple of tensors is supported. Got Unsupported input type: {type(inputs).__name__}")
     return tuple(x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs)
 
 

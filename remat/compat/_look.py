@@ -6,6 +6,7 @@ The graph of a checkpointed function stays, so nothing is out of sight: a run ma
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -17,11 +18,17 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
-from remat._effects import effects_of
+from remat._effects import Effects, effects_of
 from remat._graph import is_made_since
-from remat._look import CONTAINERS, SCALARS, Look, Read
+from remat._look import CONTAINERS, SCALARS, Look, _tensors_in
 
 is_wrapper = internals.is_wrapper
+_ACTING = ("inplace", "generator")
+"""Keywords that make a function do more than compute. `out` is the other one."""
+
+
+def _is_scalars(container: Any) -> bool:
+    return type(container) is not dict and all(type(x) in SCALARS for x in container)
 
 
 class ForwardLook(Look):
@@ -29,31 +36,56 @@ class ForwardLook(Look):
 
     **Attributes:**
 
+    - `outside`: by identity, the tensors that it has read from outside, or was given, each with what stood for it.
     - `gathered`: by identity, tensors that hooks gather whole, as those of ZeRO-3 and FSDP2 do. They do it in the
         rerun too.
     - `saves_unwritten`: whether an op saves memory that its kernel is yet to write: a rerun can't stop before that.
     """
 
+    gathered: frozenset[int] = frozenset()
+    saves_unwritten = False
+    _indexed = 0
+    """How many of `outside` the index by memory has."""
+    _was_lazy: frozenset[int] = frozenset()
+    """Parameters that have got their memory in this run. A rerun finds them as they are."""
+
     def __init__(self, name: str, given: Iterable[Tensor], random: Any) -> None:
         """A look at a run of the function `name`, which is given tensors. `random`: what to tell of generators."""
-        super().__init__(name, given, random)
-        self.gathered: set[int] = set()
-        self.saves_unwritten = False
+        # Not that of `Look`: what it needs to compare calls would take half of the time.
+        self.name, self.random = name, random
+        self.depth = internals.stack_depth()
+        self.outside: dict[int, tuple[Tensor, Tensor]] = {}
+        self.handed_on: set[int] = set()
+        self.copies: dict[int, Tensor] = {}
+        self._given = given
+        self._pairs = ()
+        self._known: set[int] = set()
         self._unkept: list[weakref.ref[Tensor]] = []
-        self._was_lazy: set[int] = set()
-        """Parameters that have got their memory in this run. A rerun finds them as they are."""
+        self._swaps: dict[int, Tensor] = {}
         self._since = internals.next_sequence_number()
         self._is_alone = True
         """Whether nothing can stand for a tensor, and nobody else gathers any."""
 
     def begin(self, outer: Look | None) -> None:
-        super().begin(outer)
+        for t in self._given:
+            self._add(t, t)
+        if outer is not None:
+            self.outer, self._swaps, self._pairs = outer, outer._swaps, outer._pairs
         self._is_alone = outer is None and not self.is_rerun and not internals.uses_fully_shard()
+
+    def adopt(self, inner: Look) -> None:
+        self._known |= inner._known
+        if isinstance(inner, ForwardLook):
+            self._unkept += inner._unkept
+        else:
+            self._known |= inner._fresh.keys()
+            self._unkept += inner._fresh.values()
+        self.has_custom |= inner.has_custom
+        self.handed_on |= inner.handed_on & self.outside.keys()
 
     def forget(self) -> None:
         """What it has seen was noted: hold nothing."""
         self.outside.clear()
-        self._memory = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_compiling():  # `torch.cond` is compiled under the active modes
@@ -63,21 +95,25 @@ class ForwardLook(Look):
             return delegate.__torch_function__(func, types, args, kwargs)
         known = self._known
         given = args, kwargs
-        for a in args:
+        for a in (*args, *kwargs.values()) if kwargs else args:
             kind = type(a)
-            if kind in SCALARS or (id(a) in known and kind not in CONTAINERS):
+            if kind in SCALARS or (id(a) in known if kind not in CONTAINERS else _is_scalars(a)):
                 continue
-            if kind is Parameter and self._is_alone and self._memory is None:
-                self.outside[id(a)] = Read(a, a, 0, 0, func)
+            if kind is Parameter and self._is_alone:
+                self.outside[id(a)] = a, a
                 known.add(id(a))
             elif isinstance(a, Tensor) or kind in CONTAINERS:
                 args = self._seen(args)
+                kwargs = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else None
                 break
         effects = effects_of(func)
-        if kwargs or effects.acts:
-            named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
-            return self._call(effects, func, args, named, given)
-        out = func(*args)
+        if effects.draws and not effects.writes and torch.Generator not in map(type, args):
+            self._mark_draw(func)
+        elif effects.acts:
+            return self._call(effects, func, args, kwargs or {}, given)
+        if kwargs and ("out" in kwargs or any(map(kwargs.get, _ACTING))):
+            return self._call(effects, func, args, kwargs, given)
+        out = func(*args, **kwargs) if kwargs else func(*args)
         kind = type(out)
         if kind is Tensor and not is_wrapper(out):
             known.add(id(out))
@@ -88,21 +124,49 @@ class ForwardLook(Look):
                 self.add_results(func, out)
         return out
 
+    def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
+        """Reruns stop when all is there that the graph saves. They need not know what the last product is."""
+        return func(*args, **kwargs)
+
     def _mark_draw(self, func: Any) -> None:
         super()._mark_draw(func)
         self.saves_unwritten = self.saves_unwritten or "rrelu" in func.__name__
 
     def before_write(self, written: Tensor) -> None:
-        if id(written) not in self._was_lazy and not internals.fully_shard_at_work():
-            super().before_write(written)  # what FSDP2's hooks write, they write again
+        if id(written) in self._was_lazy or internals.fully_shard_at_work():
+            return  # what FSDP2's hooks write, they write again
+        memory = self._memory = {} if self._memory is None else self._memory
+        for key, (_, value) in itertools.islice(self.outside.items(), self._indexed, None):
+            memory.setdefault(internals.memory_of(value), []).append(key)
+        self._indexed = len(self.outside)
+        for key in memory.get(internals.memory_of(written), ()):
+            if key not in self.copies:
+                self.copies[key] = self._copied(self.outside[key][1])
+        if self.outer is not None:
+            self.outer.before_write(written)
 
     def _set_data(self, tensor: Tensor, data: Tensor) -> None:
         if is_lazy(tensor):
-            self._was_lazy.add(id(tensor))
+            self._was_lazy |= {id(tensor)}
         elif tensor.shape == data.shape:
             self.before_write(tensor)
         else:
-            self.gathered.add(id(tensor))
+            self.gathered |= {id(tensor)}
+
+    def _add(self, tensor: Tensor, value: Tensor) -> None:
+        self.outside[id(tensor)] = tensor, value
+        self._known.add(id(value))
+
+    def add_call(self, name: str, out: Any, calls: Iterable[Any] = (), remembered: Any = None) -> None:
+        self.nests = True
+        self.add_results(name, out)
+
+    def add_results(self, func: Any, out: Any, args: Iterable[Any] = (), listed: bool = True) -> None:
+        for t in _tensors_in(out):
+            if internals.requires_grad_at_any_level(t):
+                self._know_layers(t)
+            elif internals.level_of(t) <= self.depth:
+                self._add_fresh(t)
 
     def _add_fresh(self, tensor: Tensor) -> None:
         self._known.add(id(tensor))
@@ -126,21 +190,21 @@ class ForwardLook(Look):
         return value
 
     def has_made(self, tensor: Tensor) -> bool:
-        # Another tensor may have got the identity of one that has died.
-        return super().has_made(tensor) and (
-            is_made_since(tensor, self._since) or any(ref() is tensor for ref in self._unkept)
+        key = id(tensor)
+        return (
+            key in self._known
+            and key not in self.outside
+            # Another tensor may have got the identity of one that has died.
+            and (is_made_since(tensor, self._since) or any(ref() is tensor for ref in self._unkept))
         )
 
     def _copied(self, value: Tensor) -> Tensor:
-        with torch.no_grad():
-            return value.clone().requires_grad_(value.requires_grad)
+        copy = value.detach().clone()
+        return copy.requires_grad_() if value.requires_grad else copy
 
     def _with_hook(self, args: Any) -> Any:
         self.sets_hooks = self.sets_hooks or not self.has_made(args[0])
         return args if self.outer is None else self.outer._with_hook(args)
-
-    def _note(self, func: Any, shape: int) -> None:
-        """Checkpoints compare what runs save, and not their calls."""
 
 
 class RerunLook(ForwardLook):

@@ -40,16 +40,16 @@ _FEWER = (
 )
 _DIFFERENT = "Recomputed values for the following tensors have different metadata than during the forward pass."
 _TWICE = (
-    "Unpack is being triggered for a tensor that was already unpacked once in this backward pass. If your "
-    "autograd.Function reads ctx.saved_tensors in its backward, it has to do so only once."
+    "Unpack is being triggered for a tensor that was already unpacked once. If you are calling ctx.saved_tensors in "
+    "backward, make sure to do so only once."
 )
 _OVERLAP = (
     "Unpack is being triggered for a tensor that was already unpacked once. Performing two backward calls that overlap "
     "(i.e. require the same saved activation in order to compute gradients) is not allowed under one GraphExecGroup."
 )
 _SWALLOWED = (
-    "remat.checkpoint: the forward context of context_fn swallowed an exception that the function raised, so there is "
-    "no result. Catch it inside of the function, or around checkpoint."
+    "remat.checkpoint: the forward context provided by context_fn suppressed an exception raised during the "
+    "checkpointed forward, so there is no result. Catch it inside of the function, or around checkpoint."
 )
 
 
@@ -96,6 +96,7 @@ class _Collector:
         self._last = len(holders) - 1 if early_stop else -1
         self._is_done = False
 
+    @internals.hook_of_checkpoint
     @internals.left_alone_by_dynamo
     def pack(self, tensor: Tensor) -> Tensor:
         """The hook: collects `tensor`."""
@@ -191,6 +192,7 @@ class Region:
         self._is_complete = True
         return out
 
+    @internals.hook_of_checkpoint
     @internals.left_alone_by_dynamo
     def _pack(self, tensor: Tensor) -> Holder:
         """The hook: what the graph keeps in the place of `tensor`."""

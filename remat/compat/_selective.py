@@ -32,9 +32,9 @@ from remat.policies._ops import OpOverload, OpOverloadPacket, spell
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _BYPASSED = (
-    "checkpoint: what selective checkpointing keeps does not go through the saved_tensors_hooks around the call. Later "
-    "versions of torch.utils.checkpoint change that. Pass respect_saved_tensors_hooks=True to have it now, or False to "
-    "leave it as it is without this warning."
+    "checkpoint: A saved_tensors_hooks context (e.g. save_on_cpu) is active around a selective activation checkpoint "
+    "region. What the policy keeps does not go through it, which later versions of torch.utils.checkpoint change. Pass "
+    "respect_saved_tensors_hooks=True to have that now, or False to leave it without this warning."
 )
 _MUTATED = (
     "checkpoint: Tensor cached during selective activation checkpoint has been mutated: a result of {}. If the "
@@ -147,6 +147,7 @@ def _told_of_saved_tensors(tell: Callable[[Tensor], None]) -> Iterator[None]:
         return
     pack, unpack = hooks
 
+    @internals.hook_of_checkpoint
     @internals.left_alone_by_dynamo
     def tells(tensor: Tensor) -> Any:
         tell(tensor)
@@ -265,7 +266,7 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
         policy = as_policy(policy_fn_or_list)
     else:
         raise TypeError(
-            "create_selective_checkpoint_contexts: policy_fn_or_list must be either a function or a collection of ops; "
+            "create_selective_checkpoint_contexts: policy_fn_or_list must be either a function or a list of ops; "
             f"got {shown(policy_fn_or_list)}."
         )
     forward = Selective(policy, allow_cache_entry_mutation)
@@ -279,8 +280,8 @@ def _policy_of_ops(ops: Collection[Any]) -> Policy:
         if not isinstance(op, (OpOverload, internals.HigherOrderOperator)):
             hint = f" Name one of its overloads, as in {op}.{op.overloads()[0]}." if _is_packet(op) else ""
             raise ValueError(
-                f"create_selective_checkpoint_contexts: expected an OpOverload such as torch.ops.aten.mm.default; got "
-                f"{type(op).__name__} {op!r}.{hint}"
+                f"create_selective_checkpoint_contexts: Expected op in `op_list` to be an OpOverload but got: {op!r} "
+                f"of type {type(op)}.{hint}"
             )
         reason = _why_never_seen(op)
         if reason is None:
@@ -315,20 +316,13 @@ def for_one_region(forward: Any, rerun: Any, respects_hooks: bool | None) -> Con
     """
     if not isinstance(forward, Selective) and internals.selective_policy(forward) is None:
         return forward, rerun
-    hooks = _hooks_of_user() if respects_hooks is not False else None
+    hooks = internals.saved_tensors_hooks_of_user() if respects_hooks is not False else None
     if hooks is not None and respects_hooks is None:
         warn(_BYPASSED, FutureWarning)
     if not isinstance(forward, Selective):
         return forward, rerun
     forward = Selective(forward.policy, forward.allow_cache_entry_mutation, hooks if respects_hooks else None)
     return forward, GivenBack(forward, of_region=True)
-
-
-def _hooks_of_user() -> Hooks | None:
-    """The user's `saved_tensors_hooks` around a call, None where those of a checkpoint are around it."""
-    hooks = internals.saved_tensors_hooks()
-    of_checkpoints = ("remat.compat.", "torch.utils.checkpoint")
-    return None if hooks is None or str(getattr(hooks[0], "__module__", "")).startswith(of_checkpoints) else hooks
 
 
 def call_compiled(

@@ -107,7 +107,8 @@ def _torch_checkpoints() -> int:
 
 
 def _from_explicit_generator(args: Any, kwargs: Any) -> bool:
-    return any(isinstance(arg, torch.Generator) and not is_global(arg) for arg in (*args, *kwargs.values()))
+    given = (arg for arg in (*args, *kwargs.values()) if not isinstance(arg, torch.Tensor))  # dynamo asks no tensor
+    return any(isinstance(arg, torch.Generator) and not is_global(arg) for arg in given)
 
 
 class _Guard(internals.DispatchMode):

@@ -1,0 +1,94 @@
+"""Modules whose `forward` runs again on backward.
+
+Such a module gets a subclass of its class, made on the fly, with another `forward`. Nothing is added to the module: its
+parameters, buffers, hooks and attributes are what they were, it is still an instance of its class, and a copy of its
+`__dict__` (as `DataParallel` makes them) runs again as well. The hooks of the module stay outside of what runs again:
+those of FSDP2 gather the parameters once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from remat import _torch_internals as internals
+
+M = TypeVar("M", bound=nn.Module)
+How = Callable[[Any], Any]
+"""Makes a `forward` that runs again of one. It is compared, and pickled."""
+
+
+def _is_made_here(kind: type) -> bool:
+    return "_remat_how" in vars(kind)
+
+
+def _class_of(base: type[nn.Module], how: How) -> type[nn.Module]:
+    """The subclass of `base` whose `forward` runs again on backward; always the same one."""
+    for known in base.__subclasses__():
+        if _is_made_here(known) and vars(known)["_remat_how"] == how:
+            return known
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        # No other process could find this class by its name: an instance of `base` is made, and wrapped.
+        reduced: Any = base.__reduce_ex__(self, protocol)
+        make, args, *state = reduced
+        return _rebuild, (how, make, *(base if a is made else a for a in args)), *state
+
+    namespace = {
+        "__doc__": base.__doc__,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__reduce_ex__": reduce_ex,
+        "_remat_how": how,
+        "forward": how(base.forward),
+    }
+    made = type(base.__name__, (base,), namespace)
+    return made
+
+
+def _rebuild(how: How, make: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    module = make(*args)
+    wrap(module, how)
+    return module
+
+
+def check(module: nn.Module, who: str, what: str) -> None:
+    """Raise unless a module can be wrapped. `who`: the public function; `what`: the module, for the message."""
+    kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"{who}: {what} is a ScriptModule, whose forward is no Python: wrap it before that.")
+    if internals.is_compiled(module):
+        raise TypeError(f"{who}: {what} is a compiled module: wrap the module before torch.compile.")
+    if kind.forward is nn.Module.forward:
+        raise TypeError(f"{who}: {what} has no forward: wrap the modules in it.")
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{who}: {what} has a forward of its own, besides that of its class: torch.compile or a library has put it "
+            "there. Wrap the module before that, or call it in a function: remat(lambda x: module(x))."
+        )
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+        raise ValueError(f"{who}: {what} is lazy and will change its class. Run it once before it is wrapped.")
+    if not _is_made_here(kind) and any(map(_is_made_here, kind.__mro__)):
+        raise ValueError(
+            f"{who}: {what} is wrapped already, and has got another class since (by fully_shard or a parametrization), "
+            "so that its policy can't be changed any more."
+        )
+
+
+def wrap(module: nn.Module, how: How) -> None:
+    """Give a module the class that runs again, in place of another such class if it has one."""
+    kind = type(module)
+    module.__class__ = _class_of(kind.__mro__[1] if _is_made_here(kind) else kind, how)
+
+
+def wrapped_twin(module: M, how: How) -> M:
+    """A module that runs again, with the very same attributes as `module`: what is set on one is set on both."""
+    module, attributes = internals.uncompiled_module(module)  # remat goes by the ops
+    check(module, "remat", f"this {type(module).__name__}")
+    twin = object.__new__(type(module))  # `__new__` of a GraphModule makes another class
+    twin.__dict__ = attributes
+    wrap(twin, how)
+    return twin
