@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -53,8 +54,8 @@ _LAYOUT = _named("""
     size dim numel nelement stride is_floating_point is_complex is_contiguous
 """) | {torch.ops.aten.alias.default}
 _GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
-_GIVES_VALUES = {"data", "grad", "_grad", "grad_fn", "real", "imag", "H", "mH"}
-"""Attributes that give values, or a node on which a hook may be put that reads them."""
+_GIVES_VALUES = {"data", "grad", "_grad", "real", "imag", "H", "mH"}
+_GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 
 
 class Effects(NamedTuple):
@@ -117,9 +118,19 @@ def _reads_no_value(func: Any) -> bool:
     return func in _SUMS or func in _LAYOUT or func is Tensor.register_hook
 
 
+def _caller() -> str:
+    """The module that makes the running torch call."""
+    frame: Any = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").startswith("remat."):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", ""))
+
+
 def reads_numbers_alone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a sum or view gets numbers for its other arguments: its derivative would read tensors there."""
     operands = 2 if func in _SUMS else 1
+    if func == _GRAD_FN:  # the user may put a hook on the node that reads values; torch's meters do not
+        return _caller().startswith("torch.")
     if func is Tensor.register_hook:
         return str(getattr(args[1], "__module__", "")).startswith("torch.")  # a user's hook may keep values
     numbers = (*args[operands:], *(v for k, v in kwargs.items() if k not in ("input", "other")))

@@ -20,11 +20,9 @@ from torch.nn.parameter import is_lazy
 from remat import _torch_internals as internals
 from remat._effects import Effects, effects_of
 from remat._graph import is_made_since
-from remat._look import CONTAINERS, SCALARS, Look, _tensors_in
+from remat._look import CONTAINERS, LOOKED_AT, SCALARS, Look, _tensors_in
 
 is_wrapper = internals.is_wrapper
-_ACTING = ("inplace", "generator")
-"""Keywords that make a function do more than compute. `out` is the other one."""
 
 
 def _is_scalars(container: Any) -> bool:
@@ -102,16 +100,16 @@ class ForwardLook(Look):
             if kind is Parameter and self._is_alone:
                 self.outside[id(a)] = a, a
                 known.add(id(a))
-            elif isinstance(a, Tensor) or kind in CONTAINERS:
+            elif isinstance(a, Tensor) or kind in LOOKED_AT:
                 args = self._seen(args)
                 kwargs = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else None
                 break
         effects = effects_of(func)
-        if effects.draws and not effects.writes and torch.Generator not in map(type, args):
+        if effects.draws and not effects.writes:
             self._mark_draw(func)
         elif effects.acts:
             return self._call(effects, func, args, kwargs or {}, given)
-        if kwargs and ("out" in kwargs or any(map(kwargs.get, _ACTING))):
+        if kwargs and ("out" in kwargs or kwargs.get("inplace")):
             return self._call(effects, func, args, kwargs, given)
         out = func(*args, **kwargs) if kwargs else func(*args)
         kind = type(out)
