@@ -24,10 +24,11 @@ from remat._look import Look
 from remat._operands import NEVER, Operands, matters
 from remat._places import Place, filled
 from remat._recorder import Recorder
+from remat._replay import Replay
 from remat._rerun_look import RerunLook
 from remat._signature import ELSEWHERE, Signature
 from remat._tail import keep_no_tensors
-from remat._tape import Replay, Tape
+from remat._tape import Tape
 from remat.random._keyed import Position, resumed, running, suspended
 
 rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)

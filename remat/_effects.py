@@ -28,6 +28,17 @@ GIVES_MEMORY_AWAY = {
     Tensor.data_ptr,
     Tensor.numpy,
 }
+READS_MEMORY = {
+    *GIVES_MEMORY_AWAY,
+    Tensor.__format__,
+    Tensor.__repr__,
+    Tensor.tolist,
+    Tensor.untyped_storage,
+    Tensor.tensor_split,
+    torch.ctc_loss,
+    torch.tensor_split,
+}
+"""Functions that read memory without an op, or are asked for it by what does: a kernel, numpy, pickle."""
 _ARITHMETIC = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
 _LOGIC = ["and", "or", "xor", "lshift", "rshift"]
 _ASSIGNMENTS = {"__setitem__", *(f"__i{op}__" for op in _ARITHMETIC + _LOGIC)}
@@ -76,6 +87,8 @@ class Effects(NamedTuple):
     look for the node of a leaf."""
     looks_up: bool = False
     """It gives a tensor that another one holds: `x.grad`."""
+    reads_memory: bool = False
+    """It reads memory without an op."""
     acts: bool = False
     """It does one of these."""
     multiplies: bool = False
@@ -101,10 +114,11 @@ def effects_of(func: Any) -> Effects:
             is_custom=internals.is_custom_function_call(func),
             is_unlisted=internals.is_custom_function_call(func) or func in (Tensor.requires_grad_, Tensor.view_as),
             looks_up=func == Tensor.grad.__get__,  # type: ignore[union-attr]
+            reads_memory=func in READS_MEMORY,
             multiplies=func in _PRODUCTS,
             reads_no_value=_reads_no_value(func),
         )
-        found = found._replace(acts=any(found[:8]))
+        found = found._replace(acts=any(found[:9]))
         if len(_effects) < 10_000:  # custom functions may be made anew for each call
             _effects[func] = found = ORDINARY if found == ORDINARY else found
     return found

@@ -895,6 +895,7 @@ class DispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # the handler is marked: torch would put a function around it, for 4 µs a call
 
+    supports_higher_order_operators = True
     is_about_functions = False
     """Whether it counts, keeps or compares the ops of a function. What remat does about them is not among these."""
     paused = False
@@ -903,6 +904,9 @@ class DispatchMode(TorchDispatchMode):
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do an op."""
         return func(*args, **kwargs)
+
+    def accessed(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Called before a torch call reads the memory of tensors without an op."""
 
     def _op_of_remat(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do an op within `ops_of_remat`."""
@@ -919,6 +923,14 @@ class DispatchMode(TorchDispatchMode):
                     with views_resolved():
                         return op(func, args, kwargs or {})
             return op(func, args, kwargs or {})
+
+
+def tell_of_access(func: Any, args: Any, kwargs: Any) -> None:
+    """Tell the active modes of a torch call that reads memory without an op."""
+    with DisableTorchFunction():  # the modes around need not see how they look
+        for mode in dispatch_mode_stack():
+            if isinstance(mode, DispatchMode):
+                mode.accessed(func, args, kwargs or {})
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ from torch.utils.module_tracker import ModuleTracker
 
 from remat import checkpoint_name, remat
 from remat._recorder import Recorder
-from remat._tape import Replay, Tape
+from remat._replay import Replay
+from remat._tape import Tape
 from remat.debug import LiveBytes
 from remat.policies import dots_saveable, everything_saveable, nothing_saveable, save_ops
 
@@ -105,13 +106,23 @@ def test_what_nobody_reads_is_no_number() -> None:
 def test_python_reads_what_was_dead() -> None:
     x = leaf(numbers(3))
     tape = recorded(lambda x: x.sin() * 2, x, nothing_saveable)
-    with Replay(tape, False), torch.no_grad():
+    with Replay(tape, False, alone=True), torch.no_grad():
         found = (x.sin() * 2).tolist(), (x.sin() * 2)[1].item(), (x.sin() * 2).numpy(), (x.sin() * 2 > 0).any().item()
     y = x.detach().sin() * 2
     assert_same(found[0], y.tolist())
     assert_same(found[1], y[1].item())
     assert (found[2] == y.numpy()).all()
     assert found[3] == (y > 0).any().item()
+
+
+def test_python_reads_one_of_two_that_are_the_same() -> None:
+    x = numbers(3)
+    tape = recorded(lambda x: x.sin() + x.sin(), x, nothing_saveable)
+    with Replay(tape, False, alone=True):
+        a, b = x.sin(), x.sin()
+        a.mul_(2)
+        assert a.tolist() == (x.sin() * 2).tolist()
+        assert b.tolist() == x.sin().tolist()
 
 
 def write_in_turn(x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class _Flops(internals.DispatchMode):
 
 
 def _flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    count = flop_registry.get(func.overloadpacket)
+    count = flop_registry.get(getattr(func, "overloadpacket", None))
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
 

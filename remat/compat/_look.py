@@ -77,7 +77,9 @@ class ForwardLook(Look):
         if kwargs or effects.acts:
             named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
             return self._call(effects, func, args, named, given)
+        self.call = func, args, {}
         out = func(*args)
+        self.call = None
         kind = type(out)
         if kind is Tensor and not is_wrapper(out):
             known.add(id(out))
