@@ -29,6 +29,8 @@ from remat._rerun_look import RerunLook
 from remat._signature import ELSEWHERE, Signature
 from remat._tail import keep_no_tensors
 from remat._tape import Tape
+from remat.policies import nothing_saveable
+from remat.policies._policy import policy_around
 from remat.random._keyed import Position, resumed, running, suspended
 
 rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)
@@ -109,6 +111,7 @@ class Call:
 
     level: int | None = None
     policy: Any = None
+    _followed: Any = None
     nests = False
     leaves: frozenset[int] = frozenset()
     hooked: frozenset[int] = frozenset()
@@ -180,8 +183,14 @@ class Call:
                 recorder = self._recorder = Recorder(policy.start(), where)
             look = self._look = Look(self.name, given, random)
         self.since = internals.next_sequence_number()
-        with internals.without_saved_tensors_hooks(), recorder, look, OwnCasts():
-            out = fun(*args, **kwargs)
+        if not (tracing or self._has_tangents or internals.functionalizing()):  # what takes apart an autograd.Function
+            self._followed = policy or nothing_saveable
+        around = policy_around.set(self._followed)
+        try:
+            with internals.without_saved_tensors_hooks(), recorder, look, OwnCasts():
+                out = fun(*args, **kwargs)
+        finally:
+            policy_around.reset(around)
         with internals.DisableTorchFunction():
             if random is not None:
                 self.random = random.drawn_since(look.drew)
@@ -362,6 +371,7 @@ class Call:
 
     def _rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
         rerunning.set(True)
+        policy_around.set(self._followed)
         inputs = [operands[i] for i in self.operands.positions]
         plan = self.operands.plan(inputs)  # it holds the originals, for they are known by their identities
         look = RerunLook(self.name, self.signature, plan, inputs, self.level)

@@ -18,6 +18,8 @@ from torch.autograd.graph import increment_version
 
 from remat import _torch_internals as internals
 from remat._context import drawn_from
+from remat._errors import RematError
+from remat._names import Kept as KeptName
 from remat._names import current_name
 from remat._nested_mode import current_call
 from remat._ops import DETACH, FACTS, facts_of, flat, layout_of, plain, storages, tensors
@@ -27,6 +29,10 @@ from remat.policies._enum import CheckpointPolicy
 from remat.policies._policy import Decide, Policy
 
 _MUST = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_CPU_OFFLOAD)
+_BARE = (
+    "remat: {} runs under a policy and returns a tensor. torch can't differentiate that under a mode, which a policy "
+    "needs: let its functions return a tuple, (y,)."
+)
 _NONE: dict[str, Any] = {}
 _NO_OP = facts_of(CONSTANT)  # of memory that holds what Python or a kernel has written
 _NUMBERS = (bool, int, float, complex, type(None))
@@ -110,6 +116,8 @@ class Recorder(OpMode):
         call = self._call(facts, args, kwargs)
         before = drawn_from(args, kwargs) if facts.draws else None
         out = func(*args, **kwargs)
+        if facts.is_opaque and isinstance(out, Tensor) and any(t.requires_grad for t in tensors(args, kwargs)):
+            raise RematError(_BARE.format(func))
         changed = facts.written(args, kwargs) if facts.writes else []
         if changed and not facts.counts_writes:
             increment_version(changed)
@@ -212,8 +220,10 @@ class Recorder(OpMode):
         out = func(*args, **kwargs)
         if func is DETACH:  # how often it runs is up to autograd
             return out
-        decision = self._by_op(func)
-        if decision is None or decision in KEEP or current_name() is not None:
+        decision, name = self._by_op(func), current_name()
+        if isinstance(name, KeptName):
+            self._decide_of_views(flat(out), CheckpointPolicy.MUST_SAVE)
+        elif decision is None or decision in KEEP or name is not None:
             self._decide_of_views(flat(out), self._decision(out, func, args, kwargs))
         return out
 

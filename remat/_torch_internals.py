@@ -957,6 +957,11 @@ def differentiating() -> bool:
     return transforms_active() and any(i.key() != TransformType.Vmap for i in _C.get_interpreter_stack())
 
 
+def functionalizing() -> bool:
+    """Whether `torch.func.functionalize` is active."""
+    return transforms_active() and any(i.key() == TransformType.Functionalize for i in _C.get_interpreter_stack())
+
+
 _regions = itertools.count()
 
 

@@ -31,7 +31,7 @@ LAYERS = [
     {"_derived"},
     {"_primitive"},
     {"_remat"},
-    {"_inspect"},
+    {"_custom", "_inspect"},
     {"compat"},
     {"nn"},
     {"integrations"},

@@ -11,6 +11,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,9 @@ PREFER_CPU_OFFLOAD = CheckpointPolicy.PREFER_CPU_OFFLOAD
 
 Decide = Callable[..., CheckpointPolicy]
 
+
+policy_around: ContextVar[Policy | None] = ContextVar("remat_policy_around", default=None)
+"""The policy of the function under remat that is running, for `custom_remat`; None where its rules are not followed."""
 
 by_identity: weakref.WeakValueDictionary[int, Policy] = weakref.WeakValueDictionary()
 """All policies, by `id`: a number is all that torch.compile lets through."""
