@@ -166,7 +166,7 @@ class RerunLook(Look):
         self._hook += 1
         level = hooks[number] if number < len(hooks) else ELSEWHERE  # the forward has put none, for `requires_grad`
         if id(args[0]) in self.outside or (level is not None and level != self._level):
-            return (torch.empty(0, requires_grad=True), *args[1:])  # or the forward has put it on the tensor itself
+            return (internals.leaf_of_nothing(), *args[1:])  # or the forward has put it on the tensor itself
         return args
 
     def _note(self, func: Any, shape: int) -> None:

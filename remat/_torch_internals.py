@@ -1059,6 +1059,12 @@ def version_counter(tensor: Tensor) -> Tensor:
     return counter
 
 
+def leaf_of_nothing() -> Tensor:
+    """A tensor for hooks that are not to be called. No mode sees how it is made: the user's function has not asked."""
+    with DisableTorchDispatch():
+        return torch.empty(0, requires_grad=True)
+
+
 function_modes_active: Callable[[], int] = torch._C._len_torch_function_stack
 
 

@@ -1,5 +1,6 @@
 """A recorder, its tape and a replay by themselves, and what JAX's own tests of policies promise."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from remat import checkpoint_name, remat
+from remat import checkpoint, checkpoint_name, remat
 from remat._recorder import Recorder
 from remat._replay import Replay
 from remat._tape import Tape
+from remat.compat import create_selective_checkpoint_contexts
 from remat.debug import LiveBytes
 from remat.policies import dots_saveable, everything_saveable, nothing_saveable, save_ops
 
@@ -359,7 +361,9 @@ def test_dots_saveable_costs_no_flops_and_no_peak() -> None:
 def test_beside_modes_and_hooks_of_torch(width: int) -> None:
     block = Block(width)
     gradients = []
-    for f in (block, remat(block, policy=dots_saveable)):
+    contexts = functools.partial(create_selective_checkpoint_contexts, dots_saveable)
+    selective = functools.partial(checkpoint, block, use_reentrant=False, context_fn=contexts)
+    for f in (block, remat(block, policy=dots_saveable), selective):
         x = torch.linspace(-1, 1, 2 * 4 * width).view(2, 4, width).requires_grad_()
         seen: list[int] = []
         handle = register_multi_grad_hook([*block.parameters()], lambda grads, seen=seen: seen.append(len(grads)))
@@ -369,6 +373,7 @@ def test_beside_modes_and_hooks_of_torch(width: int) -> None:
         assert len(seen) == 1
         gradients.append(x.grad)
     torch.testing.assert_close(gradients[0], gradients[1])
+    torch.testing.assert_close(gradients[0], gradients[2])
 
 
 @each_policy
