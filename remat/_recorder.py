@@ -67,6 +67,11 @@ class SelectiveCheckpointContext:
     call: Any = None
 
 
+def _is_known(x: Any) -> bool:
+    """Whether its memory says what an op has returned."""
+    return not isinstance(x, Tensor) or plain(x)
+
+
 class Recorder(OpMode):
     """Notes the ops of a forward run, and asks the policy about each."""
 
@@ -122,7 +127,7 @@ class Recorder(OpMode):
         if changed and not facts.counts_writes:
             increment_version(changed)
         outputs = (out,) if type(out) is Tensor else flat(out)
-        if call is None or not all(plain(x) for x in outputs if isinstance(x, Tensor)):
+        if call is None or not all(map(_is_known, outputs)):
             self._run_again(changed, args, kwargs)
             return out
         decision = self._by_ops.get(id(func)) or self._decision(out, func, args, kwargs)

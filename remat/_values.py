@@ -227,8 +227,9 @@ class OpMode(internals.DispatchMode):
                         return None
                     content = self._content(storage)
                 reads.append(content)
-                lies = x.size(), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
-                items.append(_make_operand((content.value, *lies)))
+                offset, dtype = x.storage_offset(), x.dtype
+                lies = content.value, x.size(), x.stride(), offset, dtype, x.is_conj(), x.is_neg()
+                items.append(_make_operand(lies))
             elif kind is list or kind is tuple:
                 inner = self._described(x, kinds, reads)
                 if inner is None:
