@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import difflib
 import inspect
 import sys
 import weakref
@@ -249,6 +250,9 @@ def as_policy(value: Any) -> Policy:
     if isinstance(value, (str, _ops.OpOverload, _ops.OpOverloadPacket)):
         if policy := _written(value):
             raise TypeError(f"remat: {value!r} is the name of a policy. Write policy={policy}.")
+        close = difflib.get_close_matches(str(value), sys.modules[__package__].__all__, n=1, cutoff=0.8)
+        if close:
+            raise TypeError(f"remat: there is no policy {value!r}. Did you mean policy={_written(close[0])}?")
         _ops.spell("remat: policy", value)  # raises where it is no op that a policy can name
         raise TypeError(f"remat: {value!r} is one op, not a policy. Write [{value!r}].")
     if inspect.isbuiltin(value) or inspect.ismethoddescriptor(value):
