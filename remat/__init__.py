@@ -7,6 +7,7 @@ from remat import nn as nn
 from remat import policies as policies
 from remat import random as random
 from remat._call import is_rerunning as is_rerunning
+from remat._custom import custom_remat as custom_remat
 from remat._errors import CheckpointError as CheckpointError
 from remat._errors import RematError as RematError
 from remat._inspect import OpCost as OpCost
@@ -32,6 +33,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_name",
     "checkpoint_sequential",
+    "custom_remat",
     "is_rerunning",
     "list_ops",
     "print_saved_residuals",

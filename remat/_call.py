@@ -24,10 +24,13 @@ from remat._look import Look
 from remat._operands import NEVER, Operands, matters
 from remat._places import Place, filled
 from remat._recorder import Recorder
+from remat._replay import Replay
 from remat._rerun_look import RerunLook
 from remat._signature import ELSEWHERE, Signature
 from remat._tail import keep_no_tensors
-from remat._tape import Replay, Tape
+from remat._tape import Tape
+from remat.policies import nothing_saveable
+from remat.policies._policy import policy_around
 from remat.random._keyed import Position, resumed, running, suspended
 
 rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)
@@ -111,6 +114,7 @@ class Call:
 
     level: int | None = None
     policy: Any = None
+    _followed: Any = None
     nests = False
     leaves: frozenset[int] = frozenset()
     hooked: frozenset[int] = frozenset()
@@ -182,8 +186,14 @@ class Call:
                 recorder = self._recorder = Recorder(policy.start(), where)
             look = self._look = Look(self.name, given, random)
         self.since = internals.next_sequence_number()
-        with internals.without_saved_tensors_hooks(), recorder, look, OwnCasts():
-            out = fun(*args, **kwargs)
+        if not (tracing or self._has_tangents or internals.functionalizing()):  # what takes apart an autograd.Function
+            self._followed = policy or nothing_saveable
+        around = policy_around.set(self._followed)
+        try:
+            with internals.without_saved_tensors_hooks(), recorder, look, OwnCasts():
+                out = fun(*args, **kwargs)
+        finally:
+            policy_around.reset(around)
         with internals.DisableTorchFunction():
             if random is not None:
                 self.random = random.drawn_since(look.drew)
@@ -367,6 +377,7 @@ class Call:
 
     def _rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
         rerunning.set(True)
+        policy_around.set(self._followed)
         inputs = [operands[i] for i in self.operands.positions]
         plan = self.operands.plan(inputs)  # it keeps the originals alive: they are known by identity
         look = RerunLook(self.name, self.signature, plan, inputs, self.level)

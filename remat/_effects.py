@@ -29,6 +29,17 @@ GIVES_MEMORY_AWAY = {
     Tensor.data_ptr,
     Tensor.numpy,
 }
+READS_MEMORY = {
+    *GIVES_MEMORY_AWAY,
+    Tensor.__format__,
+    Tensor.__repr__,
+    Tensor.tolist,
+    Tensor.untyped_storage,
+    Tensor.tensor_split,
+    torch.ctc_loss,
+    torch.tensor_split,
+}
+"""Functions that read memory without an op, or are asked for it by what does: a kernel, numpy, pickle."""
 _ARITHMETIC = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
 _LOGIC = ["and", "or", "xor", "lshift", "rshift"]
 _ASSIGNMENTS = {"__setitem__", *(f"__i{op}__" for op in _ARITHMETIC + _LOGIC)}
@@ -78,6 +89,8 @@ class Effects(NamedTuple):
     which hooks look for the node of a leaf."""
     looks_up: bool = False
     """It returns a tensor that another one holds: `x.grad`."""
+    reads_memory: bool = False
+    """It reads memory without an op."""
     acts: bool = False
     """Whether one of the fields above is true."""
     multiplies: bool = False
@@ -103,10 +116,11 @@ def effects_of(func: Any) -> Effects:
             is_custom=internals.is_custom_function_call(func),
             is_unlisted=internals.is_custom_function_call(func) or func in (Tensor.requires_grad_, Tensor.view_as),
             looks_up=func == Tensor.grad.__get__,  # type: ignore[union-attr]
+            reads_memory=func in READS_MEMORY,
             multiplies=func in _PRODUCTS,
             reads_no_value=_reads_no_value(func),
         )
-        found = found._replace(acts=any(found[:8]))
+        found = found._replace(acts=any(found[:9]))
         if len(_effects) < 10_000:  # custom functions may be made anew for each call
             _effects[func] = found = ORDINARY if found == ORDINARY else found
     return found

@@ -162,7 +162,9 @@ class Look(NestedMode):
             return self._call(effects, func, args, named, given)
         if effects is ORDINARY:
             self.signature.tail = None
+            self.call = func, args, {}
             out = func(*args)
+            self.call = None
         else:
             out = self._maybe_tail(effects, func, args, {})
         if type(out) is Tensor and not internals.is_wrapper(out):
@@ -194,6 +196,8 @@ class Look(NestedMode):
                 self.has_custom = True
                 self.handed_on.update(id(a) for a in args if id(a) in self.outside)
                 args = (_watched(args[0]), *args[1:])
+            if effects.reads_memory:
+                internals.tell_of_access(func, args, kwargs)
             if effects.sets_hook:
                 args = self._with_hook(args)
             if effects.draws:
@@ -213,7 +217,9 @@ class Look(NestedMode):
         position = len(signature.calls)
         if not (effects.reads_no_value and reads_numbers_alone(func, args, kwargs) and torch.is_grad_enabled()):
             signature.tail = None
+        self.call = func, args, kwargs
         out = func(*args, **kwargs)
+        self.call = None
         if effects.multiplies and is_large(out, args) and "out" not in kwargs and torch.is_grad_enabled():
             signature.tail, signature.tail_call = position, None
             self._begin_tail(out)

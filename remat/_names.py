@@ -24,6 +24,18 @@ def current_name() -> str | None:
     return _current.get()
 
 
+class Kept(str):
+    """A name for what is kept whatever the policy says."""
+
+    __slots__ = ()
+
+
+def keep(name: str, tree: Any) -> None:
+    """Have a policy keep values, if a backward reads them. They get a name for those who look."""
+    if internals.dispatch_modes_active() or internals.function_modes():
+        _named(Kept(name), _tree.flatten(tree)[0])
+
+
 def checkpoint_name(x: T, /, name: str) -> T:
     """Name a value, so that a policy can say whether it is kept.
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
+from remat._effects import READS_MEMORY
 
 
 class _Current(threading.local):
@@ -29,10 +30,17 @@ def current_look() -> Any:
     return _current.look
 
 
+def current_call() -> tuple[Any, Any, Any] | None:
+    """The torch call that is running in the innermost run of this thread: function, args, kwargs."""
+    return None if _current.look is None else _current.look.call
+
+
 class _Blind:
-    """A delegate that notes nothing."""
+    """A delegate that notes nothing but reads of memory, which may be hollow."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS_MEMORY:
+            internals.tell_of_access(func, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
@@ -47,8 +55,10 @@ class NestedMode(TorchFunctionMode):
     - `delegate`: the look that gets the torch calls that this one sees, or None.
     - `is_rerun`: whether the run is a rerun.
     - `outer`: the look at the surrounding run. A rerun has none.
+    - `call`: the torch call that is running: function, args, kwargs.
     """
 
+    call: tuple[Any, Any, Any] | None = None
     delegate: Any = None
     is_rerun = False
     outer: Any = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,8 @@ _WRITE_STATISTICS = {
     if hasattr(torch.ops.aten, name)
 }
 
+DETACH = torch.ops.aten.detach.default
+
 
 class OpFacts:
     """What is known of an op.
@@ -30,11 +32,17 @@ class OpFacts:
     - `is_view`: whether it computes nothing: what it returns lies in the memory that it was given.
     - `writes`: whether it writes to arguments.
     - `counts_writes`: whether torch counts that under a mode.
+    - `is_opaque`: whether it runs functions that it is given, as `torch.cond` does, and nothing is known of it.
     """
 
-    __slots__ = ("_statistics", "_written", "counts_writes", "draws", "func", "is_custom", "is_view", "writes")
+    draws = is_view = writes = False
+    is_custom = counts_writes = True
+    is_opaque = False
 
     def __init__(self, func: Any) -> None:
+        if isinstance(func, internals.HigherOrderOperator):
+            self.func, self.is_opaque = func, True
+            return
         returns = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
         arguments = enumerate(func._schema.arguments)
         self.func = func
@@ -57,14 +65,15 @@ class OpFacts:
         return [t for t in found if isinstance(t, Tensor)]
 
 
-_facts: dict[int, OpFacts] = {}  # by identity: to hash an op takes longer than all that is asked here
+FACTS: dict[int, OpFacts] = {}
+"""What is known so far, by identity: to hash an op takes longer than all that is asked here."""
 
 
 def facts_of(func: Any) -> OpFacts:
     """What is known of an op."""
-    facts = _facts.get(id(func))
+    facts = FACTS.get(id(func))
     if facts is None:
-        facts = _facts[id(func)] = OpFacts(func)
+        facts = FACTS[id(func)] = OpFacts(func)
     return facts
 
 
@@ -124,12 +133,9 @@ class Layout(NamedTuple):
         return internals.negative_view(tensor) if self.is_neg else tensor
 
 
-make_layout: Callable[[Any], Layout] = functools.partial(tuple.__new__, Layout)  # what `Layout` calls, but sooner
-
-
 def layout_of(t: Tensor) -> Layout:
     """How a tensor lies in its storage."""
-    return make_layout((t.size(), t.stride(), t.storage_offset(), t.dtype, t.is_conj(), t.is_neg()))
+    return Layout(t.size(), t.stride(), int(t.storage_offset()), t.dtype, t.is_conj(), t.is_neg())
 
 
 def bytes_of(storage: Any) -> Tensor:

@@ -18,24 +18,27 @@ from torch.autograd.graph import increment_version
 
 from remat import _torch_internals as internals
 from remat._context import drawn_from
+from remat._errors import RematError
+from remat._names import Kept as KeptName
 from remat._names import current_name
-from remat._ops import facts_of, flat, layout_of, plain, storages, tensors
+from remat._nested_mode import current_call
+from remat._ops import DETACH, FACTS, facts_of, flat, layout_of, plain, storages, tensors
 from remat._tape import KEEP, Kept, Tape
-from remat._values import CONSTANT, Changed, Content, Op, OpMode, Value
+from remat._values import CONSTANT, Changed, Content, Key, Op, OpMode, Value
 from remat.policies._enum import CheckpointPolicy
 from remat.policies._policy import Decide, Policy
 
 _MUST = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_CPU_OFFLOAD)
-_DETACH = torch.ops.aten.detach.default  # how often it runs is up to autograd
+_BARE = (
+    "remat: {} runs under a policy and returns a tensor. torch can't differentiate that under a mode, which a policy "
+    "needs: let its functions return a tuple, (y,)."
+)
+_NONE: dict[str, Any] = {}
+_NO_OP = facts_of(CONSTANT)  # of memory that holds what Python or a kernel has written
 _NUMBERS = (bool, int, float, complex, type(None))
 
 
-def _is_known(x: Any) -> bool:
-    """Whether its memory says what an op has returned."""
-    return not isinstance(x, Tensor) or plain(x)
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class SelectiveCheckpointContext:
     """What a policy is told besides the op and its arguments.
 
@@ -64,28 +67,34 @@ class SelectiveCheckpointContext:
     call: Any = None
 
 
+def _is_known(x: Any) -> bool:
+    """Whether its memory says what an op has returned."""
+    return not isinstance(x, Tensor) or plain(x)
+
+
 class Recorder(OpMode):
     """Notes the ops of a forward run, and asks the policy about each."""
 
     is_about_functions = True
 
-    def __init__(self, policy: Decide, where: Callable[[], str] | None = None, *, sees_calls: bool = True) -> None:
+    def __init__(self, policy: Decide, where: Callable[[], str] | None = None, *, alone: bool = False) -> None:
         """A recorder of one run.
 
         **Arguments:**
 
         - `policy`: what decides: `policy.start()`.
         - `where`: the place in the user's code.
-        - `sees_calls`: see `OpMode`. Some policies ask for the calls.
+        - `alone`: see `OpMode`.
         """
-        super().__init__(sees_calls or getattr(policy, "looks_at_calls", True))
+        super().__init__(alone)
         self._policy = policy
         self._where = where
         self._by_ops: dict[int, CheckpointPolicy | None] = {}
         self._complaint: str | None = None
         """The TypeError that the policy has raised."""
         self._since = internals.next_sequence_number()
-        self._ops: dict[Any, Op] = {}
+        self._ops: list[Op] = []
+        self._by_key: dict[Key, Op] = {}
         self._again: list[Value] = []
         """What is read by ops that are not known by what they read, and run again."""
         self._pins: dict[Value, Any] = {}
@@ -106,24 +115,25 @@ class Recorder(OpMode):
         return value
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is _DETACH:
-            return func(*args, **kwargs)
-        facts = facts_of(func)
+        facts = FACTS.get(id(func)) or facts_of(func)
         if facts.is_view:
             return self._view(func, args, kwargs)
         call = self._call(facts, args, kwargs)
         before = drawn_from(args, kwargs) if facts.draws else None
         out = func(*args, **kwargs)
-        changed = facts.written(args, kwargs)
+        if facts.is_opaque and isinstance(out, Tensor) and any(t.requires_grad for t in tensors(args, kwargs)):
+            raise RematError(_BARE.format(func))
+        changed = facts.written(args, kwargs) if facts.writes else []
         if changed and not facts.counts_writes:
             increment_version(changed)
         outputs = (out,) if type(out) is Tensor else flat(out)
         if call is None or not all(map(_is_known, outputs)):
             self._run_again(changed, args, kwargs)
             return out
-        decision = self._decision(out, func, args, kwargs)
+        decision = self._by_ops.get(id(func)) or self._decision(out, func, args, kwargs)
         key, reads = call
-        op = self._ops[key] = Op(func, [content.value for content, _ in reads], type(out))
+        named = dict(zip(kwargs, key[2][len(kwargs) :], strict=True)) if kwargs else _NONE
+        op = self._add(key, Op(facts, key[1], named, [content.value for content in reads], type(out)))
         self._note(op, outputs, changed, decision)
         if op.is_view:
             self._decide_of_views(outputs, decision)
@@ -131,29 +141,41 @@ class Recorder(OpMode):
         if before is not None and (before := before.drawn_since()) is not None:  # attention without dropout draws not
             op.after = before.now()
         if op.runs or decision not in KEEP:
-            for content, _ in reads:
-                self._pin(content)
+            for content in reads:
+                if content.value.is_saveable:
+                    self._pin(content)
         return out
+
+    def _add(self, key: Key, op: Op) -> Op:
+        op.dtype = torch.get_default_dtype()
+        self._ops.append(op)
+        first = self._by_key.setdefault(key, op)
+        if first is not op:
+            first.others += (op,)
+        return op
 
     def _note(self, op: Op, outputs: Sequence[Any], changed: list[Tensor], decision: CheckpointPolicy) -> None:
         """Note what an op returned and wrote."""
         aliases = 0
+        found: list[Any] = []
+        values: list[Value] = []
         written = [t.untyped_storage() for t in changed]
         for t in outputs:
             if not isinstance(t, Tensor):
-                op.outputs.append(t)
+                found.append(t)
                 op.runs |= not isinstance(t, _NUMBERS)
                 continue
             storage = t.untyped_storage()
             if written and storage in written:
-                op.outputs.append(Changed(written.index(storage)))
+                found.append(Changed(written.index(storage)))
             elif self._knows(storage):
                 aliases += 1
             else:
                 value = self._value(t, storage, decision)
-                self._set(storage, value, made=True)
-                op.outputs.append(value)
-                op.values.append(value)
+                self._set(storage, value, True)
+                found.append(value)
+                values.append(value)
+        op.outputs = found
         for t, storage in zip(changed, written, strict=True) if changed else ():
             content = self._content(storage)
             content.value.is_replaced = True
@@ -162,16 +184,16 @@ class Recorder(OpMode):
             if earlier is None or decision in KEEP or decision in _MUST:
                 earlier = decision
             content.value = self._value(t, storage, earlier)
-            op.writes.append(content.value)
-            op.values.append(content.value)
+            op.writes = (*op.writes, content.value)
+        op.values = [*values, *op.writes] if changed else values
         op.is_view = 0 < aliases == len(outputs)
-        if not op.is_view and (aliases or (not op.values and all(x is None for x in op.outputs))):
+        if not op.is_view and (aliases or (not op.values and all(x is None for x in found))):
             op.runs = True
 
     def _value(self, tensor: Tensor, storage: Any, decision: CheckpointPolicy) -> Value:
-        value = Value(decision)
+        value = Value(len(self._ops) - 1, decision, decision in KEEP)
         value.layout = layout_of(tensor)
-        if decision in KEEP and not tensor.is_inference():
+        if value.is_saveable and not tensor.is_inference():
             value.counter = internals.version_counter(tensor)
         value.nbytes, value.device = storage.nbytes(), tensor.device
         if self._where is not None:
@@ -190,19 +212,23 @@ class Recorder(OpMode):
         self._again.append(content.value)
         self._pin(content)
 
-    def _given_away(self, content: Content, key: Any) -> Value:
+    def _given_away(self, content: Content, key: Key) -> Value:
         content.value.is_replaced = True
-        op = self._ops[key] = Op(None, [content.value], Tensor)
-        op.outputs.append(Value())
+        op = self._add(key, Op(_NO_OP, (), _NONE, [content.value]))
+        op.outputs = (Value(),)
         return op.outputs[0]
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is CONSTANT and (constant := self._constant(args[0])) is not None:
-            self._ops[constant] = op = Op(func, [], Tensor)
-            op.outputs.append(self._content(args[0].untyped_storage()).value)
+        if func is CONSTANT and (key := self._constant(args[0])) is not None:
+            op = self._add(key, Op(_NO_OP, (), _NONE, []))
+            op.outputs = (self._content(args[0].untyped_storage()).value,)
         out = func(*args, **kwargs)
-        decision = self._by_op(func)
-        if decision is None or decision in KEEP or current_name() is not None:
+        if func is DETACH:  # how often it runs is up to autograd
+            return out
+        decision, name = self._by_op(func), current_name()
+        if isinstance(name, KeptName):
+            self._decide_of_views(flat(out), CheckpointPolicy.MUST_SAVE)
+        elif decision is None or decision in KEEP or name is not None:
             self._decide_of_views(flat(out), self._decision(out, func, args, kwargs))
         return out
 
@@ -221,30 +247,31 @@ class Recorder(OpMode):
             value.name = name or value.name
             renamed = name is not None and decision in _MUST
             if renamed or (decision in KEEP and value.decision not in _MUST):
-                value.decision = decision
-                if decision in KEEP and not t.is_inference():
+                value.decision, value.is_saveable = decision, decision in KEEP
+                if value.is_saveable and not t.is_inference():
                     value.counter = internals.version_counter(t)
                 if self._saved is not None and value in self._saved:
                     self._pin(content)
 
     def _by_op(self, func: Any) -> CheckpointPolicy | None:
         """What the policy says of an op, where that depends on nothing else."""
-        if id(func) not in self._by_ops:
-            self._by_ops[id(func)] = self._policy.by_op(func) if isinstance(self._policy, Policy) else None
-        return self._by_ops[id(func)]
+        key = id(func)
+        if key not in self._by_ops:
+            self._by_ops[key] = self._policy.by_op(func) if isinstance(self._policy, Policy) else None
+        return self._by_ops[key]
 
     def _decision(self, out: Any, func: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
         if (decision := self._by_op(func)) is not None:
             return decision
         try:
-            context = SelectiveCheckpointContext(is_recompute=False, op_output=out, name=current_name(), call=self.call)
+            context = SelectiveCheckpointContext(False, out, current_name(), current_call())
             return self._policy(context, func, *args, **kwargs)
         except TypeError as error:
             self._complaint = str(error)
             raise
 
     def _pin(self, content: Content) -> None:
-        if content.made and content.value.decision in KEEP and (storage := content.storage()) is not None:
+        if content.made and content.value.is_saveable and (storage := content.storage()) is not None:
             self._pins[content.value] = storage
 
     def saves(self, tensor: Tensor) -> None:
@@ -268,22 +295,21 @@ class Recorder(OpMode):
             with internals.below_all_transforms(), internals.ops_of_remat():
                 for value, op in self._walk(needed if self._saved is None else self._saved, memory).items():
                     aliases = [t.detach() for t in raw if t.untyped_storage() is memory[value]]
-                    kept[value] = Kept(op.func, value, memory[value], aliases)
+                    kept[value] = Kept(op.facts.func, value, memory[value], aliases)
         self._pins.clear()
-        matched = any(v.decision in KEEP for op in self._ops.values() for v in op.values)
-        return Tape(self._ops, self._outsides, kept, matched)
+        matched = any(v.is_saveable for op in self._ops for v in op.values)
+        return Tape(self._ops, self._by_key, self._outsides, kept, matched)
 
     def _walk(self, needed: Iterable[Value], memory: dict[Value, Any]) -> dict[Value, Op]:
         """The needed values that are kept, with their ops. Other ops that are needed are marked to run again."""
-        producer = {value: op for op in self._ops.values() for value in op.values}
         kept: dict[Value, Op] = {}
-        todo = [*needed, *self._again, *(value for op in self._ops.values() if op.runs for value in op.reads)]
+        todo = [*needed, *self._again, *(value for op in self._ops if op.runs for value in op.reads)]
         while todo:
             value = todo.pop()
-            op = producer.get(value)
-            if op is None or op.runs or value in kept:
+            op = self._ops[value.op]
+            if value.op < 0 or op.runs or value in kept:
                 continue
-            if value in memory and value.decision in KEEP and not value.is_replaced:
+            if value in memory and value.is_saveable and not value.is_replaced:
                 kept[value] = op
             else:
                 op.runs = True
@@ -296,7 +322,7 @@ class Recorder(OpMode):
         """The results that no backward reads: they are alive for the caller."""
         memory = {r: raw.untyped_storage() for r in results if plain(raw := internals.innermost(r))}
         values = {r: self._content(storage).value for r, storage in memory.items()}
-        read = {value for op in self._ops.values() for value in op.reads}.intersection(values.values())
+        read = {value for op in self._ops for value in op.reads}.intersection(values.values())
         nodes = [n for r in results for n in internals.nodes_of(r)]
         if read:
             nodes = internals.nodes_behind(nodes, self._since)

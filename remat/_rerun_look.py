@@ -166,7 +166,7 @@ class RerunLook(Look):
         self._hook += 1
         level = hooks[number] if number < len(hooks) else ELSEWHERE  # set only `if x.requires_grad`, say
         if id(args[0]) in self.outside or (level is not None and level != self._level):
-            return (torch.empty(0, requires_grad=True), *args[1:])  # an unused tensor: the hook must not be called here
+            return (internals.leaf_of_nothing(), *args[1:])  # the hook must not be called here
         return args
 
     def _note(self, func: Any, shape: int) -> None:

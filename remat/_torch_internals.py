@@ -927,6 +927,7 @@ class DispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # the handler is marked: torch would put a function around it, for 4 µs a call
 
+    supports_higher_order_operators = True
     is_about_functions = False
     """Whether it counts, keeps or compares the ops of a function. What remat does about them is not among these."""
     paused = False
@@ -935,6 +936,9 @@ class DispatchMode(TorchDispatchMode):
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do an op."""
         return func(*args, **kwargs)
+
+    def accessed(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Called before a torch call reads the memory of tensors without an op."""
 
     def _op_of_remat(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do an op within `ops_of_remat`."""
@@ -951,6 +955,14 @@ class DispatchMode(TorchDispatchMode):
                     with views_resolved():
                         return op(func, args, kwargs or {})
             return op(func, args, kwargs or {})
+
+
+def tell_of_access(func: Any, args: Any, kwargs: Any) -> None:
+    """Tell the active modes of a torch call that reads memory without an op."""
+    with DisableTorchFunction():  # the modes around need not see how they look
+        for mode in dispatch_mode_stack():
+            if isinstance(mode, DispatchMode):
+                mode.accessed(func, args, kwargs or {})
 
 
 @contextlib.contextmanager
@@ -975,6 +987,11 @@ def compiling() -> bool:
 def differentiating() -> bool:
     """Whether `torch.func` differentiates at some level: a transform other than `vmap` is active."""
     return transforms_active() and any(i.key() != TransformType.Vmap for i in _C.get_interpreter_stack())
+
+
+def functionalizing() -> bool:
+    """Whether `torch.func.functionalize` is active."""
+    return transforms_active() and any(i.key() == TransformType.Functionalize for i in _C.get_interpreter_stack())
 
 
 _regions = itertools.count()
@@ -1097,6 +1114,12 @@ def version_counter(tensor: Tensor) -> Tensor:
         counter = alias(tensor)
         counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter
+
+
+def leaf_of_nothing() -> Tensor:
+    """A tensor for hooks that are not to be called. No mode sees how it is made: the user's function has not asked."""
+    with DisableTorchDispatch():
+        return torch.empty(0, requires_grad=True)
 
 
 function_modes_active: Callable[[], int] = torch._C._len_torch_function_stack

@@ -6,8 +6,9 @@ the op read. An op that writes in place gives the storage a new value.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,12 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
 from remat._context import RandomState
-from remat._effects import GIVES_MEMORY_AWAY
-from remat._ops import Layout, OpFacts, is_plain, make_layout, plain, storages, tensors
-from remat._recipes import Cell
+from remat._effects import GIVES_MEMORY_AWAY, READS_MEMORY
+from remat._ops import Layout, OpFacts, is_plain, plain, storages, tensors
 from remat.policies._enum import CheckpointPolicy
 
-_GIVEN_AWAY = "given away"
+_STRIDED = torch.strided
 CONSTANT = torch.ops.aten.lift_fresh.default  # is given what `torch.tensor` has made of Python numbers
 
 
@@ -32,14 +32,17 @@ class Value:
 
     **Attributes:**
 
-    - `decision`: what the policy says of it; None of what no op has made.
+    - `op`: the number of the op that computed it; -1 of what no op has made.
+    - `decision`, `is_saveable`: what the policy says of it, and whether it may be kept.
     - `name`, `where`: by `checkpoint_name`, and the place in the user's code that computed it.
     - `is_replaced`: whether its storage was written to, so that it is gone.
     - `layout`, `nbytes`, `device`: of the tensor that an op returned or wrote to, and of its storage.
     - `counter`: shares the version counter of that tensor and of all views of it, where the policy lets it be kept.
     """
 
+    op: int = -1
     decision: CheckpointPolicy | None = None
+    is_saveable: bool = False
     name: str | None = None
     where: str = "unknown"
     is_replaced: bool = False
@@ -57,21 +60,32 @@ class Content:
 
     - `storage`: weakly.
     - `made`: whether an op of the run has made the storage.
-    - `hollow`: how to compute the value, where the memory does not have it.
-    - `cell`: of a recipe that reads what the memory has.
+    - `hollow`: whether the memory does not have the value.
+    - `held`: what value the memory has that skipped ops would have read.
     - `is_shared`: whether others have the memory too, numpy or a kernel, and may change it between any two ops.
     """
 
     storage: weakref.ref[Any]
     value: Value
     made: bool = False
-    hollow: Cell | None = None
-    cell: weakref.ref[Cell] | None = None
+    hollow: bool = False
+    held: Value | None = None
     is_shared: bool = False
 
 
-OpCall = tuple[tuple[Any, ...], list[tuple[Content, Layout]]]
-"""A call of an op: what tells it from others, and what it reads."""
+class Operand(NamedTuple):
+    """A tensor that an op read: a value, and the layout."""
+
+    value: Value
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
+
+
+_make_operand: Callable[[Any], Operand] = functools.partial(tuple.__new__, Operand)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +94,10 @@ class Op:
 
     **Attributes:**
 
+    - `facts`: what is known of the function.
+    - `args`, `kwargs`: what it was given, with an `Operand` in the place of each tensor, and tuples for lists.
     - `reads`: the values that it read.
+    - `dtype`: torch's default then.
     - `returns`: the type of what it returned.
     - `outputs`: what it returned, flat: a `Value`, a `Changed` for a tensor that it wrote to, or a number.
     - `writes`: the new values of the storages that it wrote to.
@@ -88,17 +105,22 @@ class Op:
     - `is_view`: whether it returned the memory that it was given, though its schema does not say so.
     - `runs`: whether it has to run again.
     - `after`: the state of the generators that it has drawn from, for a rerun that skips it to go on from.
+    - `others`: later calls with the very same values: each has memory of its own.
     """
 
-    func: Any
+    facts: OpFacts
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     reads: list[Value]
-    returns: type
-    outputs: list[Any] = field(default_factory=list)
-    writes: list[Value] = field(default_factory=list)
-    values: list[Value] = field(default_factory=list)
+    returns: type = Tensor
+    dtype: torch.dtype = torch.float32
+    outputs: Sequence[Any] = ()
+    writes: Sequence[Value] = ()
+    values: Sequence[Value] = ()
     is_view: bool = False
     runs: bool = False
     after: RandomState | None = None
+    others: tuple[Op, ...] = ()
 
 
 class Changed(NamedTuple):
@@ -107,87 +129,55 @@ class Changed(NamedTuple):
     position: int
 
 
-READS = {
-    *GIVES_MEMORY_AWAY,
-    Tensor.__format__,
-    Tensor.__repr__,
-    Tensor.tolist,
-    Tensor.untyped_storage,
-    Tensor.tensor_split,
-    torch.ctc_loss,
-    torch.tensor_split,
-}
-"""Functions that read memory without an op, or are asked for it by what does: a kernel, numpy, pickle."""
+Key = tuple[Any, ...]
+"""What tells a call of an op from calls with other values: facts, args, names and values of kwargs, and kinds."""
 
 
 class _Calls(TorchFunctionMode):
-    def __init__(self, mode: OpMode) -> None:
-        super().__init__()
-        self._mode = mode
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        mode = self._mode
-        if func in READS:
-            with internals.DisableTorchFunction():  # the modes around us need not see how we look
-                mode.accessed(func, tensors(args, kwargs))
-        mode.call = func, args, kwargs
-        try:
-            return func(*args, **kwargs)
-        finally:
-            mode.call = None
+        if func in READS_MEMORY:
+            internals.tell_of_access(func, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 class OpMode(internals.DispatchMode):
-    """A mode that knows what the storages contain which ops read. It looks at the torch calls of the user's code, too.
+    """A mode that knows what the storages contain which ops read."""
 
-    **Attributes:**
-
-    - `call`: the torch call that is running: function, args, kwargs.
-    """
-
-    call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
-
-    def __init__(self, sees_calls: bool) -> None:
-        """`sees_calls`: whether it looks at torch calls itself; else call `accessed` for those in `READS`."""
+    def __init__(self, alone: bool) -> None:
+        """`alone`: whether no look is active, which tells of the torch calls that read memory without an op."""
         super().__init__()
-        self._sees_calls = sees_calls
         self._contents: dict[int, Content] = {}
-        self._times: dict[Any, int] = {}
-        """How often each op was called with the same values."""
         self._draws = 0
         self._shares = False
-        self._calls: _Calls | None = None
+        self._calls = _Calls() if alone else None
 
     def __enter__(self) -> Any:
-        if self._sees_calls:
-            self._calls = _Calls(self)
+        if self._calls is not None:
             self._calls.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        calls, self._calls = self._calls, None
-        if calls is not None:
-            calls.__exit__(*error)
+        if self._calls is not None:
+            self._calls.__exit__(*error)
 
-    def accessed(self, func: Any, given: list[Tensor]) -> None:
-        """A torch call reads the memory of tensors without an op. Some give it away: then others may write to it.
+    def accessed(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Note that a torch call reads memory without an op. Some give it away: then others may write to it.
 
         What they write they write in each run, so the memory has values that are known by what was there before.
         """
-        for content in map(self._content, storages(map(internals.innermost, given))):
+        for content in map(self._content, storages(map(internals.innermost, tensors(args, kwargs)))):
             self._read(content)
             if func in GIVES_MEMORY_AWAY:
                 self._shares = content.is_shared = True
-                content.value = self._given_away(content, self._counted((_GIVEN_AWAY, content.value)))
+                content.value = self._given_away(content, (None, content.value))
 
     # What modes do in ways of their own.
 
     def _read(self, content: Content) -> None:
         """What a storage contains is read without an op."""
 
-    def _given_away(self, content: Content, key: Any) -> Value:
+    def _given_away(self, content: Content, key: Key) -> Value:
         """What a storage contains from now on. `key`: what tells it from others, as of an op."""
         raise NotImplementedError
 
@@ -201,7 +191,7 @@ class OpMode(internals.DispatchMode):
             content = self._set(storage, self._outside(storage))
         return content
 
-    def _set(self, storage: Any, value: Value, *, made: bool = False) -> Content:
+    def _set(self, storage: Any, value: Value, made: bool = False) -> Content:
         content = self._contents[id(storage)] = Content(weakref.ref(storage), value, made)
         return content
 
@@ -209,61 +199,53 @@ class OpMode(internals.DispatchMode):
         content = self._contents.get(id(storage))
         return content is not None and content.storage() is storage
 
-    def _call(self, facts: OpFacts, args: Any, kwargs: Any) -> OpCall | None:
-        """A call by what it reads. None where that can't be told: a tensor is not `plain`, say."""
-        key: list[Any] = [facts]
-        reads: list[tuple[Content, Layout]] = []
-        if not self._describe(args, key, reads):
+    def _call(self, facts: OpFacts, args: Any, kwargs: Any) -> tuple[Key, list[Content]] | None:
+        """A call by what it reads, and that. None where that can't be told: a tensor is not `plain`, say."""
+        kinds: list[Any] = []
+        reads: list[Content] = []
+        items = None if facts.is_opaque else self._described(args, kinds, reads)
+        named = self._described(kwargs.values(), kinds, reads) if kwargs else ()
+        if items is None or named is None:
             return None
-        if kwargs:
-            key += kwargs
-            if not self._describe(kwargs.values(), key, reads):
-                return None
         if facts.draws:
             self._draws += 1
-            key.append(self._draws)
-        try:
-            return self._counted(tuple(key)), reads
-        except TypeError:  # an argument that can't be hashed
-            return None
+            kinds.append(self._draws)
+        return (facts, items, (*kwargs, *named), tuple(kinds)), reads
 
-    def _describe(self, args: Iterable[Any], key: list[Any], reads: list[tuple[Content, Layout]]) -> bool:
-        """Add arguments to the key of a call. This runs for each op, so it calls little."""
+    def _described(self, args: Iterable[Any], kinds: list[Any], reads: list[Content]) -> tuple[Any, ...] | None:
+        """Arguments, for the key of a call. This runs for each op, so it calls little."""
+        items: list[Any] = []
         for x in args:
             kind: Any = type(x)
             if kind is Tensor or isinstance(x, Tensor):
-                if x.layout is not torch.strided or not (kind is Tensor or is_plain(kind)):
-                    return False
+                if x.layout is not _STRIDED or not (kind is Tensor or is_plain(kind)):
+                    return None
                 storage = x.untyped_storage()
                 content = self._contents.get(id(storage))
                 if content is None or content.storage() is not storage:
                     if not plain(x):
-                        return False
+                        return None
                     content = self._content(storage)
-                layout = make_layout((x.size(), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()))
-                reads.append((content, layout))
-                key += content.value, layout
-            elif kind is int or kind is bool or x is None:
-                key += kind, x  # 1 == True
-            elif kind is float or kind is complex:
-                key.append(repr(x))  # -0.0 == 0.0, nan != nan
+                reads.append(content)
+                offset, dtype = x.storage_offset(), x.dtype
+                lies = content.value, x.size(), x.stride(), offset, dtype, x.is_conj(), x.is_neg()
+                items.append(_make_operand(lies))
             elif kind is list or kind is tuple:
-                key.append(len(x))
-                if not self._describe(x, key, reads):
-                    return False
+                inner = self._described(x, kinds, reads)
+                if inner is None:
+                    return None
+                items.append(inner)
+            elif kind is float or kind is complex:
+                items.append(x if x == x else torch.nan)  # nan is equal to itself alone
+                kinds.append(repr(x))  # -0.0 == 0.0
             else:
-                key.append(x)
-        return True
+                items.append(x)
+                kinds.append(kind)  # 1 == True
+        return tuple(items)
 
-    def _constant(self, tensor: Tensor) -> Any:
+    def _constant(self, tensor: Tensor) -> Key | None:
         """The key of a new tensor of Python numbers: what they are. None where it is something else."""
         storage = tensor.untyped_storage() if plain(tensor) and tensor.device.type == "cpu" else None
         if storage is None or not storage.resizable() or self._knows(storage):
             return None
-        return self._counted((CONSTANT, internals.digest(storage)))
-
-    def _counted(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A key that tells a call from earlier ones with the same values: each has memory of its own."""
-        n = self._times.get(key, 0)
-        self._times[key] = n + 1
-        return (*key, n) if n else key
+        return CONSTANT, internals.digest(storage)

@@ -350,9 +350,26 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     starts = {line.index("cpu") for line in lines[1:8] if "cpu" in line}
     assert len(starts) == 1
     # the input of the second block, its tanh, and what the exponentials return
-    assert lines[-2] == "held besides arguments and captured tensors: 20 KiB; without remat: 24 KiB"
+    assert lines[-3] == "held besides arguments and captured tensors: 20 KiB; without remat: 24 KiB"
     matmul = 2 * 16 * 64 * 64
+    assert re.fullmatch(r"forward and backward: [\d.]+ [mun]?s; without remat: [\d.]+ [mun]?s", lines[-2])
     assert lines[-1] == f"recomputed on backward: {matmul / 1e3:.1f} kFLOP of {6 * matmul / 1e3:.1f} kFLOP"
+
+
+def test_a_view_is_shown_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    def fun(x: Tensor) -> Tensor:
+        a, b = x.exp().chunk(2)
+        return remat(torch.sin)(a) + a.cos() + remat(torch.sin)(b[:1]) + remat(torch.sin)(x[0])
+
+    x = torch.ones(200, 1024)
+    print_saved_residuals(fun, x)
+    rows = [re.split("  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert [row[:4] for row in rows[1:3]] == [
+        ["800 KiB", "float32[1024], view of 800 KiB", "cpu", "from the argument x"],
+        ["800 KiB", "float32[200, 1024]", "cpu", "output of aten.exp.default"],
+    ]
+    [given, a, *_] = saved_residuals(lambda x: remat(torch.sin)(x.sin()[:2]), x)
+    assert (given.is_view, a.is_view, a.shape, a.nbytes) == (False, True, (2, 1024), 800 * 1024)
 
 
 @pytest.mark.parametrize(
@@ -407,6 +424,7 @@ def test_what_is_listed_is_what_a_policy_sees() -> None:
 def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(_remat, "watchers", [_mistakes.logging_watch])
     monkeypatch.setattr(_mistakes, "_warned", set())
+    monkeypatch.setattr(_mistakes._tables, "_logged", set())
     caplog.set_level(logging.INFO, logger="remat")
     return caplog
 
@@ -450,6 +468,17 @@ def test_each_call_is_logged(log: pytest.LogCaptureFixture, transform: str) -> N
     assert "output of aten.mm.default" in second
     assert line_of(block, "x @ W") in second
     assert warnings_of(log) == []
+
+
+def test_equal_calls_are_logged_once(log: pytest.LogCaptureFixture) -> None:
+    kept = remat(block, policy=policies.dots_saveable)
+    for _ in range(2):  # the second step says nothing new
+        x = numbers(2, 3).requires_grad_()
+        for _ in range(12):
+            x = kept(x)
+        big_head(x).backward()
+    [table] = tables_of(log)
+    assert re.match(r"remat: block \(.*\) keeps .* besides arguments and captured tensors ×12\n", table)
 
 
 def test_without_the_variable_nothing_is_logged() -> None:

@@ -113,6 +113,7 @@ PUBLIC = {
         "checkpoint",
         "checkpoint_name",
         "checkpoint_sequential",
+        "custom_remat",
         "is_rerunning",
         "list_ops",
         "print_saved_residuals",

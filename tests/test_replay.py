@@ -1,5 +1,6 @@
 """A recorder, its tape and a replay by themselves, and what JAX's own tests of policies promise."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from remat import checkpoint_name, remat
+from remat import checkpoint, checkpoint_name, remat
 from remat._recorder import Recorder
-from remat._tape import Replay, Tape
+from remat._replay import Replay
+from remat._tape import Tape
+from remat.compat import create_selective_checkpoint_contexts
 from remat.debug import LiveBytes
 from remat.policies import dots_saveable, everything_saveable, nothing_saveable, save_ops
 
@@ -105,13 +108,23 @@ def test_what_nobody_reads_is_no_number() -> None:
 def test_python_reads_what_was_dead() -> None:
     x = leaf(numbers(3))
     tape = recorded(lambda x: x.sin() * 2, x, nothing_saveable)
-    with Replay(tape, False), torch.no_grad():
+    with Replay(tape, False, alone=True), torch.no_grad():
         found = (x.sin() * 2).tolist(), (x.sin() * 2)[1].item(), (x.sin() * 2).numpy(), (x.sin() * 2 > 0).any().item()
     y = x.detach().sin() * 2
     assert_same(found[0], y.tolist())
     assert_same(found[1], y[1].item())
     assert (found[2] == y.numpy()).all()
     assert found[3] == (y > 0).any().item()
+
+
+def test_python_reads_one_of_two_that_are_the_same() -> None:
+    x = numbers(3)
+    tape = recorded(lambda x: x.sin() + x.sin(), x, nothing_saveable)
+    with Replay(tape, False, alone=True):
+        a, b = x.sin(), x.sin()
+        a.mul_(2)
+        assert a.tolist() == (x.sin() * 2).tolist()
+        assert b.tolist() == x.sin().tolist()
 
 
 def write_in_turn(x: Tensor) -> Tensor:
@@ -348,7 +361,9 @@ def test_dots_saveable_costs_no_flops_and_no_peak() -> None:
 def test_beside_modes_and_hooks_of_torch(width: int) -> None:
     block = Block(width)
     gradients = []
-    for f in (block, remat(block, policy=dots_saveable)):
+    contexts = functools.partial(create_selective_checkpoint_contexts, dots_saveable)
+    selective = functools.partial(checkpoint, block, use_reentrant=False, context_fn=contexts)
+    for f in (block, remat(block, policy=dots_saveable), selective):
         x = torch.linspace(-1, 1, 2 * 4 * width).view(2, 4, width).requires_grad_()
         seen: list[int] = []
         handle = register_multi_grad_hook([*block.parameters()], lambda grads, seen=seen: seen.append(len(grads)))
@@ -358,6 +373,7 @@ def test_beside_modes_and_hooks_of_torch(width: int) -> None:
         assert len(seen) == 1
         gradients.append(x.grad)
     torch.testing.assert_close(gradients[0], gradients[1])
+    torch.testing.assert_close(gradients[0], gradients[2])
 
 
 @each_policy

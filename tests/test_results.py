@@ -13,7 +13,8 @@ from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, Seen, assert_sam
 from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 
-from remat import checkpoint, policies, remat
+from remat import RematError, checkpoint, policies, remat
+from remat.policies import everything_saveable, nothing_saveable
 
 Decorator = Callable[[Any], Any]
 
@@ -428,6 +429,21 @@ def test_cond() -> None:
         x = leaf(sign * torch.ones(3))
         assert_same(*(torch.autograd.grad(f(x).sum(), x) for f in (remat(fun), fun)))
     assert_same(*(vmap(f)(torch.ones(2, 3)) for f in (remat(fun), fun)))
+
+
+@pytest.mark.parametrize("policy", [nothing_saveable, everything_saveable], ids=str)
+def test_cond_under_a_policy(policy: Any) -> None:
+    """Torch does not compile it under a mode, and then takes functions that return a tuple alone."""
+
+    def fun(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: (x.sin().exp(),), lambda x: (x.cos(),), (x,))[0].tanh()  # type: ignore[no-any-return]
+
+    for sign, branch in ((1, lambda x: x.sin().exp()), (-1, torch.cos)):  # torch can't run the plain one after it
+        x = leaf(sign * torch.ones(3))
+        (g,) = torch.autograd.grad(remat(fun, policy=policy)(x).sum(), x)
+        assert_same(g, torch.autograd.grad(branch(x).tanh().sum(), x)[0])
+    with pytest.raises(RematError, match="cond runs under a policy and returns a tensor"):
+        remat(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), policy=policy)(leaf(torch.ones(3)))
 
 
 @dataclasses.dataclass(slots=True)

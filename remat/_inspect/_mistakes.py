@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -39,9 +41,27 @@ def _warn_once(message: str) -> None:
         _log.warning(message)
 
 
-def _inform(message: str) -> None:
-    _make_visible()
-    _log.info(message)
+class _Tables:
+    """Logs each table once, when the backward comes to its calls, with the number of equal calls until then."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._logged: set[tuple[str, str]] = set()
+
+    def add(self, title: str, table: str) -> None:
+        if (title, table) not in self._logged:
+            self._counts[title, table] += 1
+
+    def log(self) -> None:
+        counts, self._counts = self._counts, Counter()
+        self._logged.update(counts)
+        for (title, table), n in counts.items():
+            _make_visible()
+            _log.info(f"{title}{f' ×{n}' if n > 1 else ''}\n{table}")
+
+
+_tables = _Tables()
+atexit.register(_tables.log)  # of what nobody has differentiated
 
 
 _SMALL = 4  # what comes after a call is small beside what the call drops: a quarter of it
@@ -63,9 +83,9 @@ _NOTHING = (
 class Watched:
     """A call that is watched: `call -> what sees its result`."""
 
-    def __init__(self, warn: Callable[[str], None], info: Callable[[str], None] | None = None) -> None:
+    def __init__(self, warn: Callable[[str], None], tables: _Tables | None = None) -> None:
         self.warn = warn
-        self.info = info
+        self._tables = tables
 
     def __call__(self, fun: Any, call: Call, out: Any, args: Any, kwargs: Any) -> Callable[[Any], None]:
         where = call_site()
@@ -87,16 +107,16 @@ class Watched:
                     saved.pop(id(kept.memory.untyped_storage()), None)
                 drops = sum(s.nbytes() for s in saved.values())
                 saved.clear()
-                if self.info is not None:
+                if self._tables is not None:
                     held = Held(Names(fun, args, kwargs), None)
                     for t in raw:
                         held.add_saved(t, where)
                     held.add_kept(call)
                     keeps, dropped = bytes_text(total_bytes(held.residuals)), bytes_text(drops)
-                    self.info(
-                        f"remat: {call.name} ({where}) keeps {keeps} and drops {dropped}, besides arguments and "
-                        f"captured tensors\n{format_residuals(held.residuals)}"
-                    )
+                    title = f"remat: {call.name} ({where}) keeps {keeps} and drops {dropped}, besides arguments and "
+                    self._tables.add(f"{title}captured tensors", format_residuals(held.residuals))
+                    for node in [n for t in tensors(out) for n in internals.nodes_of(t)][:1]:
+                        node.register_prehook(lambda cotangents: _tables.log())
                 if drops:
                     self._check_policy(call, where)
                     if not call.nests:
@@ -134,7 +154,7 @@ class Watched:
         node.register_prehook(check)
 
 
-logging_watch = Watched(_warn_once, _inform)
+logging_watch = Watched(_warn_once, _tables)
 """What logs residuals and mistakes."""
 
 # Once: at each call it would cost as much as a small op.

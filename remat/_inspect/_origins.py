@@ -63,7 +63,7 @@ class Origins(internals.DispatchMode):
                 continue
             if origin is None:
                 self.made[id(storage)] = _Origin(t, func)
-            elif func._schema.is_mutable and not facts_of(func).is_view:
+            elif facts_of(func).writes and not facts_of(func).is_view:
                 origin.changed_by(func)
             elif (name := current_name()) is not None:
                 origin.named(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ class Residual:
 
     **Attributes:**
 
-    - `shape`, `dtype`: of the tensor that was computed, given or captured.
+    - `shape`, `dtype`: of the tensor that was computed, given or captured; or of the largest view that is held.
     - `device`: where the value is held: the CPU, if it is offloaded.
     - `nbytes`: bytes of the whole storage.
     - `why`: "from the argument x['w']", "captured w (closure of block)", "named 'attn'" or "output of
@@ -44,6 +45,11 @@ class Residual:
     where: str
 
     @property
+    def is_view(self) -> bool:
+        """Whether the tensor is a part of the storage."""
+        return math.prod(self.shape) * self.dtype.itemsize < self.nbytes
+
+    @property
     def computed(self) -> bool:
         """Whether the function computed it. Arguments and captured tensors are there anyway."""
         return not self.why.startswith(("from the argument ", "captured "))
@@ -58,6 +64,8 @@ class Held:
         self.residuals: list[Residual] = []
         """Each storage once."""
         self._seen: dict[int, Any] = {}  # by identity: hooks of the user's may unpack what nobody else holds
+        self._saved: dict[int, Tensor] = {}
+        """By storage, the largest view that a node has saved."""
 
     def _add(self, shape: Any, dtype: Any, storage: Any, why: str, where: str) -> None:
         if id(storage) not in self._seen and storage.nbytes():
@@ -67,6 +75,8 @@ class Held:
     def add_saved(self, tensor: Tensor, where: str) -> None:
         """A tensor that a node has saved."""
         storage = tensor.untyped_storage()
+        known = self._saved.get(id(storage))
+        self._saved[id(storage)] = tensor if known is None or known.nbytes < tensor.nbytes else known
         origin = None if self.origins is None else self.origins.of(storage)
         if origin is None:
             read = self.origins.read.get(id(storage), (None, where))[1] if self.origins is not None else where
@@ -84,15 +94,18 @@ class Held:
         """What the function has made and is still there."""
         for origin in self.origins.made.values() if self.origins is not None else ():
             if (storage := origin.storage()) is not None:
-                self._add(origin.shape, origin.dtype, storage, origin.why, origin.where)
+                held = self._saved.get(id(storage), origin)
+                self._add(held.shape, held.dtype, storage, origin.why, origin.where)
+
+
+def _tensor(r: Residual) -> str:
+    text = f"{str(r.dtype).removeprefix('torch.')}{list(r.shape)}"
+    return f"{text}, view of {bytes_text(r.nbytes)}" if r.is_view else text
 
 
 def format_residuals(residuals: Sequence[Residual]) -> str:
     """A table of them."""
-    rows = [
-        (bytes_text(r.nbytes), f"{str(r.dtype).removeprefix('torch.')}{list(r.shape)}", str(r.device), r.why, r.where)
-        for r in residuals
-    ]
+    rows = [(bytes_text(r.nbytes), _tensor(r), str(r.device), r.why, r.where) for r in residuals]
     return table(("size", "tensor", "device", "why", "where"), rows, left=(1, 2, 3, 4))
 
 

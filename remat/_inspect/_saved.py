@@ -8,12 +8,12 @@ from typing import Any
 from remat import _torch_internals as internals
 from remat._call import Call
 from remat._errors import call_site
-from remat._inspect._costs import flops_of_gradient
+from remat._inspect._costs import costs_of_gradient
 from remat._inspect._forward import check, forward, root_nodes, setting, tensors_behind
 from remat._inspect._mistakes import Watched
 from remat._inspect._origins import Names, Origins
 from remat._inspect._residuals import Held, Residual, format_residuals, total_bytes
-from remat._inspect._tables import bytes_text, flops_text
+from remat._inspect._tables import bytes_text, flops_text, seconds_text
 from remat._remat import plainly, watching
 
 
@@ -76,13 +76,14 @@ def _ignore(message: str) -> None:
 def print_saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
     """Print what `saved_residuals` lists, with the total, and what remat wins and costs.
 
-    Below the table are the bytes that the function computes and holds, the same without remat, and the floating point
-    operations that the backward repeats, as far as `torch.utils.flop_counter` knows the ops. Then the classic
-    mistakes, where there are any: see `REMAT_LOG` in the documentation.
+    Below the table are the bytes that the function computes and holds, and the time of a forward and backward, with and
+    without remat. Then the floating point operations that the backward repeats, as far as
+    `torch.utils.flop_counter` knows the ops, and the classic mistakes, where there are any: see `REMAT_LOG` in the
+    documentation.
 
     **Arguments:**
 
-    - `fun`: the function, as of `saved_residuals`. It and its backward run twice; no `.grad` changes.
+    - `fun`: the function, as of `saved_residuals`. It and its backward run several times; no `.grad` changes.
     - `args`, `kwargs`: what it is called with.
 
     **Raises:** as `saved_residuals`.
@@ -97,20 +98,22 @@ def print_saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any)
         16 B  float32[2, 2]  cpu     from the argument w  ...
         24 B  float32[3, 2]  cpu     from the argument x  ...
         held besides arguments and captured tensors: 0 B; without remat: 24 B
+        forward and backward: ...; without remat: ...
         recomputed on backward: 24 FLOP of 72 FLOP
     """
     check("print_saved_residuals", fun)
     mistakes: list[str] = []
     with setting(watching, Watched(mistakes.append)):
         residuals = saved_residuals(fun, *args, **kwargs)
-        flops = flops_of_gradient(fun, args, kwargs)
+        flops, seconds = costs_of_gradient(fun, args, kwargs)
     with setting(plainly, True):
         plain = saved_residuals(fun, *args, **kwargs)
-        plain_flops = flops_of_gradient(fun, args, kwargs)
+        plain_flops, plain_seconds = costs_of_gradient(fun, args, kwargs)
     held, held_plainly = bytes_text(total_bytes(residuals)), bytes_text(total_bytes(plain))
     lines = [
         format_residuals(residuals),
         f"held besides arguments and captured tensors: {held}; without remat: {held_plainly}",
+        f"forward and backward: {seconds_text(seconds)}; without remat: {seconds_text(plain_seconds)}",
         f"recomputed on backward: {flops_text(flops - plain_flops)} of {flops_text(plain_flops)}",
         *dict.fromkeys(mistakes),
     ]

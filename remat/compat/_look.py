@@ -111,7 +111,9 @@ class ForwardLook(Look):
             return self._call(effects, func, args, kwargs or {}, given)
         if kwargs and ("out" in kwargs or kwargs.get("inplace")):
             return self._call(effects, func, args, kwargs, given)
+        self.call = func, args, kwargs or {}
         out = func(*args, **kwargs) if kwargs else func(*args)
+        self.call = None
         kind = type(out)
         if kind is Tensor and not is_wrapper(out):
             known.add(id(out))
@@ -248,5 +250,5 @@ class RerunLook(ForwardLook):
 
     def _with_hook(self, args: Any) -> Any:
         if id(args[0]) in self.outside:  # the forward has put it on the tensor itself
-            return (torch.empty(0, requires_grad=True), *args[1:])
+            return (internals.leaf_of_nothing(), *args[1:])
         return args

@@ -20,11 +20,11 @@ from remat import _compile
 from remat import _torch_internals as internals
 from remat._context import OwnCasts
 from remat._errors import CheckpointError, shown, warn
-from remat._ops import OpFacts
 from remat._recorder import Recorder
 from remat._remat import remat
-from remat._tape import KEEP, Origin, Replay, Tape
-from remat._values import Op, OpCall, Value
+from remat._replay import Replay
+from remat._tape import KEEP, Origin, Tape
+from remat._values import Key, Op, Value
 from remat.compat._devices import noop_context_fn
 from remat.compat._region import Contexts
 from remat.policies import CheckpointPolicy, Policy, as_policy
@@ -74,8 +74,8 @@ class _Recorder(Recorder):
     - `mutated`: the values that the policy keeps and a later op has changed.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        super().__init__(policy.start())
+    def __init__(self, policy: Policy, alone: bool) -> None:
+        super().__init__(policy.start(), alone=alone)
         self.counts: Counter[int] = Counter()
         self.mutated: set[Value] = set()
         self._graph_task = internals.graph_task()
@@ -101,7 +101,7 @@ class _Replay(Replay):
     is_about_functions = True
 
     def __init__(self, forward: Selective) -> None:
-        super().__init__(forward.tape, internals.in_last_backward())
+        super().__init__(forward.tape, internals.in_last_backward(), alone=not forward.of_region)
         self._left = forward.recorder.counts.copy()
         self._mutated = set() if forward.allow_cache_entry_mutation else forward.recorder.mutated
         self._allows_mutation = forward.allow_cache_entry_mutation
@@ -118,24 +118,23 @@ class _Replay(Replay):
 
     _op_of_remat = Replay._op  # it reads values, but does not count
 
-    def _call(self, facts: OpFacts, args: Any, kwargs: Any) -> OpCall | None:
-        call = super()._call(facts, args, kwargs)
-        op = None if call is None else self._tape.ops.get(call[0])
+    def _known(self, key: Key) -> Op | None:
+        op = super()._known(key)
         if op is not None and not self._mutated.isdisjoint(op.values):
-            raise CheckpointError(_MUTATED.format(facts.func))
-        return call
+            raise CheckpointError(_MUTATED.format(op.facts.func))
+        return op
 
     def _kept(self, op: Op) -> dict[Value, Tensor]:
         expected = self._tape.kept.keys() & op.values
         found = super()._kept(op)
         if not self._allows_mutation and len(found) < len(expected):
-            raise CheckpointError(_MUTATED.format(op.func))
+            raise CheckpointError(_MUTATED.format(op.facts.func))
         return found
 
     def saves(self, tensor: Tensor) -> None:
         """The graph is about to save a tensor: compute it, if it was skipped."""
         with internals.DisableTorchFunction():
-            self.accessed(None, [tensor])
+            self.accessed(None, (tensor,), {})
 
 
 @contextlib.contextmanager
@@ -186,12 +185,16 @@ class Selective(_Context):
     tape: Tape
     recorder: _Recorder
 
-    def __init__(self, policy: Policy, allow_cache_entry_mutation: bool, hooks: Hooks | None = None) -> None:
+    def __init__(
+        self, policy: Policy, allow_cache_entry_mutation: bool, hooks: Hooks | None = None, of_region: bool = False
+    ) -> None:
+        """`of_region`: whether a `Region` uses it, which looks at the calls of the function."""
         self.policy, self.allow_cache_entry_mutation, self._hooks = policy, allow_cache_entry_mutation, hooks
+        self.of_region = of_region
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
-        recorder = _Recorder(self.policy)
+        recorder = _Recorder(self.policy, not self.of_region)
         torch.clear_autocast_cache()  # a cast from before the run is no op of it
         with _told_of_saved_tensors(recorder.saves), recorder:
             yield
@@ -210,9 +213,8 @@ class Selective(_Context):
 class GivenBack(_Context):
     """The context of the rerun: ops whose results were kept return them."""
 
-    def __init__(self, forward: Selective, of_region: bool = False) -> None:
-        """`of_region`: whether a `Region` will call `settle`, when the frames of the function are gone."""
-        self._forward, self._of_region = forward, of_region
+    def __init__(self, forward: Selective) -> None:
+        self._forward = forward
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
@@ -221,7 +223,7 @@ class GivenBack(_Context):
             with _told_of_saved_tensors(self._replay.saves), self._replay, OwnCasts():
                 yield
         finally:
-            if not self._of_region:
+            if not self._forward.of_region:  # which does it when the frames of the function are gone
                 self.settle()
 
     def settle(self) -> None:
@@ -321,8 +323,8 @@ def for_one_region(forward: Any, rerun: Any, respects_hooks: bool | None) -> Con
         warn(_BYPASSED, FutureWarning)
     if not isinstance(forward, Selective):
         return forward, rerun
-    forward = Selective(forward.policy, forward.allow_cache_entry_mutation, hooks if respects_hooks else None)
-    return forward, GivenBack(forward, of_region=True)
+    forward = Selective(forward.policy, forward.allow_cache_entry_mutation, hooks if respects_hooks else None, True)
+    return forward, GivenBack(forward)
 
 
 def call_compiled(

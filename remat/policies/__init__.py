@@ -13,6 +13,10 @@ from remat.policies._by_op import save_at_most as save_at_most
 from remat.policies._by_op import save_every as save_every
 from remat.policies._by_op import save_if as save_if
 from remat.policies._by_op import save_ops as save_ops
+from remat.policies._combined import all_of as all_of
+from remat.policies._combined import any_of as any_of
+from remat.policies._combined import first_of as first_of
+from remat.policies._combined import save_from_both_policies as save_from_both_policies
 from remat.policies._dots import checkpoint_dots as checkpoint_dots
 from remat.policies._dots import checkpoint_dots_with_no_batch_dims as checkpoint_dots_with_no_batch_dims
 from remat.policies._dots import dots_saveable as dots_saveable
@@ -20,13 +24,9 @@ from remat.policies._dots import dots_with_no_batch_dims_saveable as dots_with_n
 from remat.policies._dots import offload_dot_with_no_batch_dims as offload_dot_with_no_batch_dims
 from remat.policies._enum import CheckpointPolicy as CheckpointPolicy
 from remat.policies._policy import Policy as Policy
-from remat.policies._policy import all_of as all_of
-from remat.policies._policy import any_of as any_of
 from remat.policies._policy import as_policy as as_policy
 from remat.policies._policy import everything_saveable as everything_saveable
-from remat.policies._policy import first_of as first_of
 from remat.policies._policy import nothing_saveable as nothing_saveable
-from remat.policies._policy import save_from_both_policies as save_from_both_policies
 
 __all__ = [
     "CheckpointPolicy",

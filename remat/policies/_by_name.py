@@ -27,35 +27,21 @@ class _ByName(Policy):
     listed: CheckpointPolicy
     named: CheckpointPolicy
     unnamed: CheckpointPolicy
+    offloaded: frozenset[str] = frozenset()
     looks_at_calls = False
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del ctx, op, args, kwargs
         name = current_name()
+        if name in self.offloaded:
+            return MUST_CPU_OFFLOAD
         return self.unnamed if name is None else self.listed if name in self.names else self.named
 
     def __repr__(self) -> str:
-        return call(self.maker, *sorted(self.names))
-
-
-@dataclass(frozen=True, repr=False)
-class _SaveOrOffload(Policy):
-    saved: frozenset[str]
-    offloaded: frozenset[str]
-    looks_at_calls = False
-
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        del ctx, op, args, kwargs
-        name = current_name()
-        if name in self.saved:
-            return MUST_SAVE
-        return MUST_CPU_OFFLOAD if name in self.offloaded else PREFER_RECOMPUTE
-
-    def __repr__(self) -> str:
-        return (
-            f"save_and_offload_only_these_names(names_which_can_be_saved={sorted(self.saved)!r}, "
-            f"names_which_can_be_offloaded={sorted(self.offloaded)!r})"
-        )
+        if self.maker != "save_and_offload_only_these_names":
+            return call(self.maker, *sorted(self.names))
+        saved, offloaded = sorted(self.names), sorted(self.offloaded)
+        return f"{self.maker}(names_which_can_be_saved={saved!r}, names_which_can_be_offloaded={offloaded!r})"
 
 
 def _checked(who: str, names: Iterable[str]) -> frozenset[str]:
@@ -179,7 +165,7 @@ def save_and_offload_only_these_names(
             f"{who}: a name is either saved or offloaded; got {', '.join(map(repr, both))} in both of "
             f"names_which_can_be_saved={sorted(saved)} and names_which_can_be_offloaded={sorted(offloaded)}."
         )
-    return _SaveOrOffload(saved, offloaded)
+    return _ByName(who, saved, MUST_SAVE, PREFER_RECOMPUTE, PREFER_RECOMPUTE, offloaded)
 
 
 def check_places(who: str, src: str, dst: str) -> None:

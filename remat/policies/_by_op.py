@@ -21,10 +21,9 @@ from remat.policies._policy import (
     PREFER_SAVE,
     ByOp,
     Decide,
+    Function,
     Policy,
-    ask,
     call,
-    name_of,
 )
 
 
@@ -94,22 +93,6 @@ def offload_ops(*ops: Any, device: str = "cpu") -> Policy:
     return ByOp(_ops.spell_all("offload_ops", ops), MUST_CPU_OFFLOAD, PREFER_RECOMPUTE)
 
 
-@dataclass(frozen=True, repr=False)
-class _SaveIf(Policy):
-    predicate: Callable[..., bool]
-
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        result = ask(self.predicate, ctx, op, args, kwargs)
-        if not isinstance(result, bool):
-            raise TypeError(
-                f"save_if: the predicate {name_of(self.predicate)} must return a bool; got {shown(result)} for {op}."
-            )
-        return MUST_SAVE if result else PREFER_RECOMPUTE
-
-    def __repr__(self) -> str:
-        return f"save_if({name_of(self.predicate)})"
-
-
 def save_if(predicate: Callable[..., bool]) -> Policy:
     """Save what a function says.
 
@@ -134,7 +117,7 @@ def save_if(predicate: Callable[..., bool]) -> Policy:
         raise TypeError(
             f"save_if: predicate must be a function (ctx, op, *args, **kwargs) -> bool; got {shown(predicate)}."
         )
-    return _SaveIf(predicate)
+    return Function(predicate, "save_if")
 
 
 class _Counting:

@@ -17,43 +17,35 @@ OpOverloadPacket: Any = type(torch.ops.aten.mm)
 
 # What a composite op runs below autograd, for the ones that people name most.
 _MADE_OF = {
-    "adaptive_avg_pool2d": ("_adaptive_avg_pool2d", "mean"),
-    "batch_norm": ("native_batch_norm", "cudnn_batch_norm"),
-    "bilinear": ("_trilinear",),
-    "contiguous": ("clone",),
-    "conv1d": ("convolution",),
-    "conv2d": ("convolution",),
-    "conv3d": ("convolution",),
-    "conv_transpose1d": ("convolution",),
-    "conv_transpose2d": ("convolution",),
-    "conv_transpose3d": ("convolution",),
-    "cross_entropy_loss": ("_log_softmax", "nll_loss_forward"),
-    "dropout": ("native_dropout", "bernoulli_", "mul"),
-    "einsum": ("bmm",),
-    "flatten": ("view", "_unsafe_view", "clone"),
-    "group_norm": ("native_group_norm",),
-    "inner": ("mm", "dot"),
-    "instance_norm": ("native_batch_norm", "cudnn_batch_norm"),
-    "layer_norm": ("native_layer_norm",),
-    "linalg_multi_dot": ("mm",),
-    "linear": ("addmm", "mm"),
-    "log_softmax": ("_log_softmax",),
-    "matmul": ("mm", "bmm", "mv", "dot"),
-    "max_pool2d": ("max_pool2d_with_indices",),
-    "outer": ("mul",),
-    "reshape": ("view", "_unsafe_view", "clone"),
-    "rms_norm": ("rsqrt", "mul"),
-    "scaled_dot_product_attention": (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "bmm",
-    ),
-    "softmax": ("_softmax",),
-    "square": ("pow",),
-    "tensordot": ("mm",),
-    "to": ("_to_copy",),
+    name: made_of.split()
+    for line in """
+        adaptive_avg_pool2d: _adaptive_avg_pool2d mean
+        batch_norm instance_norm: native_batch_norm cudnn_batch_norm
+        bilinear: _trilinear
+        contiguous: clone
+        conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d: convolution
+        cross_entropy_loss: _log_softmax nll_loss_forward
+        dropout: native_dropout bernoulli_ mul
+        einsum: bmm
+        flatten reshape: view _unsafe_view clone
+        group_norm: native_group_norm
+        inner: mm dot
+        layer_norm: native_layer_norm
+        linalg_multi_dot tensordot: mm
+        linear: addmm mm
+        log_softmax: _log_softmax
+        matmul: mm bmm mv dot
+        max_pool2d: max_pool2d_with_indices
+        outer: mul
+        rms_norm: rsqrt mul
+        scaled_dot_product_attention: _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention \
+            _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu bmm
+        softmax: _softmax
+        square: pow
+        to: _to_copy
+    """.strip().splitlines()
+    for names, _, made_of in [line.partition(":")]
+    for name in names.split()
 }
 
 # A composite op is seen as itself only where a backend has a kernel of its own for it.
@@ -108,7 +100,7 @@ def spell(who: str, op: Any) -> str:
     if dotted in ("aten.detach", "aten.detach.default"):
         raise ValueError(f"{who}: a policy is never asked about {dotted}: name what it detaches.")
     if not _matching(dotted, known):
-        made_of = ", ".join(f"aten.{name}" for name in _MADE_OF.get(dotted.split(".")[1], ()))
+        made_of = ", ".join(f"aten.{name}" for name in _MADE_OF.get(dotted.split(".")[1], []))
         raise ValueError(
             f"{who}: {dotted} is never seen by a policy: it is made of other ops, and only those run below "
             f"autograd. " + (f"Name what it becomes: {made_of}." if made_of else "Name those.")
@@ -121,7 +113,7 @@ def _hint(op: Any, known: set[str]) -> str:
     if isinstance(op, (list, tuple, set, frozenset)):
         return f" Unpack it: *{op!r}."
     name = getattr(op, "__name__", "")
-    seen = [repr(f"aten.{n}") for n in (name, *_MADE_OF.get(name, ())) if _matching(f"aten.{n}", known)]
+    seen = [repr(f"aten.{n}") for n in (name, *_MADE_OF.get(name, [])) if _matching(f"aten.{n}", known)]
     return f" Did you mean {' or '.join(seen)}?" if seen else ""
 
 

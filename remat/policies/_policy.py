@@ -1,16 +1,14 @@
-"""What a policy is, the ones that are given by ops or functions, and how policies are put together.
-
-A decision has two parts: how much the policy wants the value (not at all, rather not, rather, must), and for
-a value that is kept, where. Both are ordered, so policies form a lattice.
-"""
+"""What a policy is, and the ones that are given by ops or functions."""
 
 from __future__ import annotations
 
 import abc
+import difflib
 import inspect
 import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +27,9 @@ PREFER_CPU_OFFLOAD = CheckpointPolicy.PREFER_CPU_OFFLOAD
 
 Decide = Callable[..., CheckpointPolicy]
 
+
+policy_around: ContextVar[Policy | None] = ContextVar("remat_policy_around", default=None)
+"""The policy of the function under remat that is running, for `custom_remat`; None where its rules are not followed."""
 
 by_identity: weakref.WeakValueDictionary[int, Policy] = weakref.WeakValueDictionary()
 """All policies, by `id`: a number is all that torch.compile lets through."""
@@ -96,16 +97,16 @@ class Policy(abc.ABC):
         return self
 
     def __or__(self, other: Any) -> Policy:
-        return any_of(self, other)
+        return _combined.any_of(self, other)
 
     def __and__(self, other: Any) -> Policy:
-        return all_of(self, other)
+        return _combined.all_of(self, other)
 
     def __invert__(self) -> Policy:
-        return _Not((self,))
+        return _combined.opposite(self)
 
     def __sub__(self, other: Any) -> Policy:
-        return _Without((self, as_policy(other)))
+        return _combined.without(self, other)
 
 
 CALLED = "{0} is a policy already: leave out the ()."
@@ -192,22 +193,26 @@ def ask(fun: Callable[..., Any], ctx: Any, op: Any, args: tuple[Any, ...], kwarg
 
 
 @dataclass(frozen=True, repr=False)
-class _Function(Policy):
+class Function(Policy):
+    """What a user's function says. That of `save_if` says yes or no."""
+
     fun: Callable[..., Any]
+    maker: str = "as_policy"
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        result = ask(self.fun, ctx, op, args, kwargs)
+        result, name = ask(self.fun, ctx, op, args, kwargs), name_of(self.fun)
         if isinstance(result, bool):
             return MUST_SAVE if result else PREFER_RECOMPUTE
+        if self.maker == "save_if":
+            raise TypeError(f"save_if: the predicate {name} must return a bool; got {shown(result)} for {op}.")
         if isinstance(result, (CheckpointPolicy, torch.utils.checkpoint.CheckpointPolicy)):
             return result
         raise TypeError(
-            f"remat: the policy {name_of(self.fun)} must return a bool or a CheckpointPolicy; "
-            f"got {shown(result)} for {op}."
+            f"remat: the policy {name} must return a bool or a CheckpointPolicy; got {shown(result)} for {op}."
         )
 
     def __repr__(self) -> str:
-        return f"as_policy({name_of(self.fun)})"
+        return f"{self.maker}({name_of(self.fun)})"
 
 
 def as_policy(value: Any) -> Policy:
@@ -245,6 +250,9 @@ def as_policy(value: Any) -> Policy:
     if isinstance(value, (str, _ops.OpOverload, _ops.OpOverloadPacket)):
         if policy := _written(value):
             raise TypeError(f"remat: {value!r} is the name of a policy. Write policy={policy}.")
+        close = difflib.get_close_matches(str(value), sys.modules[__package__].__all__, n=1, cutoff=0.8)
+        if close:
+            raise TypeError(f"remat: there is no policy {value!r}. Did you mean policy={_written(close[0])}?")
         _ops.spell("remat: policy", value)  # raises where it is no op that a policy can name
         raise TypeError(f"remat: {value!r} is one op, not a policy. Write [{value!r}].")
     if inspect.isbuiltin(value) or inspect.ismethoddescriptor(value):
@@ -259,7 +267,7 @@ def as_policy(value: Any) -> Policy:
         )
     if getattr(sys.modules[__package__], name_of(value), None) is value:
         raise TypeError(f"remat: {name_of(value)} is a function that makes a policy: call it.")
-    return _Function(value)
+    return Function(value)
 
 
 def _written(value: Any) -> str | None:
@@ -272,218 +280,9 @@ def _written(value: Any) -> str | None:
     return f"remat.policies.{value}" + ("" if isinstance(getattr(module, value), Policy) else "(...)")
 
 
-# Policies made of policies.
-
-# NOTE [the order of decisions]: how much a value is wanted, and where it is kept. `|` takes the greater of
-# each, `&` the smaller. There is no "where" for a value that is not kept, and the smallest stands for that.
-_ORDER = {
-    MUST_RECOMPUTE: (0, 0),
-    PREFER_RECOMPUTE: (1, 0),
-    PREFER_CPU_OFFLOAD: (2, 0),
-    PREFER_SAVE: (2, 1),
-    MUST_CPU_OFFLOAD: (3, 0),
-    MUST_SAVE: (3, 1),
-}
-_DECISION = {order: decision for decision, order in _ORDER.items()}
-_OPPOSITE = {
-    MUST_RECOMPUTE: MUST_SAVE,
-    PREFER_RECOMPUTE: PREFER_SAVE,
-    PREFER_CPU_OFFLOAD: PREFER_RECOMPUTE,
-    PREFER_SAVE: PREFER_RECOMPUTE,
-    MUST_CPU_OFFLOAD: MUST_RECOMPUTE,
-    MUST_SAVE: MUST_RECOMPUTE,
-}
-
-
-@dataclass(frozen=True, repr=False)
-class _Combined(Policy):
-    parts: tuple[Decide, ...]
-
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        # Every part is asked about every op, whatever the others say: it may count.
-        return self.combine([p(ctx, op, *args, **kwargs) for p in self.parts])
-
-    @property
-    def looks_at_calls(self) -> bool:
-        return any(getattr(p, "looks_at_calls", True) for p in self.parts)
-
-    def by_op(self, op: Any) -> CheckpointPolicy | None:
-        decisions = [p.by_op(op) if isinstance(p, Policy) else None for p in self.parts]
-        known = [d for d in decisions if d is not None]
-        return self.combine(known) if len(known) == len(decisions) else None
-
-    @staticmethod
-    @abc.abstractmethod
-    def combine(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
-        """One decision out of those of the parts."""
-
-    def start(self) -> Decide:
-        parts = tuple(p.start() if isinstance(p, Policy) else p for p in self.parts)
-        return self if parts == self.parts else type(self)(parts)
-
-
-@dataclass(frozen=True, repr=False)
-class _AnyOf(_Combined):
-    @staticmethod
-    def combine(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
-        wanted, where = zip(*map(_ORDER.__getitem__, decisions), strict=True)
-        return _DECISION[max(wanted), max(where)]
-
-    def __repr__(self) -> str:
-        return call("any_of", *self.parts)
-
-
-@dataclass(frozen=True, repr=False)
-class _AllOf(_Combined):
-    @staticmethod
-    def combine(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
-        wanted, where = zip(*map(_ORDER.__getitem__, decisions), strict=True)
-        return _DECISION[min(wanted), min(where)]
-
-    def __repr__(self) -> str:
-        return call("all_of", *self.parts)
-
-
-@dataclass(frozen=True, repr=False)
-class _FirstOf(_Combined):
-    @staticmethod
-    def combine(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
-        opinions = (d for d in decisions if d in (MUST_SAVE, MUST_CPU_OFFLOAD, MUST_RECOMPUTE))
-        return next(opinions, decisions[-1])
-
-    def __repr__(self) -> str:
-        return call("first_of", *self.parts)
-
-
-@dataclass(frozen=True, repr=False)
-class _Not(_Combined):
-    @staticmethod
-    def combine(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
-        return _OPPOSITE[decisions[0]]
-
-    def __repr__(self) -> str:
-        return f"~{_operand(self.parts[0])}"
-
-
-@dataclass(frozen=True, repr=False)
-class _Without(_Combined):
-    @staticmethod
-    def combine(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
-        kept, dropped = decisions
-        if dropped in (MUST_RECOMPUTE, PREFER_RECOMPUTE):
-            return kept  # `kept & ~dropped` would want it less
-        return _AllOf.combine([kept, _OPPOSITE[dropped]])
-
-    def __repr__(self) -> str:
-        return " - ".join(map(_operand, self.parts))
-
-
 def call(maker: str, *args: Any) -> str:
     """The expression that makes a policy, for its repr."""
     return f"{maker}({', '.join(map(repr, args))})"
 
 
-def _operand(policy: Decide) -> str:
-    return f"({policy!r})" if isinstance(policy, _Without) else repr(policy)
-
-
-def _flat(kind: type[_Combined], policies: tuple[Any, ...]) -> list[Policy]:
-    """Policies with those of this kind taken apart: how they were grouped makes no difference."""
-    parts: list[Any] = []
-    for policy in map(as_policy, policies):
-        parts += policy.parts if isinstance(policy, kind) else [policy]
-    return parts
-
-
-def any_of(*policies: Any) -> Policy:
-    """Keep what at least one of the policies keeps; `p | q` is `any_of(p, q)`.
-
-    Where one offloads a value and another saves it, it is saved.
-
-    **Arguments:**
-
-    - `policies`: policies, or what `as_policy` makes one of. None at all is `nothing_saveable`.
-
-    **Returns:** the policy.
-
-    **Raises:** `TypeError` where one of them is no policy.
-
-    Examples:
-        >>> from remat.policies import any_of, dots_saveable, save_only_these_names
-        >>> any_of(dots_saveable, save_only_these_names("attn"))
-        any_of(dots_saveable, save_only_these_names('attn'))
-    """
-    parts = _flat(_AnyOf, policies)
-    return _AnyOf(tuple(parts)) if len(parts) > 1 else (parts or [nothing_saveable])[0]
-
-
-def all_of(*policies: Any) -> Policy:
-    """Keep what all of the policies keep; `p & q` is `all_of(p, q)`.
-
-    Where one of them offloads such a value, it is offloaded.
-
-    **Arguments:**
-
-    - `policies`: policies, or what `as_policy` makes one of. None at all is `everything_saveable`.
-
-    **Returns:** the policy.
-
-    **Raises:** `TypeError` where one of them is no policy.
-
-    Examples:
-        >>> from remat.policies import all_of, dots_saveable, save_at_most
-        >>> all_of(dots_saveable, save_at_most(1_000_000))
-        all_of(dots_saveable, save_at_most(1000000))
-    """
-    parts = _flat(_AllOf, policies)
-    return _AllOf(tuple(parts)) if len(parts) > 1 else (parts or [everything_saveable])[0]
-
-
-def first_of(*policies: Any) -> Policy:
-    """Do what the first policy with an opinion says.
-
-    A policy has an opinion where it says `MUST`: save, offload or recompute. `save_ops("mm")` has one on `mm`
-    alone, `recompute_ops("exp")` on `exp` alone. Where none of the policies has one, the last decides.
-
-    **Arguments:**
-
-    - `policies`: policies, or what `as_policy` makes one of; at least one.
-
-    **Returns:** the policy.
-
-    **Raises:** `TypeError` where one of them is no policy; `ValueError` where there is none.
-
-    Examples:
-        >>> import torch
-        >>> from remat.policies import everything_saveable, first_of, offload_ops, recompute_ops
-        >>> policy = first_of(recompute_ops("exp"), offload_ops("mm"), everything_saveable)
-        >>> aten = torch.ops.aten
-        >>> [policy(None, op).name for op in (aten.exp.default, aten.mm.default, aten.sin.default)]
-        ['MUST_RECOMPUTE', 'MUST_CPU_OFFLOAD', 'MUST_SAVE']
-    """
-    parts = _flat(_FirstOf, policies)
-    if not parts:
-        raise ValueError("first_of: give at least one policy; got none.")
-    return _FirstOf(tuple(parts)) if len(parts) > 1 else parts[0]
-
-
-def save_from_both_policies(policy_1: Any, policy_2: Any) -> Policy:
-    """Save what either of two policies saves: JAX's name for `policy_1 | policy_2`.
-
-    **Arguments:**
-
-    - `policy_1`, `policy_2`: policies, or what `as_policy` makes one of. Unlike JAX's, they may offload too.
-
-    **Returns:** the policy.
-
-    **Raises:** `TypeError` where one of them is no policy.
-
-    **Source:** `jax.checkpoint_policies.save_from_both_policies`.
-
-    Examples:
-        >>> from remat.policies import dots_saveable, save_from_both_policies, save_only_these_names
-        >>> policy = save_from_both_policies(dots_saveable, save_only_these_names("attn"))
-        >>> policy == dots_saveable | save_only_these_names("attn")
-        True
-    """
-    return any_of(policy_1, policy_2)
+from remat.policies import _combined  # noqa: E402  # it needs what is above

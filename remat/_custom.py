@@ -1,0 +1,178 @@
+"""Functions that carry their own rule for what is kept of them, and for how the rest is made again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import ParamSpec
+
+from remat import _tree
+from remat._errors import shown
+from remat._names import keep
+from remat._remat import remat
+from remat.policies._policy import policy_around
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Slot(NamedTuple):
+    position: int
+
+
+class _Template:
+    """A tree with slots for its tensors."""
+
+    def __init__(self, tree: Any, tensors: list[Tensor]) -> None:
+        """`tensors`: those that have a place already; others are added."""
+        known = {id(t): i for i, t in enumerate(tensors)}
+        self.leaves, self._spec = _tree.flatten(tree)
+        for i, x in enumerate(self.leaves):
+            if isinstance(x, Tensor):
+                self.leaves[i] = _Slot(known.setdefault(id(x), len(tensors)))
+                if known[id(x)] == len(tensors):
+                    tensors.append(x)
+
+    def filled(self, tensors: Sequence[Any]) -> Any:
+        leaves = [tensors[x.position] if isinstance(x, _Slot) else x for x in self.leaves]
+        return _tree.unflatten(self._spec, leaves)
+
+
+class _Call:
+    """A call: where its tensors are among the inputs of its node, and the rest of what it is given and returns."""
+
+    def __init__(self, rules: Any, args: Sequence[Any], out: Any, residuals: Any, tensors: list[Tensor]) -> None:
+        """`tensors`: gets those of the arguments, then of the result, then of the residuals."""
+        self._rules = rules
+        self._args = [_Template(x, tensors) for x in args]
+        self._given = len(tensors)
+        self.out = _Template(out, tensors)
+        self.returned = slice(self._given, len(tensors))
+        self._residuals = _Template(residuals, tensors)
+        self._count = len(tensors)
+        held = {x.position for x in self._residuals.leaves if isinstance(x, _Slot)}
+        self._saved = sorted(held.union(range(self._given)))
+
+    def saved(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Arguments and residuals."""
+        return [tensors[i] for i in self._saved]
+
+    def backward(self, saved: Sequence[Tensor], cotangents: Sequence[Any]) -> list[Any]:
+        """The cotangents of the tensors. Those of results and residuals are no use: f_bwd gives those of arguments."""
+        tensors: list[Any] = [None] * self._count
+        for i, t in zip(self._saved, saved, strict=True):
+            tensors[i] = t
+        given = [*map(torch.zeros_like, tensors[: self._given]), *cotangents]
+        rules, args = self._rules, [x.filled(tensors) for x in self._args]
+        pair = rules.f_rem(self._residuals.filled(tensors), *args)
+        _, residuals = _checked(rules, "f_rem", pair, 2, "(out, residuals)")
+        grads = _checked(rules, "f_bwd", rules.f_bwd(residuals, self.out.filled(given)), len(args), "gradients")
+        found: list[Any] = [None] * len(tensors)
+        for template, grad in zip(self._args, grads, strict=True):
+            leaves = [None] * len(template.leaves) if grad is None else _tree.flatten(grad)[0]
+            if len(leaves) != len(template.leaves):
+                raise TypeError(f"{self._rules}: f_bwd must return gradients like the arguments; got {shown(grad)}.")
+            for x, g in zip(template.leaves, leaves, strict=True):
+                if isinstance(x, _Slot) and g is not None:
+                    found[x.position] = g if found[x.position] is None else found[x.position] + g
+        return found
+
+
+def _checked(rules: custom_remat[..., Any], rule: str, found: Any, n: int, what: str) -> Any:
+    if not isinstance(found, tuple) or len(found) != n:
+        raise TypeError(f"{rules}: {rule} must return a tuple of {n}, {what}; got {shown(found)}.")
+    return found
+
+
+class _Node(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.view_as(t) for t in tensors[call.returned])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        del output
+        ctx.call = inputs[0]
+        ctx.save_for_backward(*ctx.call.saved(inputs[1:]))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        return None, *ctx.call.backward(ctx.saved_tensors, cotangents)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+        return tuple(t.view_as(t) for t in tangents[ctx.call.returned])
+
+
+class custom_remat(Generic[P, R]):  # noqa: N801
+    """Give a function its own rule for what is kept of it, and for how the rest is made again.
+
+    A policy knows the ops and the names of a function. Its author may know more: a value that is small and saves much,
+    or a cheaper way to make the others again. In a function under `remat` the rules are followed. Elsewhere, and where
+    the forward runs under forward-mode AD or `functionalize`, `f` itself runs and is differentiated.
+
+    Without a policy nothing is kept: then `f_fwd` runs again, too. The rules get all their tensors as arguments: what
+    they capture gets no gradient.
+
+    **Arguments:**
+
+    - `f`: the function. It takes positional arguments: tensors, trees of tensors, and others.
+    - `f_fwd`: `f_fwd(policy, *args) -> (out, residuals)`, for the forward. The residuals are kept, whatever the policy
+      says; None keeps nothing. Policies are values: a rule can compare the one that it gets.
+    - `f_rem`: `f_rem(residuals, *args) -> (out, residuals_2)`, for the backward: what `f_bwd` needs. Its `out` is taken
+      for the sake of `jax.custom_remat`, and may be None: a result that is needed and not kept is made by `f_fwd`.
+    - `f_bwd`: `f_bwd(residuals_2, cotangents) -> gradients`: a tuple, with one for each argument, or None.
+
+    **Returns:** a function that computes what `f` computes.
+
+    **Raises:** `TypeError` for what can't be called, and where a rule returns something else.
+
+    **Source:** `jax.custom_remat`.
+
+    Examples:
+        >>> import torch
+        >>> from torch.func import grad
+        >>> from remat import custom_remat, policies, remat
+        >>> sin = custom_remat(
+        ...     torch.sin,
+        ...     lambda policy, x: (x.sin(), x.cos()),  # keeps the cosine
+        ...     lambda cos, x: (None, cos),
+        ...     lambda cos, g: (g * cos,),
+        ... )
+        >>> f = remat(lambda x: sin(sin(x)), policy=policies.nothing_saveable)
+        >>> grad(f)(torch.tensor(0.0))
+        tensor(1.)
+    """
+
+    def __init__(
+        self, f: Callable[P, R], f_fwd: Callable[..., Any], f_rem: Callable[..., Any], f_bwd: Callable[..., Any]
+    ) -> None:
+        for name, rule in {"f": f, "f_fwd": f_fwd, "f_rem": f_rem, "f_bwd": f_bwd}.items():
+            if not callable(rule):
+                raise TypeError(f"custom_remat: {name} must be a function; got {shown(rule)}.")
+        functools.update_wrapper(self, f, updated=())
+        self.f, self.f_fwd, self.f_rem, self.f_bwd = f, f_fwd, f_rem, f_bwd
+        # Under remat, what the residuals depend on has derivatives of every order, and its graph holds nothing.
+        self._forward = remat(lambda *args: _checked(self, "f_fwd", f_fwd(*args), 2, "(out, residuals)"))
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        policy = policy_around.get()
+        if policy is None:
+            return self.f(*args, **kwargs)
+        if kwargs:
+            raise TypeError(f"{self}: arguments are positional, as the rules take them; got {', '.join(kwargs)}=.")
+        out, residuals = self._forward(policy, *args)
+        keep(f"residual of {self}", residuals)
+        tensors: list[Tensor] = []
+        call = _Call(self, args, out, residuals, tensors)
+        results = _Node.apply(call, *tensors)
+        return call.out.filled([*(t.view_as(t) for t in tensors[: call.returned.start]), *results])
+
+    def __repr__(self) -> str:
+        return f"custom_remat({getattr(self.f, '__name__', repr(self.f))})"

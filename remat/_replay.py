@@ -1,0 +1,254 @@
+"""Reruns that are given what a policy has kept.
+
+An op whose value is kept returns it. An op that need not run again returns memory full of NaN: it is hollow. What reads
+such memory after all - an op that the forward did not have, the graph of a higher derivative - has it computed first.
+So a rerun with other ops takes longer, and its numbers are right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat._context import RandomState
+from remat._ops import FACTS, Layout, OpFacts, bytes_of, facts_of, flat, storages, tensors
+from remat._tape import Origin, Tape, origin_of
+from remat._values import CONSTANT, Changed, Content, Key, Op, Operand, OpMode, Value
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class Replay(OpMode):
+    """Gives the ops of a rerun their kept results, and skips those that need not run."""
+
+    def __init__(self, tape: Tape, last: bool, *, alone: bool = False) -> None:
+        """A rerun.
+
+        **Arguments:**
+
+        - `last`: whether no other rerun follows: then what is given back is kept no longer.
+        - `alone`: see `OpMode`.
+        """
+        super().__init__(alone)
+        tape.fetch()
+        self._tape = tape
+        self._last = last
+        self._times: dict[Op, int] = {}
+        """How often there was a call, by the first with its values."""
+        self._fills = False
+        self._held: dict[Value, Any] = {}
+        """The memory that skipped ops would have read."""
+        self._before: dict[int, RandomState] = {}
+        """By the number of a skipped op, the state of the generators that it would have drawn from."""
+
+    def __enter__(self) -> Any:
+        self._hooks = internals.saved_tensors_hooks()
+        return super().__enter__()
+
+    def stands_for(self, copy: Tensor, origin: Origin | None) -> None:
+        """The rerun is given a copy of a tensor, because the forward has written to it."""
+        raw = internals.innermost(copy)
+        with internals.DisableTorchFunction():
+            if origin is not None and origin == origin_of(raw, origin.value):
+                self._set(raw.untyped_storage(), origin.value)
+
+    def settle(self) -> None:
+        """Compute what the rerun's graph holds and was skipped. Called when the results are gone, and it is left."""
+        self._fill(self._contents.values())
+        self._contents.clear()
+        self._held.clear()
+
+    def _read(self, content: Content) -> None:
+        self._fill([content])
+
+    def _given_away(self, content: Content, key: Key) -> Value:
+        self._protect(content)
+        op = self._known(key)
+        return Value() if op is None else op.outputs[0]
+
+    def _outside(self, storage: Any) -> Value:
+        return self._tape.outside(storage) or Value()
+
+    def _known(self, key: Key) -> Op | None:
+        """The op of the forward with these values, None where there was none."""
+        op = self._tape.by_key.get(key)
+        if op is None:
+            return None
+        n = self._times.get(op, 0)
+        self._times[op] = n + 1
+        return op if n == 0 else op.others[n - 1] if n <= len(op.others) else None
+
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._fills:
+            return func(*args, **kwargs)
+        facts = FACTS.get(id(func)) or facts_of(func)
+        if facts.is_view:
+            if func is CONSTANT and (key := self._constant(args[0])) and (op := self._known(key)) is not None:
+                self._set(args[0].untyped_storage(), op.outputs[0])
+            return func(*args, **kwargs)
+        call = self._call(facts, args, kwargs)
+        if call is None:
+            return self._run(None, map(self._content, storages(tensors(args, kwargs))), facts, args, kwargs)
+        key, contents = call
+        op = self._known(key)
+        # The user's code may read what goes in and comes out: in hooks for what is saved, in the rules of a custom op,
+        # in memory that it has too.
+        is_exposed = facts.is_custom or internals.saved_tensors_hooks() != self._hooks
+        is_exposed |= self._shares and any(c.is_shared for c in contents)
+        if is_exposed:
+            self._fill(contents)
+        if op is None or op.runs:
+            return self._run(op, contents, facts, args, kwargs)
+        if op.is_view:
+            return func(*args, **kwargs)
+        kept = self._kept(op)
+        if is_exposed and len(kept) < len(op.values):
+            return self._run(op, contents, facts, args, kwargs)
+        return self._skip(op, kept, contents, facts.written(args, kwargs))
+
+    def _run(self, op: Op | None, reads: Iterable[Content], facts: OpFacts, args: Any, kwargs: Any) -> Any:
+        self._fill(reads)
+        changed = [*map(self._content, storages(facts.written(args, kwargs)))] if facts.writes else []
+        for content in changed:
+            self._protect(content)
+        out = facts.func(*args, **kwargs)
+        for i, content in enumerate(changed):
+            content.value = Value() if op is None else op.writes[i]
+        for t, value in () if op is None else zip(flat(out), op.outputs, strict=True):
+            if isinstance(value, Value):
+                self._set(t.untyped_storage(), value)
+        return out
+
+    def _kept(self, op: Op) -> dict[Value, Tensor]:
+        """The values of an op that were kept, and were not changed in place since."""
+        found: dict[Value, Tensor] = {}
+        for value in op.values:
+            kept = self._tape.kept.get(value)
+            if kept is not None and (tensor := kept.get()) is not None:
+                found[value] = tensor
+                if self._last and not op.facts.is_custom:  # it may talk to other processes: it runs once
+                    del self._tape.kept[value]
+        return found
+
+    def _skip(self, op: Op, kept: dict[Value, Tensor], reads: list[Content], changed: list[Tensor]) -> Any:
+        if len(kept) < len(op.values):
+            for content in reads:
+                if not content.hollow:
+                    self._hold(content, content.storage())
+        if op.after is not None:
+            self._before[op.values[0].op] = op.after.now()
+            op.after.put_back()
+        results = []
+        for x in op.outputs:
+            if isinstance(x, Value):
+                t = kept[x] if x in kept else _hollow(x)
+                self._set(t.untyped_storage(), x).hollow = x not in kept
+                results.append(t)
+            else:
+                results.append(changed[x.position] if isinstance(x, Changed) else x)
+        for t, value in zip(changed, op.writes, strict=True) if changed else ():
+            content = self._content(t.untyped_storage())
+            if value in kept:
+                self._protect(content)
+                bytes_of(t.untyped_storage()).copy_(bytes_of(kept[value].untyped_storage()))
+            content.value, content.hollow = value, value not in kept
+        return op.returns(results) if op.returns in (list, tuple) else results[0]
+
+    # What was skipped.
+
+    def _hold(self, content: Content, storage: Any) -> None:
+        content.held = content.value
+        self._held[content.value] = storage
+
+    def _protect(self, content: Content) -> None:
+        """The memory is about to be written to: for skipped ops that would have read it there is a copy."""
+        if content.held is not None:
+            self._held[content.held] = bytes_of(content.storage()).clone().untyped_storage()
+            content.held = None
+
+    def _fill(self, contents: Iterable[Content]) -> None:
+        """Compute what storages should contain."""
+        wanted = [c.value for c in contents if c.hollow and c.storage() is not None]
+        if not wanted:
+            return
+        self._fills = True
+        try:
+            self._fill_all(wanted)
+        finally:
+            self._fills = False
+
+    def _fill_all(self, wanted: list[Value]) -> None:
+        with internals.below_all_transforms(), internals.DisableTorchFunction(), internals.ops_of_remat():
+            computed = self._computed(wanted)
+            for content in self._contents.values():
+                if content.hollow and content.value in computed and (storage := content.storage()) is not None:
+                    self._protect(content)
+                    bytes_of(storage).copy_(bytes_of(computed[content.value]))
+                    content.hollow = False
+                    self._hold(content, storage)
+
+    def _computed(self, wanted: Iterable[Value]) -> dict[Value, Any]:
+        """The memory of values, and of those that they are computed from."""
+        numbers: set[int] = set()
+        todo = [*wanted]
+        while todo:
+            value = todo.pop()
+            if value not in self._held and value.op not in numbers:
+                numbers.add(value.op)
+                todo += self._tape.ops[value.op].reads
+        memory = self._held.copy()
+        for number in sorted(numbers):
+            _compute(self._tape.ops[number], memory, self._before.get(number))
+        return memory
+
+
+def _compute(op: Op, memory: dict[Value, Any], before: RandomState | None) -> None:
+    """Run an op that was skipped. `before`: the state of the generators that it draws from."""
+    given = {value: memory[value] for value in op.reads}
+    written = storages(op.facts.written(*_filled(op, given)))
+    given |= {v: bytes_of(s).clone().untyped_storage() for v, s in given.items() if s in written}
+    args, kwargs = _filled(op, given)
+    now = torch.get_default_dtype()
+    torch.set_default_dtype(op.dtype)
+    try:
+        with before.replayed() if before else _NOTHING, internals.without_autocast(), internals.views_resolved():
+            out = op.facts.func(*args, **kwargs)
+    finally:
+        torch.set_default_dtype(now)
+    memory |= {v: t.untyped_storage() for v, t in zip(op.outputs, flat(out), strict=True) if isinstance(v, Value)}
+    memory |= dict(zip(op.writes, storages(op.facts.written(args, kwargs)), strict=True))
+
+
+def _filled(op: Op, memory: dict[Value, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of an op."""
+    return [_from(x, memory) for x in op.args], {name: _from(x, memory) for name, x in op.kwargs.items()}
+
+
+def _from(x: Any, memory: dict[Value, Any]) -> Any:
+    if isinstance(x, Operand):
+        return Layout(*x[1:]).over(memory[x.value])
+    return [_from(i, memory) for i in x] if isinstance(x, tuple) else x
+
+
+@functools.cache
+def _conspicuous(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.nan
+    return True if dtype is torch.bool else torch.iinfo(dtype).max
+
+
+def _hollow(value: Value) -> Tensor:
+    """A tensor for a value that is not there."""
+    layout = value.layout
+    size, stride, offset, dtype, is_conj, is_neg = layout
+    full = torch.full(size, _conspicuous(dtype), dtype=dtype, device=value.device)
+    if full.stride() == stride and full.nbytes == value.nbytes and not is_conj and not is_neg:
+        return full
+    full = torch.full((-(-value.nbytes // dtype.itemsize),), _conspicuous(dtype), dtype=dtype, device=value.device)
+    return layout.flagged(full.as_strided(size, stride, offset))

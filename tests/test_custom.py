@@ -1,0 +1,184 @@
+"""`custom_remat`: functions with a rule of their own for what is kept."""
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from helpers import TRANSFORMS, CountOps, Fun, assert_same, leaf, numbers, plain
+from torch import Tensor
+from torch.func import grad, jvp, vmap
+
+from remat import custom_remat, remat, saved_residuals
+from remat.debug import LiveBytes
+from remat.policies import dots_saveable, everything_saveable, nothing_saveable, save_only_these_names
+
+SAVES_COS = save_only_these_names("cos")
+
+
+def sin_fwd(policy: Any, x: Tensor) -> Any:
+    return x.sin(), x.cos() if policy == SAVES_COS else None
+
+
+def sin_rem(cos: Any, x: Tensor) -> Any:
+    return None, x.cos() if cos is None else cos
+
+
+sin = custom_remat(torch.sin, sin_fwd, sin_rem, lambda cos, g: (g * cos,))
+
+
+def scores_of(q: Tensor, k: Tensor) -> Tensor:
+    return (q @ k.mT) / math.sqrt(q.shape[-1])
+
+
+def attention_plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores_of(q, k).softmax(-1) @ v
+
+
+def attention_fwd(policy: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    scores = scores_of(q, k)
+    lse = scores.logsumexp(-1, keepdim=True)
+    out = (scores - lse).exp() @ v
+    return out, (out, lse)
+
+
+def attention_rem(kept: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return kept[0], (*kept, q, k, v)
+
+
+def attention_bwd(kept: Any, g: Tensor) -> Any:
+    out, lse, q, k, v = kept
+    weights = (scores_of(q, k) - lse).exp()
+    of_scores = weights * (g @ v.mT - (g * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    return of_scores @ k, of_scores.mT @ q, weights.mT @ g
+
+
+attention = custom_remat(attention_plain, attention_fwd, attention_rem, attention_bwd)
+POLICIES = [None, nothing_saveable, everything_saveable, dots_saveable, SAVES_COS]
+each_policy = pytest.mark.parametrize("policy", POLICIES, ids=str)
+PROGRAMS: dict[str, tuple[Fun, Fun]] = {
+    "sines": (lambda x: sin(sin(x) * x), lambda x: (x.sin() * x).sin()),
+    "attention": (
+        lambda x: attention(x, x.cos(), x * 2).tanh() @ x,
+        lambda x: attention_plain(x, x.cos(), x * 2).tanh() @ x,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch.func.linearize
+@each_policy
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_same_as_the_function(program: str, transform: str, policy: Any) -> None:
+    if (program, transform) == ("attention", "backward over forward AD"):
+        pytest.skip("torch changes what the softmax has saved")
+    custom, expected = PROGRAMS[program]
+    x = numbers(3, 3)
+    run = TRANSFORMS[transform]
+    assert_same(run(remat(custom, policy=policy), x), run(expected, x), rounding=1e-9)
+    assert_same(
+        run(lambda x: remat(custom, policy=policy)(x.sin()).cos(), x),
+        run(lambda x: expected(x.sin()).cos(), x),
+        rounding=1e-9,
+    )
+
+
+def ops_again(policy: Any, fun: Fun, *names: str) -> list[int]:
+    x = leaf(numbers(3, 3))
+    out = remat(fun, policy=policy)(x).sum()
+    with CountOps() as ops:
+        out.backward()
+    return [ops[name] for name in names]
+
+
+def test_the_rule_says_what_is_kept() -> None:
+    """JAX's `test_remat_of_scan_funky_custom_jvp`, without the scan."""
+    twice = lambda x: sin(sin(x)) * 2  # noqa: E731
+    assert ops_again(SAVES_COS, twice, "sin", "cos") == [1, 0]  # the second call is given the first sine
+    assert ops_again(nothing_saveable, twice, "sin", "cos") == [1, 2]
+    assert ops_again(dots_saveable, twice, "sin", "cos") == [1, 2]
+
+
+@pytest.mark.parametrize("policy", [nothing_saveable, dots_saveable, everything_saveable], ids=str)
+def test_attention_keeps_its_result_and_log_sum_exp(policy: Any) -> None:
+    q, k, v = (leaf(numbers(64, 4, seed=i)) for i in range(3))
+    block = remat(lambda q, k, v: attention(q, k, v).sin(), policy=policy)
+    kept = [r.shape for r in saved_residuals(block, q, k, v) if r.computed]
+    assert sorted(kept) == [(64, 1), (64, 4)]
+    with LiveBytes() as meter:
+        out = block(q, k, v)
+        assert meter.current < 3 * q.nbytes  # the scores are 16 times as large
+    with CountOps() as ops:
+        out.sum().backward()
+    assert (ops["logsumexp"], ops["mm"]) == (0, 1 + 4)  # the scores, and the products of the derivative
+
+
+def test_elsewhere_the_function_itself_runs() -> None:
+    calls: list[str] = []
+    fun = custom_remat(lambda x: calls.append("f") or x.sin(), sin_fwd, sin_rem, sin.f_bwd)  # type: ignore[func-returns-value]
+    x = leaf(numbers(3))
+    fun(x).sum().backward()
+    grad(lambda x: fun(x).sum())(numbers(3))
+    jvp(remat(fun, policy=SAVES_COS), (numbers(3),), (numbers(3),))
+    with torch.no_grad():
+        remat(fun, policy=SAVES_COS)(x)
+    assert calls == ["f"] * 4
+    remat(fun, policy=SAVES_COS)(x)
+    assert calls == ["f"] * 4
+
+
+def test_trees_numbers_and_what_is_given_back() -> None:
+    def fwd(policy: Any, pair: Any, n: int, flag: Any) -> Any:
+        a, b = pair["a"], pair["b"]
+        return {"sum": a * n + b, "a": a}, (a, n)
+
+    def bwd(kept: Any, g: Any) -> Any:
+        return {"a": g["sum"] * kept[1] + g["a"], "b": g["sum"]}, None, None
+
+    fun = custom_remat(lambda pair, n, flag: fwd(None, pair, n, flag)[0], fwd, lambda kept, *args: (None, kept), bwd)
+
+    def program(decorate: Any, f: Any) -> Any:
+        def total(a: Tensor, b: Tensor) -> Tensor:
+            out = decorate(lambda a, b: f({"a": a.sin(), "b": b}, 3, None))(a, b)
+            return (out["sum"].exp() * out["a"]).sum()
+
+        return vmap(grad(total, argnums=(0, 1)))(numbers(2, 3), numbers(2, 3, seed=1))
+
+    for policy in (None, dots_saveable):
+        assert_same(program(remat(policy=policy), fun), program(plain, fun.f))
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ((None, sin_fwd, sin_rem, sin.f_bwd), "custom_remat: f must be a function; got NoneType None."),
+        ((torch.sin, sin_fwd, 3, sin.f_bwd), "custom_remat: f_rem must be a function; got int 3."),
+        (
+            (torch.sin, lambda policy, x: x, sin_rem, sin.f_bwd),
+            "custom_remat(sin): f_fwd must return a tuple of 2, (out, residuals); got a tensor",
+        ),
+        (
+            (torch.sin, sin_fwd, lambda kept, x: (1, 2, 3), sin.f_bwd),
+            "custom_remat(sin): f_rem must return a tuple of 2",
+        ),
+        (
+            (torch.sin, sin_fwd, sin_rem, lambda cos, g: g * cos),
+            "custom_remat(sin): f_bwd must return a tuple of 1, gradients; got a tensor",
+        ),
+        (
+            (torch.sin, sin_fwd, sin_rem, lambda cos, g: ([g, g],)),
+            "custom_remat(sin): f_bwd must return gradients like the arguments",
+        ),
+    ],
+)
+def test_rules_that_are_none(rules: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        remat(custom_remat(*rules), policy=nothing_saveable)(leaf(numbers(3))).sum().backward()
+
+
+def test_arguments_are_positional() -> None:
+    with pytest.raises(
+        TypeError, match=re.escape("custom_remat(sin): arguments are positional, as the rules take them; got input=.")
+    ):
+        remat(lambda x: sin(input=x), policy=nothing_saveable)(leaf(numbers(3)))
