@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -25,10 +25,17 @@ from remat._look import Look
 from remat._nested_mode import current_look
 from remat._primitive import attach
 from remat._static import StaticArguments, as_tuple
-from remat.policies import Policy, as_policy
+from remat.policies import CheckpointPolicy, Policy, as_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+F = TypeVar("F", bound=Callable[..., Any])
+
+PolicyLike: TypeAlias = (
+    Callable[..., CheckpointPolicy | bool] | list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any] | None
+)
+"""What `policy=` takes: a policy or a function like one, a collection of ops, or None."""
 
 plainly: ContextVar[bool] = ContextVar("remat_plainly", default=False)
 """True while functions under remat run without it, to list what they would save then."""
@@ -242,11 +249,29 @@ def _unknown(name: str) -> str:
     return f"remat() got an unexpected keyword argument {name!r}. {hint}"
 
 
+class _Module(Protocol[P, R_co]):
+    """A module, as type checkers see it: its call has the types of its `forward`."""
+
+    def forward(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+    def named_parameters(self) -> Any: ...
+
+
+class _Decorator(Protocol):
+    """What `remat` returns without a function."""
+
+    @overload
+    def __call__(self, fun: _Module[P, R], /) -> Remat[P, R]: ...
+
+    @overload
+    def __call__(self, fun: F, /) -> F: ...  # so a decorated method is a method
+
+
 @overload
 def remat(
-    fun: Callable[P, R],
+    fun: _Module[P, R],
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     preserve_rng_state: bool = True,
@@ -256,14 +281,26 @@ def remat(
 
 @overload
 def remat(
-    fun: None = None,
+    fun: F,
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     preserve_rng_state: bool = True,
     prevent_cse: Any = True,
-) -> Callable[[Callable[P, R]], Remat[P, R]]: ...
+) -> F: ...
+
+
+@overload
+def remat(
+    fun: None = None,
+    *,
+    policy: PolicyLike = None,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    preserve_rng_state: bool = True,
+    prevent_cse: Any = True,
+) -> _Decorator: ...
 
 
 def remat(
