@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PICTURES = {
+    "curvature": "curvature.png",
     "gpt": "gpt.png",
     "influence": "influence.png",
     "long_sequence": "long_sequence.png",
