@@ -104,7 +104,7 @@ def main() -> None:
     plain = make_loss(model, plainly)
     ways = {"no remat": grad(plain)}
     ways |= {f"chunks, no remat: {n}": accumulated(plain, n) for n in (2, 4, 8)}
-    ways |= {f"remat with policy: {name}": grad(make_loss(model, under(p))) for name, p in POLICIES.items()}
+    ways |= {f"remat, policy: {name}": grad(make_loss(model, under(p))) for name, p in POLICIES.items()}
     measured = compare(
         f"the gradient at {len(tokens)} pieces of text",
         {name: lambda way=way: way(params, tokens) for name, way in ways.items()},

@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
 PICTURES = {
@@ -48,3 +50,17 @@ def test_fsdp_example(tmp_path: Path) -> None:
     assert first[:2] == second[:2] == third[:2]  # the losses
     least, medium, most = (float(peak.removesuffix(" MiB")) for peak in (second[2], third[2], first[2]))
     assert least < medium < most
+
+
+def printed(notebook: nbformat.NotebookNode) -> list[str]:
+    outputs = (output for cell in notebook.cells for output in cell.get("outputs", ()))
+    return [line for output in outputs for line in output.get("text", "").splitlines()]
+
+
+def test_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(ROOT / "examples" / "tutorial.ipynb", 4)
+    shown = [line for line in printed(notebook) if "MiB" in line]
+    assert len(shown) > 5
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert [line for line in printed(notebook) if "MiB" in line] == shown, "run it again, and save it"
