@@ -29,7 +29,6 @@ from remat.policies import CheckpointPolicy, Policy, as_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
-R_co = TypeVar("R_co", covariant=True)
 F = TypeVar("F", bound=Callable[..., Any])
 
 PolicyLike: TypeAlias = (
@@ -249,34 +248,10 @@ def _unknown(name: str) -> str:
     return f"remat() got an unexpected keyword argument {name!r}. {hint}"
 
 
-class _Module(Protocol[P, R_co]):
-    """A module, as type checkers see it: its call has the types of its `forward`."""
-
-    def forward(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
-
-    def named_parameters(self) -> Any: ...
-
-
 class _Decorator(Protocol):
-    """What `remat` returns without a function."""
+    """What `remat` returns without a function. What it decorates keeps its type, so a method is a method."""
 
-    @overload
-    def __call__(self, fun: _Module[P, R], /) -> Remat[P, R]: ...
-
-    @overload
-    def __call__(self, fun: F, /) -> F: ...  # so a decorated method is a method
-
-
-@overload
-def remat(
-    fun: _Module[P, R],
-    *,
-    policy: PolicyLike = None,
-    static_argnums: int | Iterable[int] = (),
-    static_argnames: str | Iterable[str] = (),
-    preserve_rng_state: bool = True,
-    prevent_cse: Any = True,
-) -> Remat[P, R]: ...
+    def __call__(self, fun: F, /) -> F: ...
 
 
 @overload

@@ -64,8 +64,8 @@ assert_type(net.block(x), Tensor)
 assert_type(net.other(x), Tensor)
 assert_type(net.static(x), Tensor)
 assert_type(net.of_class(x), Tensor)
-assert_type(remat(net)(x), Tensor)
-assert_type(remat(policy=policies.nothing_saveable)(net)(x), Tensor)
+assert_type(remat(net), Net)  # a module keeps its type, too
+assert_type(remat(policy=policies.nothing_saveable)(net), Net)
 assert_type(remat(scaled, policy=keep_large)(x), Tensor)
 assert_type(remat_module(Net()), Net)
 grad(lambda x: net.forward(x).sum())(x)
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     net.other()  # type: ignore
     net.static(1)  # type: ignore
     net.of_class(1)  # type: ignore
-    remat(net)(1)  # type: ignore
+    remat(net).forward(1)  # type: ignore
     remat(3)  # type: ignore
     remat(layer, policy=3)  # type: ignore
     remat(layer, policy="dots_saveable")  # type: ignore
