@@ -110,7 +110,7 @@ def draw(model: CharTransformer, params: Params, tokens: Tensor) -> None:
             highest = max(m.peak / MIB, axes.get_ylim()[1] / 1.3 if way == "remat" else 0)
             axes.set_ylim(0, 1.3 * highest)  # room for the legend above the curves
         axes.set(title=name, xlabel="% of its ops", ylabel="live MiB", xlim=(0, 100))
-        axes.legend(loc="upper center", ncols=2)
+        axes.legend(loc="upper center", ncols=2, fontsize="small")
     figure.savefig("memory.png", dpi=100)
     console.print("vmap(grad): most of what is left is its result, a gradient for each sample.")
     console.print("jvp(grad): a Hessian-vector product. The memory over time: memory.png")
