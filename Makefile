@@ -11,54 +11,74 @@ export PIP_EXTRA_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 endif
 BENCHMARKS := tiny blocks transformer chain halving policies frontier random_draws compat_call hugging_face memory compiled
 
-.PHONY: demo test fuzz test-torch lint docs bench clean
+.PHONY: help demo test fuzz test-torch lint docs wheel bench clean
 
-demo: $(VENV)/ready  ## private training, with and without remat: under two minutes
-	OMP_WAIT_POLICY=passive $(BIN)/python examples/per_sample_gradients.py  # no spinning: fast on a busy machine too
+help:  ## what there is to make
+	@echo "usage: make TARGET, with Python 3.10 or later; CPU_ONLY=1 takes a torch without CUDA packages"
+	@sed -nE 's/^([a-z-]+):[^#]*##  *(.*)/  \1|\2/p' Makefile | column -t -s '|'
 
-test: $(VENV)/ready  ## the whole test suite, with the examples in the docstrings
+# The first thing that a target prints: what it is about to do.
+define SAY_DEMO
+The demo: a small language model is trained with clipped, noisy per-sample gradients. Then the
+memory and the time of one step are measured with and without remat. That takes one to three
+minutes, after torch, matplotlib and rich are installed in .venv, the first time. No root, no
+data to download, no GPU. The only new file is memory.png.
+endef
+export SAY_DEMO
+
+demo: say-demo $(VENV)/ready-demo  ## per-sample gradients with and without remat: one to three minutes
+	@# no spinning: fast on a busy machine too
+	@OMP_WAIT_POLICY=passive $(BIN)/python examples/per_sample_gradients.py
+
+.PHONY: say-demo
+say-demo:
+	@echo "$$SAY_DEMO"
+
+test: $(VENV)/ready-test  ## the whole test suite, with the examples in docstrings and pages: about eight minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2  # a core for each
 
-fuzz: $(VENV)/ready  ## random programs under random transforms: make fuzz N=20000
+fuzz: $(VENV)/ready-test  ## random programs under random transforms: make fuzz N=20000
 	REMAT_FUZZ_EXAMPLES=$(N) $(BIN)/python -m pytest tests/test_fuzz.py
 
-lint: $(VENV)/ready
+lint: $(VENV)/ready-test $(VENV)/ready-lint  ## ruff, mypy and pyright: under a minute
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(VENV)/ready-docs  ## the site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # mkdocs is kept below 2
 
-bench: $(VENV)/ready-peers  ## every benchmark in turn, then how the targets are met: under 15 minutes on 2 cores
+wheel: $(VENV)/ready-wheel  ## the wheel, into dist/, checked and tried in an environment of its own
+	rm -rf dist build
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv build/fresh
+	build/fresh/bin/python $(PIP_INSTALL) -c constraints.txt dist/*.whl
+	cd build && fresh/bin/python -I ../tests/run_readme.py ../README.md
+
+bench: $(VENV)/ready-bench  ## every benchmark in turn, then how the targets are met: under 15 minutes on 2 cores
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python bench/$$name.py; done
 	$(BIN)/python bench/check.py
 
-# Each stamp is renewed when what it installs may have changed.
-$(VENV)/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e ".[test,lint,examples,bench]"
-	touch $@
-
-$(VENV)/ready-docs: $(VENV)/ready
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e ".[docs]"
-	touch $@
-
-$(VENV)/ready-peers: $(VENV)/ready
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e ".[peers]"
-	touch $@
+# ready-EXTRA says that an extra of pyproject.toml is installed; it is renewed when what it installs may have changed.
+$(VENV)/ready-%: pyproject.toml constraints.txt
+	@echo "installing the extra '$*' in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e ".[$*]"
+	@touch $@
 
 # Another torch, in an environment of its own: make test-torch VERSION=2.14.1
 OTHER := .venv-torch-$(VERSION)
-test-torch: $(OTHER)/ready
+test-torch: $(OTHER)/ready  ## the tests on another torch: make test-torch VERSION=2.11.0
 	$(OTHER)/bin/python -m pytest
 
 $(OTHER)/ready: pyproject.toml constraints.txt
 	$(if $(VERSION),,$(error test-torch: say which torch, as in `make test-torch VERSION=2.14.1`))
 	$(PYTHON) -m venv $(OTHER)
 	sed 's/^torch==.*/torch==$(VERSION)/' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/python $(PIP_INSTALL) -c $(OTHER)/constraints.txt -e ".[test,examples]"
+	$(OTHER)/bin/python $(PIP_INSTALL) -c $(OTHER)/constraints.txt -e ".[test]"
 	touch $@
 
-clean:
-	rm -rf .venv* build dist site *.egg-info .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache memory.png
+clean:  ## what these targets have made
+	rm -rf .venv* build dist site *.egg-info .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache *.png

@@ -1,6 +1,7 @@
 """What the examples share: a meter, a table, and a loop whose memory grows as the logarithm of its steps."""
 
 import argparse
+import math
 import os
 import platform
 import time
@@ -56,21 +57,34 @@ class Measured:
 
 def measure(run: Callable[[], Any], times: int = 3) -> Measured:
     """Run it `times` times for the time, and once under the meter; 0 takes the time under the meter too."""
+    return measure_all({"": run}, times)[""]
 
-    def timed() -> tuple[float, Any]:
-        start = time.process_time()  # what else the machine does makes no difference
-        result = run()
-        return time.process_time() - start, result
 
-    seconds = [timed()[0] for _ in range(times)]
-    with LiveBytes() as meter:
-        metered, result = timed()
-    return Measured(result, min(seconds, default=metered), meter.peak, meter.history)
+def measure_all(ways: dict[str, Callable[[], Any]], times: int) -> dict[str, Measured]:
+    """As `measure`, the ways in turn, so that a busy minute of the machine is no way's alone."""
+
+    def seconds_of(run: Callable[[], Any]) -> float:
+        start = time.process_time()  # what else the machine does makes little difference
+        run()
+        return time.process_time() - start
+
+    seconds = dict.fromkeys(ways, math.inf)
+    for _ in range(times):
+        for name, run in ways.items():
+            seconds[name] = min(seconds[name], seconds_of(run))
+    measured = {}
+    for name, run in ways.items():
+        start = time.process_time()
+        with LiveBytes() as meter:
+            result = run()
+        least = seconds[name] if times else time.process_time() - start
+        measured[name] = Measured(result, least, meter.peak, meter.history)
+    return measured
 
 
 def compare(title: str, ways: dict[str, Callable[[], Any]], times: int = 3) -> dict[str, Measured]:
     """Measure several ways to the same result; print a table of them, each beside the first."""
-    measured = {name: measure(run, times) for name, run in ways.items()}
+    measured = measure_all(ways, times)
     first = next(iter(measured.values()))
     table = Table("", "peak memory", "", "CPU time", "", "differs by", title=title)
     for name, m in measured.items():
@@ -80,11 +94,32 @@ def compare(title: str, ways: dict[str, Callable[[], Any]], times: int = 3) -> d
             f"{m.peak / first.peak:.0%}",
             f"{m.seconds:.2f} s",
             f"{m.seconds / first.seconds:.2f}x",
-            f"{difference(first.result, m.result):.0e}",
+            f"{d:.0e}" if (d := difference(first.result, m.result)) else "0",
         )
     console.print(table)
     console.print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores")
     return measured
+
+
+def draw_frontier(axes: Any, measured: dict[str, Measured], what: str) -> None:
+    """Time against memory. Names "family: size" with the same family are joined by a line; the first is plain code."""
+    families: dict[str, list[tuple[str, Measured]]] = {}
+    for name, m in measured.items():
+        family, _, size = name.partition(": ")
+        families.setdefault(family, []).append((size, m))
+    first = next(iter(measured.values()))
+    for (family, members), marker in zip(families.items(), "sovD^P", strict=False):
+        x, y = [m.peak / MIB for _, m in members], [m.seconds / first.seconds for _, m in members]
+        axes.plot(x, y, marker=marker, label=family)
+        for (size, _), *at in zip(members, x, y, strict=True):
+            axes.annotate(size, at, xytext=(4, 4), textcoords="offset points", fontsize="small")
+    axes.axhline(1.7, color="gray", linewidth=0.8, linestyle=":")
+    axes.axvline(first.peak / MIB / 4, color="gray", linewidth=0.8, linestyle=":")
+    axes.set(title=what, xlabel="peak MiB (dotted: a quarter)", ylabel="CPU time, plain = 1 (dotted: 1.7)")
+    axes.set_xscale("log")
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.15)
+    axes.legend(fontsize="small")
 
 
 def difference(a: Any, b: Any) -> float:

@@ -3,8 +3,9 @@
 Some of scikit-learn's handwritten digits get a wrong label, and a network is trained on them. Which images does it
 owe its mistakes to? The influence of a training image z on the loss of clean images is -g_clean H^-1 g_z (Koh and
 Liang, arXiv:1703.04730): gradients g, and the Hessian H of the training loss. H^-1 g_clean comes from conjugate
-gradients, and these take only products with H, `jvp(grad(loss))`. Each one carries every activation and its tangent;
-under `remat`, those of one residual layer at a time, or of one chunk of the images.
+gradients, and these take only products with H, `jvp(grad(loss))`. Each one carries every activation and its tangent.
+The loss is a mean over images, so the first thing to try is chunks of them, each with a product of its own, without
+remat; under `remat`, only one residual layer's or one chunk's are kept.
 
     python examples/influence.py [--fast]
 """
@@ -13,7 +14,7 @@ from collections.abc import Callable
 
 import optree
 import torch
-from _common import MIB, compare, console, parser, progress
+from _common import Measured, compare, console, draw_frontier, parser, progress
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor
@@ -88,6 +89,24 @@ def hessian_vector_product(loss: Loss, params: Params, x: Tensor, labels: Tensor
     return product
 
 
+def accumulated(loss: Loss, chunks: int) -> Callable[..., Callable[[Params], Params]]:
+    """The product chunk by chunk, without remat: the loss is a mean over images, so each can be taken by itself."""
+
+    def make(params: Params, x: Tensor, labels: Tensor) -> Callable[[Params], Params]:
+        def product(vector: Params) -> Params:
+            total = None
+            for part in zip(x.chunk(chunks), labels.chunk(chunks), strict=True):
+                of_part = hessian_vector_product(loss, params, *part)(vector)
+                share = len(part[0]) / len(x)
+                of_part = {name: h * share for name, h in of_part.items()}
+                total = of_part if total is None else optree.tree_map(torch.add, total, of_part)
+            return total
+
+        return product
+
+    return make
+
+
 def dot(a: Params, b: Params) -> Tensor:
     return sum((a[name] * b[name]).sum() for name in a)
 
@@ -124,9 +143,9 @@ def harm(loss: Loss, params: Params, x: Tensor, labels: Tensor, direction: Param
     return -vmap(along)(x, labels)
 
 
-def draw(x: Tensor, labels: Tensor, truth: Tensor, order: Tensor, memory: dict[str, float]) -> None:
-    figure = Figure(figsize=(6.4, 10), layout="constrained")
-    images, curve, bars = figure.subfigures(3, 1, height_ratios=(1.2, 1, 0.7))
+def draw(x: Tensor, labels: Tensor, truth: Tensor, order: Tensor, measured: dict[str, Measured]) -> None:
+    figure = Figure(figsize=(6.4, 11), layout="constrained")
+    images, curve, frontier = figure.subfigures(3, 1, height_ratios=(1.2, 1, 1))
     images.suptitle("the most harmful images, with their labels")
     for i, ax in zip(order.tolist(), images.subplots(3, 6).flat, strict=False):
         ax.imshow(x[i].reshape(8, 8), cmap="gray_r")
@@ -140,17 +159,13 @@ def draw(x: Tensor, labels: Tensor, truth: Tensor, order: Tensor, memory: dict[s
     ax.plot([0, 100], [0, 100], linestyle=":", color="gray", label="by chance")
     ax.set(title="wrong labels found", xlabel="% of images looked at", ylabel="% of wrong labels")
     ax.legend()
-    ax = bars.subplots()
-    ax.bar_label(ax.barh(list(memory), list(memory.values())), fmt="%.1f", padding=3)
-    ax.invert_yaxis()
-    ax.margins(x=0.15)
-    ax.set(title="memory of a Hessian-vector product", xlabel="peak MiB")
+    draw_frontier(frontier.subplots(), measured, "one Hessian-vector product")
     figure.savefig("influence.png", dpi=100)
 
 
 def main() -> None:
     fast = parser("Influence functions on handwritten digits, with remat.").parse_args().fast
-    width, depth, steps, solver_steps, chunks, times = (16, 2, 3, 2, 4, 1) if fast else (64, 8, 120, 20, 8, 2)
+    width, depth, steps, solver_steps, times = (16, 2, 3, 2, 1) if fast else (192, 8, 120, 20, 3)
 
     torch.manual_seed(0)
     digits = load_digits()
@@ -175,20 +190,20 @@ def main() -> None:
     looked_at = wrong[order[: int(0.1 * len(x))]]
     console.print(f"among the 10% most harmful images are {looked_at.sum() / wrong.sum():.0%} of the wrong labels")
 
-    losses = {
-        "plain": make_loss(plainly),
-        "remat of layers": make_loss(remat),
-        "remat of chunks": make_loss(plainly, remat, chunks),
-        "remat of both": make_loss(remat, remat, chunks),
-    }
-    products = {name: hessian_vector_product(loss, params, x, labels) for name, loss in losses.items()}
+    def whole(loss: Loss) -> Callable[[Params], Params]:
+        return hessian_vector_product(loss, params, x, labels)
+
+    ways, sizes = {"plain": whole(make_loss(plainly)), "remat of layers": whole(make_loss(remat))}, (2, 4, 8)
+    ways |= {f"chunks, no remat: {n}": accumulated(make_loss(plainly), n)(params, x, labels) for n in sizes}
+    ways |= {f"remat of chunks: {n}": whole(make_loss(plainly, remat, n)) for n in sizes}
+    ways |= {f"chunks, remat of layers: {n}": accumulated(make_loss(remat), n)(params, x, labels) for n in sizes}
     measured = compare(
         f"one Hessian-vector product over {len(x)} images",
-        {name: lambda product=product: product(direction) for name, product in products.items()},
+        {name: lambda product=product: product(direction) for name, product in ways.items()},
         times,
     )
-    draw(x, labels, truth, order, {name: m.peak / MIB for name, m in measured.items()})
-    console.print("the most harmful images, what was found, and memory: influence.png")
+    draw(x, labels, truth, order, measured)
+    console.print("the most harmful images, what was found, and the frontier: influence.png")
 
 
 if __name__ == "__main__":

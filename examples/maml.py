@@ -3,7 +3,8 @@
 A task is to find a sine wave of unknown amplitude and phase from ten points. The learner starts from the same
 parameters for every task and takes 100 steps of gradient descent on its ten points. Meta-learning differentiates
 *through* those steps to find a start from which they work well (Finn et al., arXiv:1703.03400). So every inner
-step, itself a `torch.func.grad`, is kept for the outer one, unless `remat` computes it again.
+step, itself a `torch.func.grad`, is kept for the outer one. The first thing to try is fewer tasks at a time,
+`vmap(chunk_size=)`. With `remat` of segments of the loop, all tasks go at once, and one segment at a time is kept.
 
     python examples/maml.py [--fast]
 """
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 import optree
 import torch
-from _common import MIB, compare, console, measure, parser, progress, repeat
+from _common import Measured, compare, console, draw_frontier, parser, progress, repeat
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.func import grad, grad_and_value, vmap
@@ -70,11 +71,9 @@ def plain(step: Callable[[State], State], n: int) -> Callable[[State], State]:
     return loop
 
 
-def each(step: Callable[[State], State], n: int) -> Callable[[State], State]:
-    return plain(remat(step), n)
-
-
-LOOPS: dict[str, Loop] = {"plain": plain, "remat of each step": each, "remat, halved": repeat}
+def segments(length: int) -> Loop:
+    """The loop in pieces of `length` steps, each under remat."""
+    return lambda step, n: plain(remat(plain(step, length)), n // length)
 
 
 def task_loss(loop: Loop, steps: int) -> Callable[..., Tensor]:
@@ -94,7 +93,7 @@ def train(params: Params, inner: int, outer: int, batch: int) -> None:
     """Update `params` in place by `outer` steps of Adam, each on the clipped gradients of `batch` tasks."""
     leaves = optree.tree_leaves(params)
     optimizer = torch.optim.Adam(leaves, lr=0.03)
-    per_task = vmap(grad_and_value(task_loss(repeat, inner)), in_dims=(None, 0, 0, 0, 0))
+    per_task = vmap(grad_and_value(task_loss(segments(max(inner // 10, 1)), inner)), in_dims=(None, 0, 0, 0, 0))
     with progress() as bar:
         for _ in bar.track(range(outer), description="meta-training"):
             gradients, losses = per_task(params, *sample_tasks(batch))
@@ -113,14 +112,10 @@ def test(params: Params, inner: int, tasks: Tasks) -> float:
         return vmap(task_loss(plain, inner), in_dims=(None, 0, 0, 0, 0))(params, *tasks).mean().item()
 
 
-def draw(untrained: Params, trained: Params, inner: int, memory: dict[str, dict[int, float]]) -> None:
+def draw(untrained: Params, trained: Params, inner: int, measured: dict[str, Measured]) -> None:
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name, points in memory.items():
-        left.plot(points.keys(), points.values(), marker="o", label=name)
-    left.set(title="memory of one meta-gradient", xlabel="inner steps", ylabel="peak MiB", xlim=0, ylim=0)
-    left.legend()
-
+    draw_frontier(left, measured, f"meta-gradients through {inner} steps")
     x, y, _, _ = (t[0] for t in sample_tasks(1))
     xs = torch.linspace(-5, 5, 200)[:, None]
     for name, params, color in (("untrained start", untrained, "tab:gray"), ("learned start", trained, "tab:green")):
@@ -136,7 +131,8 @@ def draw(untrained: Params, trained: Params, inner: int, memory: dict[str, dict[
 
 def main() -> None:
     fast = parser("MAML through many inner steps, with remat.").parse_args().fast
-    inner, outer, batch = (6, 2, 4) if fast else (100, 20, 25)
+    inner, outer, batch, times = (6, 2, 4, 1) if fast else (100, 20, 25, 3)
+    lengths, chunk_sizes = ((1, 3), (2,)) if fast else ((25, 10, 5), (13, 7, 4))
 
     torch.set_num_threads(1)  # the tensors are small: a second thread would only wait
     torch.manual_seed(0)
@@ -147,21 +143,18 @@ def main() -> None:
     before, after = (test(params, inner, tasks) for params in (untrained, trained))
     console.print(f"error on new tasks after {inner} steps: {before:.3f} from an untrained start, {after:.3f} learned")
 
-    def meta_gradient(loop: Loop, steps: int) -> Callable[[], Params]:
-        per_task = vmap(grad(task_loss(loop, steps)), in_dims=(None, 0, 0, 0, 0))
+    def meta_gradient(loop: Loop, chunk_size: int | None = None) -> Callable[[], Params]:
+        each = grad(task_loss(loop, inner))
+        per_task = vmap(each, in_dims=(None, 0, 0, 0, 0), chunk_size=chunk_size)
         return lambda: per_task(trained, *tasks)
 
-    measured = compare(
-        f"meta-gradients of {batch} tasks through {inner} steps",
-        {name: meta_gradient(loop, inner) for name, loop in LOOPS.items()},
-        times=1,
-    )
-    memory = {name: {inner: m.peak / MIB} for name, m in measured.items()}
-    for steps in (inner // 2, inner // 5, 1):
-        for name, loop in LOOPS.items():
-            memory[name][steps] = measure(meta_gradient(loop, steps), times=1).peak / MIB
-    draw(untrained, trained, inner, memory)
-    console.print("memory against inner steps, and a new task: maml.png")
+    ways = {"plain": meta_gradient(plain)}
+    ways |= {f"tasks in chunks, no remat: {-(-batch // n)}": meta_gradient(plain, n) for n in chunk_sizes}
+    ways |= {f"remat of segments: {inner // n}": meta_gradient(segments(n)) for n in lengths}
+    ways |= {"remat, halved": meta_gradient(repeat)}
+    measured = compare(f"meta-gradients of {batch} tasks through {inner} steps", ways, times)
+    draw(untrained, trained, inner, measured)
+    console.print("the frontier, and a new task: maml.png")
 
 
 if __name__ == "__main__":

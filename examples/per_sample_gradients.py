@@ -1,12 +1,15 @@
-"""Train a small language model with differential privacy, in a fraction of the memory.
+"""Train a small language model as private training does, in a fraction of the memory.
 
 Private training (DP-SGD) needs the gradient of every sample by itself: each one is clipped, so that no sample
 can weigh more than any other, and noise is added to their sum, so that none can be read out of the model.
 `torch.func` computes all of them at once, `vmap(grad(loss))`, but keeps every activation alive to do so. With
 `remat` around each transformer block, only the inputs of the blocks are kept, and the rest is recomputed.
 
-The text is the Python language reference that comes with every Python (`pydoc_data.topics`). At the end, the
-memory of one step is measured with and without remat, in four kinds of derivative: see `memory.png`.
+The steps are those of DP-SGD, but nothing here does the privacy accounting: no epsilon is computed or claimed.
+
+The text is the Python language reference that comes with every Python (`pydoc_data.topics`). At the end, one step
+is measured with and without remat, in four kinds of derivative (`memory.png`), and the clipped sum of per-sample
+gradients is measured in chunks of samples too, which is the first thing to try (`per_sample_gradients.png`).
 
     python examples/per_sample_gradients.py [--fast]
 """
@@ -14,7 +17,7 @@ memory of one step is measured with and without remat, in four kinds of derivati
 from collections.abc import Callable
 
 import torch
-from _common import MIB, compare, console, parser, progress
+from _common import MIB, compare, console, draw_frontier, parser, progress
 from _transformer import CharTransformer, Params, Text, make_loss, parameters_of
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -23,6 +26,7 @@ from torch.func import grad, grad_and_value, jvp, vmap
 from remat import remat
 
 Loss = Callable[[Params, Tensor], Tensor]
+Run = Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]
 
 
 def plainly(block: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -32,13 +36,18 @@ def plainly(block: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 # ---------------------------------------------------------------- private training
 
 
-def private_gradient(per_sample: Params, clip: float, noise: float) -> Params:
-    """Clip each sample's gradient to norm `clip`, sum, add Gaussian noise of `noise * clip`, average."""
+def clipped_sum(per_sample: Params, clip: float) -> Params:
+    """Clip each sample's gradient to norm `clip`, and sum."""
     squares = [g.flatten(1).square().sum(1) for g in per_sample.values()]
-    norms = torch.stack(squares).sum(0).sqrt()  # (samples,)
-    weights = (clip / norms).clamp(max=1)
-    sums = {name: torch.einsum("s,s...->...", weights, g) for name, g in per_sample.items()}
-    return {name: (g + noise * clip * torch.randn_like(g)) / len(norms) for name, g in sums.items()}
+    weights = (clip / torch.stack(squares).sum(0).sqrt()).clamp(max=1)  # (samples,)
+    return {name: torch.einsum("s,s...->...", weights, g) for name, g in per_sample.items()}
+
+
+def private_gradient(per_sample: Params, clip: float, noise: float) -> Params:
+    """The clipped sum with Gaussian noise of `noise * clip`, divided by the number of samples."""
+    samples = len(next(iter(per_sample.values())))
+    sums = clipped_sum(per_sample, clip)
+    return {name: (g + noise * clip * torch.randn_like(g)) / samples for name, g in sums.items()}
 
 
 def train(model: CharTransformer, params: Params, text: Text, batch: int, steps: int) -> None:
@@ -98,16 +107,42 @@ def draw(model: CharTransformer, params: Params, tokens: Tensor) -> None:
             share = torch.linspace(0, 100, len(live))
             label = f"{way}: peak {m.peak / MIB:.0f} MiB"
             axes.fill_between(share, live, step="post", alpha=0.6, label=label)
-        axes.set(title=name, xlabel="% of its ops", ylabel="live MiB", xlim=(0, 100), ylim=0)
-        axes.legend()
+            highest = max(m.peak / MIB, axes.get_ylim()[1] / 1.3 if way == "remat" else 0)
+            axes.set_ylim(0, 1.3 * highest)  # room for the legend above the curves
+        axes.set(title=name, xlabel="% of its ops", ylabel="live MiB", xlim=(0, 100))
+        axes.legend(loc="upper center", ncols=2, fontsize="small")
     figure.savefig("memory.png", dpi=100)
     console.print("vmap(grad): most of what is left is its result, a gradient for each sample.")
     console.print("jvp(grad): a Hessian-vector product. The memory over time: memory.png")
 
 
+def draw_chunks(model: CharTransformer, params: Params, tokens: Tensor, times: int) -> None:
+    """The clipped sum, with all samples at once and in chunks; print a table and draw the frontier."""
+
+    def way(run: Run, chunks: int) -> Callable[[], Params]:
+        def run_it() -> Params:
+            total: Params = {}
+            for chunk in tokens.chunk(chunks):
+                part = clipped_sum(per_sample_gradients(make_loss(model, run), params, chunk), clip=1.0)
+                total = {name: g + total.get(name, 0) for name, g in part.items()}
+            return total
+
+        return run_it
+
+    sizes = 2, 4, 8
+    ways = {"plain": way(plainly, 1)}
+    ways |= {f"chunks, no remat: {n}": way(plainly, n) for n in sizes}
+    ways |= {f"chunks, remat: {n}": way(remat, n) for n in (1, *sizes)}
+    measured = compare(f"the clipped sum of {len(tokens)} gradients", ways, times)
+    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    draw_frontier(figure.subplots(), measured, "the clipped sum of per-sample gradients")
+    figure.savefig("per_sample_gradients.png", dpi=100)
+    console.print("Time against memory, in chunks of the samples: per_sample_gradients.png")
+
+
 def main() -> None:
-    fast = parser("Private training of a small transformer, with remat.").parse_args().fast
-    length, width, depth, batch, steps = (16, 16, 3, 8, 4) if fast else (64, 64, 8, 32, 200)
+    fast = parser("Clipped and noisy per-sample gradients for a small transformer, with remat.").parse_args().fast
+    length, width, depth, batch, steps, times = (16, 16, 3, 8, 4, 1) if fast else (128, 64, 8, 16, 100, 3)
 
     torch.manual_seed(0)
     text = Text()
@@ -119,7 +154,10 @@ def main() -> None:
     )
 
     train(model, params, text, batch, steps)
-    draw(model, params, text.sample(batch, length))
+    tokens = text.sample(batch, length)
+    draw(model, params, tokens)
+    draw_chunks(model, params, tokens, times)
+    console.print("No privacy accounting was done: these steps come with no epsilon.")
 
 
 if __name__ == "__main__":

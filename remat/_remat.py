@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -26,10 +26,16 @@ from remat._module import wrapped_twin
 from remat._nested_mode import current_look
 from remat._primitive import attach
 from remat._static import StaticArguments, as_tuple
-from remat.policies import Policy, as_policy
+from remat.policies import CheckpointPolicy, Policy, as_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+
+PolicyLike: TypeAlias = (
+    Callable[..., CheckpointPolicy | bool] | list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any] | None
+)
+"""What `policy=` takes: a policy or a function like one, a collection of ops, or None."""
 
 plainly: ContextVar[bool] = ContextVar("remat_plainly", default=False)
 """True while functions under remat run without it, to list what they would save then."""
@@ -236,28 +242,34 @@ def _unknown(name: str) -> str:
     return f"remat() got an unexpected keyword argument {name!r}. {hint}"
 
 
+class _Decorator(Protocol):
+    """What `remat` returns without a function. What it decorates keeps its type, so a method is a method."""
+
+    def __call__(self, fun: F, /) -> F: ...
+
+
 @overload
 def remat(
-    fun: Callable[P, R],
+    fun: F,
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     preserve_rng_state: bool = True,
     prevent_cse: Any = True,
-) -> Remat[P, R]: ...
+) -> F: ...
 
 
 @overload
 def remat(
     fun: None = None,
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     preserve_rng_state: bool = True,
     prevent_cse: Any = True,
-) -> Callable[[Callable[P, R]], Remat[P, R]]: ...
+) -> _Decorator: ...
 
 
 def remat(

@@ -1,6 +1,8 @@
 """The README and the pages: their Python runs, their links lead somewhere, their pictures say what they show."""
 
 import importlib
+import inspect
+import json
 import re
 import runpy
 import xml.etree.ElementTree as ET
@@ -59,6 +61,41 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / file).resolve() if file else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+CODE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@each_page
+def test_code_fits_on_a_narrow_page(page: Path) -> None:
+    wide = [line for block in CODE.findall(page.read_text()) for line in block.splitlines() if len(line) > 76]
+    assert not wide
+
+
+def test_code_of_the_tutorial_fits_on_a_narrow_page() -> None:
+    cells = json.loads((ROOT / "examples" / "tutorial.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert code
+    assert not [line for cell in code for line in cell.splitlines() if len(line) > 76]
+
+
+def test_the_front_page_has_the_version() -> None:
+    assert f"remat {remat.__version__} needs" in (DOCS / "index.md").read_text()
+
+
+def test_the_reference_shows_the_signature_of_remat() -> None:
+    shown = re.search(r"^```py\nremat\((.*?)\)\n```", (DOCS / "reference" / "remat.md").read_text(), re.M | re.S)
+    assert shown is not None
+    named = inspect.signature(remat.remat).parameters.values()
+    real = [f"{p.name}={p.default!r}" for p in named if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    assert re.findall(r"\w+=[^,\n]+(?=,)", shown[1]) == real
+
+
+def test_every_policy_is_described_in_the_reference() -> None:
+    listed = re.findall(
+        r"^::: remat\.policies\.(\w+)|^\| `(\w+)`", (DOCS / "reference" / "policies.md").read_text(), re.M
+    )
+    assert sorted(a or b for a, b in listed) == sorted(remat.policies.__all__)
 
 
 def test_every_picture_is_shown() -> None:

@@ -1,6 +1,8 @@
 """Each example runs, with `--fast`, as a user would run it, and draws its picture."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PICTURES = {
+    "curvature": "curvature.png",
     "gpt": "gpt.png",
     "influence": "influence.png",
     "long_sequence": "long_sequence.png",
@@ -47,3 +50,21 @@ def test_fsdp_example(tmp_path: Path) -> None:
     assert first[:2] == second[:2] == third[:2]  # the losses
     least, medium, most = (float(peak.removesuffix(" MiB")) for peak in (second[2], third[2], first[2]))
     assert least < medium < most
+
+
+def printed(notebook: Path) -> list[str]:
+    outputs = (output for cell in json.loads(notebook.read_text())["cells"] for output in cell.get("outputs", ()))
+    return [line for output in outputs for line in output.get("text", ())]
+
+
+def test_tutorial(tmp_path: Path) -> None:
+    """The saved notebook runs, and takes the memory that it shows."""
+    source = ROOT / "examples" / "tutorial.ipynb"
+    shutil.copy(source, tmp_path)
+    execute = [sys.executable, "-c", "from nbclient.cli import main; main()", "--inplace", "tutorial.ipynb"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(execute, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    shown, now = ([line for line in printed(file) if "MiB" in line] for file in (source, tmp_path / source.name))
+    assert len(shown) > 5
+    assert now == shown, "run the notebook again, and save it"

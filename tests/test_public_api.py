@@ -212,5 +212,5 @@ def test_a_missing_section_is_found() -> None:
 def test_each_name_is_in_the_reference(module: str, name: str) -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     thing = getattr(importlib.import_module(module), name)
-    shown = re.search(rf"^::: [\w.]+\.{name}$|[\[ ]{name}[,\]]", pages, re.MULTILINE)
+    shown = re.search(rf"^::: [\w.]+\.{name}$|[\[ ]{name}[,\]]|^\| `{name}` \|", pages, re.MULTILINE)
     assert shown or isinstance(thing, set), f"give {module}.{name} a place under docs/reference"
