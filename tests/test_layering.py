@@ -31,6 +31,7 @@ LAYERS = [
     {"_derived"},
     {"_primitive"},
     {"_remat"},
+    {"loops"},
     {"_inspect"},
     {"compat"},
     {"nn"},
