@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from math import comb
 from typing import Any, TypeVar
 
@@ -29,8 +29,8 @@ from remat.policies import as_policy
 from remat.random._keyed import resumed, running
 
 Carry = TypeVar("Carry")
-Body = Callable[[int, Any, list[Any]], tuple[Any, Any]]
-"""(number of the step, carry, its slice of each leaf of xs) -> (carry, y)."""
+Body = Callable[[int, Any, Any], tuple[Any, Any]]
+"""(number of the step, carry, its part of xs) -> (carry, y). x and y have a leading dimension of 1."""
 
 _MOST_REPEATS = 40
 """How often a step may be repeated. Reruns nest as deep, and torch's autograd changes threads at a depth of 60."""
@@ -78,24 +78,20 @@ def _checkpoints(who: str, n: int, k: int | None) -> int:
 
 
 def _loop(
-    who: str, user: Any, body: Body, n: int, init: Any, xs: list[Any], k: int, policy: Any, reverse: bool = False
+    who: str, user: Any, body: Body, n: int, init: Any, xs: Any, k: int, policy: Any, reverse: bool = False
 ) -> tuple[Any, Any]:
     """Run `body` n times, at least once, with k checkpoints. Returns the last carry, and all y joined.
 
     **Arguments:**
 
     - `user`: the user's own function, to name it in errors.
-    - `xs`: leaves with the steps as leading dimension, or None.
+    - `xs`: a tree of tensors with the steps as leading dimension, and None.
     - `reverse`: whether the steps take `xs` from the end.
     """
 
-    def segment(again: Any, start: int, n: int, k: int, carry: Any, xs: list[Any], outermost: bool = False) -> Any:
-        parts = _schedule(n, k)
-        sizes = [m for m, _ in parts]
-        pieces = [_split(x, sizes, reverse) for x in xs]
-        ys = []
-        for i, (m, slots) in enumerate(parts):
-            x = [piece[i] for piece in pieces]
+    def segment(again: Any, start: int, n: int, k: int, carry: Any, xs: Any, outermost: bool = False) -> Any:
+        parts, ys = _schedule(n, k), []
+        for (m, slots), x in zip(parts, _split(xs, [m for m, _ in parts], reverse), strict=True):
             if m > 1:
                 carry, y = again(again, start, m, slots, carry, x)
             elif slots or outermost:
@@ -111,10 +107,19 @@ def _loop(
     return segment(remat(segment), 0, n, k, init, xs, True)
 
 
-def _split(x: Any, sizes: list[int], reverse: bool) -> Sequence[Any]:
-    if x is None:
-        return [None] * len(sizes)
-    return x.split(sizes[::-1])[::-1] if reverse else x.split(sizes)
+def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with the results of `function` for its leaves. None stays."""
+    leaves, spec = _tree.flatten(tree)
+    return _tree.unflatten(spec, [None if x is None else function(x) for x in leaves])
+
+
+def _split(xs: Any, sizes: list[int], reverse: bool) -> list[Any]:
+    """`xs`, taken apart along the leading dimension."""
+    leaves, spec = _tree.flatten(xs)
+    sizes = sizes[::-1] if reverse else sizes
+    pieces = [[None] * len(sizes) if x is None else x.split(sizes) for x in leaves]
+    trees = [_tree.unflatten(spec, [piece[i] for piece in pieces]) for i in range(len(sizes))]
+    return trees[::-1] if reverse else trees
 
 
 def _joined(who: str, parts: list[Any], reverse: bool) -> Any:
@@ -122,14 +127,20 @@ def _joined(who: str, parts: list[Any], reverse: bool) -> Any:
     flat = [_tree.flatten(part) for part in parts]
     leaves, spec = flat[0]
     for others, other in flat[1:]:
-        if other != spec:
-            raise TypeError(f"{who}: y has another structure in another step: {spec} and {other}.")
+        if _differ(other, spec):
+            raise TypeError(f"{who}: y is {_structure(spec)} in one step, and {_structure(other)} in another.")
         for i, (a, b) in enumerate(zip(leaves, others, strict=True)):
             if _kind(a, 1) != _kind(b, 1):
                 one, another = _said(_kind(a, 1)), _said(_kind(b, 1))
                 raise TypeError(f"{who}: {_paths(spec, 'y')[i]} is {one} in one step, and {another} in another.")
     rows = zip(*(others for others, _ in (flat[::-1] if reverse else flat)), strict=True)
     return _tree.unflatten(spec, [row[0] if row[0] is None or len(row) == 1 else torch.cat(row) for row in rows])
+
+
+def _row(y: Any) -> Tensor:
+    if not isinstance(y, (Tensor, bool, int, float, complex)):
+        raise TypeError(f"remat.scan: the leaves of y must be tensors, numbers and None; got {shown(y)}.")
+    return torch.as_tensor(y)[None]
 
 
 # What is checked.
@@ -148,6 +159,14 @@ def _paths(spec: _tree.PyTreeSpec, root: str) -> list[str]:
     return [accessor.codify(root) for accessor in spec.accessors()]
 
 
+def _differ(one: _tree.PyTreeSpec, other: _tree.PyTreeSpec) -> bool:
+    return not _compile.tracing() and one != other  # dynamo can't compare them
+
+
+def _structure(spec: _tree.PyTreeSpec) -> str:
+    return str(spec).removeprefix("PyTreeSpec(").removesuffix(", NoneIsLeaf, namespace='torch')")
+
+
 def _carry_check(who: str, what: str, init: Any) -> Callable[[Any], None]:
     """A function that checks a carry that the body returns. `what`: what the body is called. It holds no tensor."""
     leaves, spec = _tree.flatten(init)
@@ -156,8 +175,9 @@ def _carry_check(who: str, what: str, init: Any) -> Callable[[Any], None]:
 
     def check(carry: Any) -> None:
         found, other = _tree.flatten(carry)
-        if other != spec:
-            raise TypeError(f"{who}: {what} must return a carry of the structure of init, {spec}; got {other}.")
+        if _differ(other, spec):
+            wanted, got = _structure(spec), _structure(other)
+            raise TypeError(f"{who}: {what} must return a carry of the structure of init, {wanted}; got {got}.")
         for i, (kind, leaf) in enumerate(zip(kinds, found, strict=True)):
             if _kind(leaf) != kind:
                 path = _paths(spec, "carry")[i]
@@ -186,30 +206,32 @@ def _as_int(who: str, name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except (TypeError, RuntimeError):  # torch's, for a tensor that a vmap maps over
-        raise TypeError(
-            f"{who}: {name} must be an int; got {shown(value)}. For a number of steps that differs from one element "
-            "of a batch to another, write remat.while_loop."
-        ) from None
+        hint = "For as many steps as a tensor says, write remat.while_loop." if isinstance(value, Tensor) else ""
+        raise TypeError(f"{who}: {name} must be an int; got {shown(value)}. {hint}".rstrip()) from None
 
 
-def _steps(xs: Any, length: Any) -> tuple[int, list[Any], _tree.PyTreeSpec]:
-    """How many steps a scan has, and the leaves and structure of `xs`."""
+def _steps(xs: Any, length: Any) -> int:
+    """How many steps a scan has."""
     n = None if length is None else _as_int("remat.scan", "length", length)
     if n is not None and n < 0:
         raise ValueError(f"remat.scan: length must not be negative; got {n}.")
     leaves, spec = _tree.flatten(xs)
-    first = "length"
-    for path, x in zip(_paths(spec, "xs"), leaves, strict=True):
+    first: int | None = None
+
+    def path(i: int | None) -> str:
+        return "length" if i is None else _paths(spec, "xs")[i]
+
+    for i, x in enumerate(leaves):
         if x is None:
             continue
         if not isinstance(x, Tensor) or x.dim() == 0:
-            raise TypeError(f"remat.scan: {path} must be a tensor with the steps as leading dimension; got {shown(x)}.")
+            raise TypeError(f"remat.scan: {path(i)} must be a tensor, its leading dimension the steps; got {shown(x)}.")
         if n is not None and x.shape[0] != n:
-            raise ValueError(f"remat.scan: {first} says {n} steps, but {path} has {x.shape[0]}.")
-        n, first = x.shape[0], path
+            raise ValueError(f"remat.scan: {path(first)} says {n} steps, but {path(i)} has {x.shape[0]}.")
+        n, first = x.shape[0], i
     if n is None:
         raise ValueError("remat.scan: how many steps? Give xs, or length.")
-    return n, leaves, spec
+    return n
 
 
 @contextlib.contextmanager
@@ -293,25 +315,22 @@ def scan(
     """
     who = "remat.scan"
     _check_options(who, checkpoints, policy, f=f)
-    n, leaves, spec = _steps(xs, length)
+    n = _steps(xs, length)
     check = _carry_check(who, "f", init)
 
-    def step(_: int, carry: Any, slices: list[Any]) -> tuple[Any, Any]:
-        x = _tree.unflatten(spec, [None if s is None else s[0] for s in slices])
-        out = f(carry, x)
+    def step(_: int, carry: Any, x: Any) -> tuple[Any, Any]:
+        out = f(carry, _map(lambda t: t[0], x))
         if not isinstance(out, (tuple, list)) or len(out) != 2:
             raise TypeError(f"{who}: f must return a pair, (carry, y); got {shown(out)}.")
         carry, y = out
         check(carry)
-        found, structure = _tree.flatten(y)
-        return carry, _tree.unflatten(structure, [None if t is None else torch.as_tensor(t)[None] for t in found])
+        return carry, _map(_row, y)
 
-    if n == 0:  # y's structure is that of a step, and of no step
+    if n == 0:  # y is as that of a step, with no rows
         with _trial(who, (init, xs)):
-            _, y = step(0, init, [None if t is None else t.new_zeros(1, *t.shape[1:]) for t in leaves])
-        found, structure = _tree.flatten(y)
-        return init, _tree.unflatten(structure, [None if t is None else t.new_empty(0, *t.shape[1:]) for t in found])
-    return _loop(who, f, step, n, init, leaves, _checkpoints(who, n, checkpoints), policy, bool(reverse))
+            _, y = step(0, init, _map(lambda t: t.new_zeros(1, *t.shape[1:]), xs))
+        return init, _map(lambda t: t.new_empty(0, *t.shape[1:]), y)
+    return _loop(who, f, step, n, init, xs, _checkpoints(who, n, checkpoints), policy, bool(reverse))
 
 
 def fori_loop(
@@ -358,14 +377,14 @@ def fori_loop(
     n = max(_as_int(who, "upper", upper) - first, 0)
     check = _carry_check(who, "body_fun", init_val)
 
-    def step(i: int, carry: Any, _: list[Any]) -> tuple[Any, Any]:
+    def step(i: int, carry: Any, _: None) -> tuple[Any, Any]:
         carry = body_fun(first + i, carry)
         check(carry)
         return carry, None
 
     if n == 0:
         return init_val
-    value: Carry = _loop(who, body_fun, step, n, init_val, [], _checkpoints(who, n, checkpoints), policy)[0]
+    value: Carry = _loop(who, body_fun, step, n, init_val, None, _checkpoints(who, n, checkpoints), policy)[0]
     return value
 
 
@@ -415,6 +434,7 @@ def while_loop(
     _check_options(who, checkpoints, policy, cond_fun=cond_fun, body_fun=body_fun)
     check = _carry_check(who, "body_fun", init_val)
     leaves, spec = _tree.flatten(init_val)
+    body = remat(body_fun, policy=policy) if _compile.tracing() else body_fun
     start = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
 
     def condition(carry: Any) -> tuple[Any, bool, bool]:
@@ -443,7 +463,7 @@ def while_loop(
         if is_batched:
             old, _ = _tree.flatten(carry)
             carry = _tree.unflatten(spec, select(holds, old, start))  # the body may not be defined where it is done
-        new = body_fun(carry)
+        new = body(carry)
         check(new)
         return _tree.unflatten(spec, select(holds, _tree.flatten(new)[0], old)) if is_batched else new
 
@@ -456,16 +476,16 @@ def while_loop(
                 return carry, n, ever_batched
             carry, n, ever_batched = advance(holds, is_batched, carry), n + 1, ever_batched or is_batched
 
-    if not torch.is_grad_enabled():
+    if _compile.tracing() or not torch.is_grad_enabled():
         return run()[0]
     with _trial(who, init_val):
         _, n, ever_batched = run()
 
-    def step(_: int, carry: Any, __: list[Any]) -> tuple[Any, Any]:
+    def step(_: int, carry: Any, __: None) -> tuple[Any, Any]:
         holds, is_batched, _ = condition(carry) if ever_batched else (True, False, True)
         return advance(holds, is_batched, carry), None
 
     if n == 0:
         return init_val
-    value: Carry = _loop(who, body_fun, step, n, init_val, [], _checkpoints(who, n, checkpoints), policy)[0]
+    value: Carry = _loop(who, body_fun, step, n, init_val, None, _checkpoints(who, n, checkpoints), policy)[0]
     return value
