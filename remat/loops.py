@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import comb
 from typing import Any, TypeVar
 
@@ -435,7 +435,7 @@ def while_loop(
     check = _carry_check(who, "body_fun", init_val)
     leaves, spec = _tree.flatten(init_val)
     body = remat(body_fun, policy=policy) if _compile.tracing() else body_fun
-    start = [t.detach() if isinstance(t, Tensor) else t for t in leaves]
+    start = tuple(t.detach() if isinstance(t, Tensor) else t for t in leaves)  # in a cell: frozen
 
     def condition(carry: Any) -> tuple[Any, bool, bool]:
         """The condition, whether a vmap maps over it, and whether it holds for any element."""
@@ -444,11 +444,12 @@ def while_loop(
             return holds, False, bool(holds)
         if holds.shape:
             raise TypeError(f"{who}: cond_fun must return a bool or a tensor without dimensions; got {shown(holds)}.")
-        with internals.DisableTorchFunction():
+        with internals.DisableTorchFunction():  # it is the loop that asks, and not the user's function
             every = internals.innermost(holds)
-            return (holds != 0, True, bool(every.any())) if every.dim() else (holds, False, bool(holds))
+            is_batched, goes_on = every.dim() > 0, bool(every.any())
+        return (holds != 0 if is_batched else holds), is_batched, goes_on
 
-    def select(holds: Any, new: list[Any], old: list[Any]) -> list[Any]:
+    def select(holds: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
         """`new` for the elements of a batch that go on, `old` for those that are done."""
         for i, leaf in enumerate(old):
             if not isinstance(leaf, (Tensor, type(None))):
