@@ -580,3 +580,13 @@ def test_a_rerun_that_differs_names_the_body() -> None:
     flags[0] = False
     with pytest.raises(remat.CheckpointError, match=r"rerun of remat.fori_loop\(test_a_rerun.*body\) differs"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp", "grad(jvp)", "jvp(grad)", "vmap(grad)"])
+def test_a_constant_in_a_closure_of_a_loop_in_a_function_under_remat(transform: str) -> None:
+    def fun(of: Any) -> Callable[[Tensor], Tensor]:
+        weight = numbers(3, 3) / 3  # the segments are given the body, and the body has it in a cell
+        return lambda x: of.fori_loop(0, 3, lambda i, h: torch.tanh(h @ weight), x, checkpoints=1)
+
+    x = numbers(3, 3)
+    assert_same(TRANSFORMS[transform](remat.remat(fun(remat)), x), TRANSFORMS[transform](fun(Plain), x))
