@@ -9,7 +9,7 @@ N ?= 20000
 ifdef CPU_ONLY
 export PIP_EXTRA_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 endif
-BENCHMARKS := tiny blocks transformer chain halving policies frontier random_draws compat_call hugging_face memory compiled
+BENCHMARKS := tiny blocks transformer chain halving loops policies frontier random_draws compat_call hugging_face memory compiled
 
 .PHONY: help demo test fuzz test-torch lint docs wheel bench clean
 

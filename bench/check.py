@@ -70,6 +70,13 @@ TARGETS: dict[str, dict[str, float]] = {
         for setting in (".backward()", "grad")
         for ratio in ("peak / (log2(n) + 4) activations", "forward ops / (n (log2(n) + 1))")
     },
+    "loops": {
+        f"{setting}, checkpoints={k}: {ratio}": 1.0
+        for setting, ks in {".backward()": (140, 38), "grad": (38,), "vmap(grad)": (38,)}.items()
+        for k in ks
+        for ratio in ("peak / (k + 3 carries + one step)", "runs / (revolve + 1)")
+    }
+    | {f"checkpoints={k}: time / the schedule's arithmetic": 1.3 for k in ("k", "few")},
     "policies": {
         f"{setting}: {ratio}": target
         for setting in (".backward()", "grad")

@@ -1,4 +1,4 @@
-"""What the examples share: a meter, a table, and a loop whose memory grows as the logarithm of its steps."""
+"""What the examples share: a meter and a table."""
 
 import argparse
 import math
@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from remat import remat
 from remat.debug import LiveBytes
 
 MIB = 2**20
@@ -31,18 +30,6 @@ def parser(description: str) -> argparse.ArgumentParser:
 def progress() -> Progress:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(*columns, console=console)
-
-
-def repeat(step: Callable[[Any], Any], n: int) -> Callable[[Any], Any]:
-    """`step` n times, halved and halved again, with each first half under remat.
-
-    Between forward and backward only about log2(n) states are held at a time. Each state is computed about
-    log2(n) / 2 times more.
-    """
-    if n == 1:
-        return step
-    first, second = remat(repeat(step, n // 2)), repeat(step, n - n // 2)
-    return lambda state: second(first(state))
 
 
 @dataclass(frozen=True)
@@ -90,7 +77,7 @@ def compare(title: str, ways: dict[str, Callable[[], Any]], times: int = 3) -> d
     for name, m in measured.items():
         table.add_row(
             name,
-            f"{m.peak / MIB:.1f} MiB",
+            f"{m.peak / MIB:.1f} MiB" if m.peak > MIB / 10 else f"{m.peak / 1024:.1f} KiB",
             f"{m.peak / first.peak:.0%}",
             f"{m.seconds:.2f} s",
             f"{m.seconds / first.seconds:.2f}x",

@@ -2,28 +2,28 @@
 
 Pendulums swing, and are seen with noise. A small network is to become the force, a = F(q), such that trajectories of
 10,000 steps under it pass through what was seen. The longer a trajectory, the more it tells, as a small error of the
-force adds up to a large one of the phase. But autograd keeps every step. With `remat` it keeps
-
-- the states between segments of 100 steps, and one segment at a time;
-- or, with the segments halved and halved again, a number of states that grows as the logarithm of the steps.
+force adds up to a large one of the phase. But autograd keeps every step. `remat.fori_loop` keeps as many states as you
+say: the fewer, the more often it runs each step again.
 
     python examples/long_sequence.py [--fast]
 """
 
 from collections.abc import Callable
+from math import comb
 
 import torch
-from _common import MIB, compare, console, parser, progress, repeat
+from _common import Measured, compare, console, parser, progress
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.func import grad, grad_and_value
 
-from remat import remat
+import remat
 
 Params = tuple[Tensor, Tensor, Tensor]
 Kick = Callable[[Tensor, Tensor], Tensor]  # q, v -> v one step later
 DT = 0.01  # seconds per step
 SEGMENT = 100  # steps from one observation to the next
+KNOB = [140, 38, 14, 8]  # states that are kept, of 10,000
 ANGLES = torch.linspace(0.3, 2.4, 8)[:, None]  # where the pendulums start, at rest
 
 
@@ -41,59 +41,51 @@ def network(params: Params, q: Tensor, v: Tensor) -> Tensor:
 
 
 def leapfrog(kick: Kick, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Angles and velocities (pendulums, 1) one segment later."""
-    for _ in range(SEGMENT):
-        v = kick(q, v)
-        q = torch.add(q, v, alpha=DT)
-    return q, v
+    """Angles and velocities (pendulums, 1) one step later."""
+    v = kick(q, v)
+    return torch.add(q, v, alpha=DT), v
 
 
 def observe(segments: int, noise: float) -> Tensor:
     """Angles (segments, pendulums, 1) of real pendulums, each at the end of a segment."""
     q, v, seen = ANGLES, torch.zeros_like(ANGLES), []
     for _ in range(segments):
-        q, v = leapfrog(pendulum, q, v)
+        for _ in range(SEGMENT):
+            q, v = leapfrog(pendulum, q, v)
         seen.append(q + noise * torch.randn_like(q))
     return torch.stack(seen)
 
 
-# ---------------------------------------------------------------- the loss, three ways
+# ---------------------------------------------------------------- the loss
 
-State = tuple[Params, Tensor, Tensor, Tensor, int]  # parameters, q, v, the error so far, the number of the segment
-Segment = Callable[[State], State]
-
-
-def plain(segment: Segment, n: int) -> Segment:
-    def run(state: State) -> State:
-        for _ in range(n):
-            state = segment(state)
-        return state
-
-    return run
+State = tuple[Tensor, Tensor, Tensor]  # q, v, the error so far
+Step = Callable[[int, State], State]
+Loop = Callable[[int, Step, State], State]
 
 
-def segments(segment: Segment, n: int) -> Segment:
-    return plain(remat(segment), n)
+def plain(n: int, step: Step, state: State) -> State:
+    for i in range(n):
+        state = step(i, state)
+    return state
 
 
-LOOPS: dict[str, Callable[[Segment, int], Segment]] = {
-    "plain": plain,
-    "remat of segments": segments,
-    "remat, halved": lambda segment, n: repeat(segments(segment, 4), n // 4),
-}
+def with_checkpoints(k: int | None = None) -> Loop:
+    return lambda n, step, state: remat.fori_loop(0, n, step, state, checkpoints=k)
 
 
-def make_loss(loop: Callable[[Segment, int], Segment], seen: Tensor) -> Callable[[Params], Tensor]:
+def make_loss(loop: Loop, seen: Tensor) -> Callable[[Params], Tensor]:
     """The mean square of (angle - seen angle)."""
 
-    def segment(state: State) -> State:
-        params, q, v, error, k = state
-        q, v = leapfrog(lambda q, v: network(params, q, v), q, v)
-        return params, q, v, error + (q - seen[k]).square().mean() / len(seen), k + 1
-
     def loss(params: Params) -> Tensor:
-        begin = params, ANGLES, torch.zeros_like(ANGLES), torch.zeros(()), 0
-        return loop(segment, len(seen))(begin)[3]
+        def step(i: int, state: State) -> State:
+            q, v, error = state
+            q, v = leapfrog(lambda q, v: network(params, q, v), q, v)
+            if (i + 1) % SEGMENT == 0:
+                error = error + (q - seen[i // SEGMENT]).square().mean() / len(seen)
+            return q, v, error
+
+        begin = ANGLES, torch.zeros_like(ANGLES), torch.zeros(())
+        return loop(len(seen) * SEGMENT, step, begin)[2]
 
     return loss
 
@@ -104,7 +96,7 @@ def make_loss(loop: Callable[[Segment, int], Segment], seen: Tensor) -> Callable
 def fit(params: Params, seen: Tensor, evaluations: int) -> Params:
     """Improve the parameters by L-BFGS."""
     leaves = [p.clone() for p in params]
-    step = grad_and_value(make_loss(segments if len(seen) > 10 else plain, seen))  # short ones need no remat
+    step = grad_and_value(make_loss(with_checkpoints() if len(seen) > 10 else plain, seen))  # short ones need no remat
     optimizer = torch.optim.LBFGS(
         leaves,
         max_iter=evaluations,
@@ -129,9 +121,15 @@ def fit(params: Params, seen: Tensor, evaluations: int) -> Params:
     return tuple(leaves)
 
 
-def draw(forces: dict[str, Params], histories: dict[str, list[tuple[float, int]]]) -> None:
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+def runs(n: int, k: int) -> float:
+    """How often each of n steps runs with k checkpoints, forward and backward together: the schedule of revolve."""
+    r = next(r for r in range(n) if n <= comb(k + r, k))
+    return 1 + r - comb(k + r, k + 1) / n
+
+
+def draw(forces: dict[str, Params], plain: Measured, measured: dict[int, Measured], n: int) -> None:
+    figure = Figure(figsize=(15, 4), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
     q = torch.linspace(-2.4, 2.4, 100)[:, None]
     rest = torch.zeros_like(q)
     left.plot(q, pendulum(q, rest) / DT, color="black", label="the pendulum")
@@ -139,12 +137,21 @@ def draw(forces: dict[str, Params], histories: dict[str, list[tuple[float, int]]
         left.plot(q, network(params, q, rest) / DT, linestyle="--", label=name)
     left.set(title="the force", xlabel="angle", ylabel="angular acceleration")
     left.legend()
-    for name, history in histories.items():
-        _, live = zip(*history, strict=True)
+
+    for name, m in {"plain": plain, **{f"{k} checkpoints": m for k, m in measured.items()}}.items():
+        _, live = zip(*m.history, strict=True)
         share = torch.linspace(0, 100, len(live))
-        right.plot(share, [max(b, 1) / MIB for b in live], label=name)
-    right.set(title="memory over one gradient", xlabel="% of its ops", ylabel="live MiB", xlim=(0, 100))
-    right.set(yscale="log", ylim=1e-3)
+        middle.plot(share, [max(b, 1) / 1024 for b in live], label=name)
+    middle.set(title="memory over one gradient", xlabel="% of its ops", ylabel="live KiB", xlim=(0, 100))
+    middle.set(yscale="log", ylim=1)
+    middle.legend()
+
+    ks = range(min(measured), max(measured) + 1)
+    right.plot(ks, [runs(n, k) for k in ks], "k--", label="runs of each step, in theory")
+    right.plot(measured.keys(), [m.seconds / plain.seconds for m in measured.values()], "o-", label="CPU time / plain")
+    right.set(title=f"{n:,} steps", xlabel="checkpoints", xscale="log", ylim=0)
+    right.set_xticks(list(measured), [str(k) for k in measured])
+    right.minorticks_off()
     right.legend()
     figure.savefig("long_sequence.png", dpi=100)
 
@@ -165,13 +172,15 @@ def main() -> None:
             error = make_loss(plain, seen)(params)
         console.print(f"the force {name}: mean square error {error:.4f} over all {long * SEGMENT:,} steps")
 
-    measured = compare(
+    knob = [28, 9, 5] if fast else KNOB
+    loops = {"plain": plain} | {f"remat, {k} checkpoints": with_checkpoints(k) for k in knob}
+    first, *others = compare(
         f"the gradient of {long * SEGMENT:,} steps",
-        {name: lambda loop=loop: grad(make_loss(loop, seen))(params) for name, loop in LOOPS.items()},
+        {name: lambda loop=loop: grad(make_loss(loop, seen))(params) for name, loop in loops.items()},
         times=0,
-    )
-    draw(forces, {name: m.history for name, m in measured.items()})
-    console.print("the force and the memory: long_sequence.png")
+    ).values()
+    draw(forces, first, dict(zip(knob, others, strict=True)), long * SEGMENT)
+    console.print("the force, the memory and the knob: long_sequence.png")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,9 @@ from remat._names import checkpoint_name as checkpoint_name
 from remat._remat import remat as remat
 from remat.compat import checkpoint as checkpoint
 from remat.compat import checkpoint_sequential as checkpoint_sequential
+from remat.loops import fori_loop as fori_loop
+from remat.loops import scan as scan
+from remat.loops import while_loop as while_loop
 
 __version__ = "0.1.0"
 
@@ -34,9 +37,12 @@ __all__ = [
     "checkpoint_name",
     "checkpoint_sequential",
     "custom_remat",
+    "fori_loop",
     "is_rerunning",
     "list_ops",
     "print_saved_residuals",
     "remat",
     "saved_residuals",
+    "scan",
+    "while_loop",
 ]

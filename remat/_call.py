@@ -16,7 +16,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat import _tree
-from remat._closure import ATOMS, Closure, Rebuilder
+from remat._closure import ATOMS, Closure, Operand, Rebuilder
 from remat._context import NOTHING, Ambient, KeptDraws, Modes, OwnCasts, RandomState, all_of, replayed
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, prove
@@ -138,8 +138,9 @@ class Call:
         self.name = name
         operands = self.operands = Operands(name)
         closure = self._closure = Closure(operands.operand_of)
-        self._leaves = [operands.add(x) if isinstance(x, Tensor) else closure.take_apart(x) for x in leaves]
-        operands.given = len(operands.tensors)
+        given = [operands.add(x) if isinstance(x, Tensor) else x for x in leaves]
+        operands.given = len(operands.tensors)  # without what functions among the arguments close over
+        self._leaves = [x if type(x) is Operand else closure.take_apart(x) for x in given]
         self._spec = spec
         self._fun = closure.take_apart(fun)
         operands.held = len(operands.tensors)

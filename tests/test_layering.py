@@ -32,6 +32,7 @@ LAYERS = [
     {"_derived"},
     {"_primitive"},
     {"_remat"},
+    {"loops"},
     {"_custom", "_inspect"},
     {"compat"},
     {"nn"},

@@ -1,0 +1,492 @@
+"""Loops that keep k states for their derivative: `scan`, `fori_loop`, `while_loop`.
+
+NOTE [the schedule]: a segment of n steps with k checkpoints, of which the state that it starts from is one, is a first
+part of m steps and a rest of n - m steps with k - 1 checkpoints. The first part is a remat'd function, so it keeps
+its first state alone, and its rerun is a segment with k checkpoints again: those of the rest are free by then. Parts of
+the right lengths make this the optimal schedule, the revolve of Griewank and Walther: where n <= C(k + r, k), each
+step runs at most r + 1 times. As the derivative of a remat'd function is a remat'd function, nothing here knows about
+derivatives: those of every order, in both modes, are the derivatives of nested functions under remat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from math import comb
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from remat import _compile, _tree
+from remat import _torch_internals as internals
+from remat._context import NOTHING, RandomState
+from remat._errors import shown
+from remat._look import Look
+from remat._remat import remat
+from remat.policies import as_policy
+from remat.random._keyed import resumed, running
+
+Carry = TypeVar("Carry")
+Body = Callable[[int, Any, Any], tuple[Any, Any]]
+"""(number of the step, carry, its part of xs) -> (carry, y). x and y have a leading dimension of 1."""
+
+_MOST_REPEATS = 40
+"""How often a step may be repeated. Reruns nest as deep, and torch's autograd changes threads at a depth of 60."""
+
+
+# The schedule.
+
+
+def _repeats(n: int, k: int) -> int:
+    """The smallest r with n <= C(k + r, k)."""
+    r = 0
+    while comb(k + r, k) < n:
+        r += 1
+    return r
+
+
+def _schedule(n: int, k: int) -> list[tuple[int, int]]:
+    """The parts of a segment, NOTE [the schedule]: the steps of each and its checkpoints. The last is a single step."""
+    parts = []
+    while n > 1:
+        r = _repeats(n, k)
+        m = max(1, comb(k + r - 2, k), n - comb(k + r - 1, k - 1))
+        parts.append((m, k))
+        n, k = n - m, k - 1
+    return [*parts, (1, 0)]
+
+
+def _checkpoints(who: str, n: int, k: int | None) -> int:
+    """How many checkpoints a loop of n steps has. None: the fewest with which no step runs more than three times."""
+    if _compile.tracing():
+        return n  # the loop is unrolled, and the compiler sees a chain of remat'd steps
+    if k is None:
+        k = 1
+        while comb(k + 2, 2) < n:
+            k += 1
+    if n > comb(k + _MOST_REPEATS, k):
+        least = k
+        while n > comb(least + _MOST_REPEATS, least):
+            least += 1
+        raise ValueError(
+            f"{who}: checkpoints={k} is too few for {n:,} steps: steps would run up to {_repeats(n, k) + 1:,} times, "
+            f"and {_MOST_REPEATS + 1} is the most. Give at least checkpoints={least}."
+        )
+    return k
+
+
+def _loop(
+    who: str, user: Any, body: Body, n: int, init: Any, xs: Any, k: int, policy: Any, reverse: bool = False
+) -> tuple[Any, Any]:
+    """Run `body` n times, at least once, with k checkpoints. Returns the last carry, and all y joined.
+
+    **Arguments:**
+
+    - `user`: the user's own function, to name it in errors.
+    - `xs`: a tree of tensors with the steps as leading dimension, and None.
+    - `reverse`: whether the steps take `xs` from the end.
+    """
+
+    def segment(again: Any, start: int, n: int, k: int, carry: Any, xs: Any, outermost: bool = False) -> Any:
+        parts, ys = _schedule(n, k), []
+        for (m, slots), x in zip(parts, _split(xs, [m for m, _ in parts], reverse), strict=True):
+            if m > 1:
+                carry, y = again(again, start, m, slots, carry, x)
+            elif slots or outermost:
+                carry, y = once(start, carry, x)
+            else:  # in a rerun its derivative is taken at once
+                carry, y = body(start, carry, x)
+            ys.append(y)
+            start += m
+        return carry, _joined(who, ys, reverse)
+
+    segment.__qualname__ = body.__qualname__ = f"{who}({getattr(user, '__qualname__', type(user).__qualname__)})"
+    once = remat(body, policy=policy)
+    return segment(remat(segment), 0, n, k, init, xs, True)
+
+
+def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with the results of `function` for its leaves. None stays."""
+    leaves, spec = _tree.flatten(tree)
+    return _tree.unflatten(spec, [None if x is None else function(x) for x in leaves])
+
+
+def _split(xs: Any, sizes: list[int], reverse: bool) -> list[Any]:
+    """`xs`, taken apart along the leading dimension."""
+    leaves, spec = _tree.flatten(xs)
+    sizes = sizes[::-1] if reverse else sizes
+    pieces = [[None] * len(sizes) if x is None else x.split(sizes) for x in leaves]
+    trees = [_tree.unflatten(spec, [piece[i] for piece in pieces]) for i in range(len(sizes))]
+    return trees[::-1] if reverse else trees
+
+
+def _joined(who: str, parts: list[Any], reverse: bool) -> Any:
+    """The results y of several runs of steps, along their leading dimension."""
+    flat = [_tree.flatten(part) for part in parts]
+    leaves, spec = flat[0]
+    for others, other in flat[1:]:
+        if _differ(other, spec):
+            raise TypeError(f"{who}: y is {_structure(spec)} in one step, and {_structure(other)} in another.")
+        for i, (a, b) in enumerate(zip(leaves, others, strict=True)):
+            if _kind(a, 1) != _kind(b, 1):
+                one, another = _said(_kind(a, 1)), _said(_kind(b, 1))
+                raise TypeError(f"{who}: {_paths(spec, 'y')[i]} is {one} in one step, and {another} in another.")
+    rows = zip(*(others for others, _ in (flat[::-1] if reverse else flat)), strict=True)
+    return _tree.unflatten(spec, [row[0] if row[0] is None or len(row) == 1 else torch.cat(row) for row in rows])
+
+
+def _row(y: Any) -> Tensor:
+    if not isinstance(y, (Tensor, bool, int, float, complex)):
+        raise TypeError(f"remat.scan: the leaves of y must be tensors, numbers and None; got {shown(y)}.")
+    return torch.as_tensor(y)[None]
+
+
+# What is checked.
+
+
+def _kind(leaf: Any, skip: int = 0) -> Any:
+    """What must not change from step to step: shape, without leading dimensions, and dtype; else the type."""
+    return (tuple(leaf.shape[skip:]), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
+
+
+def _said(kind: Any) -> str:
+    return f"{list(kind[0])}, {kind[1]}" if isinstance(kind, tuple) else f"of type {kind.__name__}"
+
+
+def _paths(spec: _tree.PyTreeSpec, root: str) -> list[str]:
+    return [accessor.codify(root) for accessor in spec.accessors()]
+
+
+def _differ(one: _tree.PyTreeSpec, other: _tree.PyTreeSpec) -> bool:
+    return not _compile.tracing() and one != other  # dynamo can't compare them
+
+
+def _structure(spec: _tree.PyTreeSpec) -> str:
+    return str(spec).removeprefix("PyTreeSpec(").removesuffix(", NoneIsLeaf, namespace='torch')")
+
+
+def _carry_check(who: str, what: str, init: Any) -> Callable[[Any], None]:
+    """A function that checks a carry that the body returns. `what`: what the body is called. It holds no tensor."""
+    leaves, spec = _tree.flatten(init)
+    kinds = [_kind(leaf) for leaf in leaves]
+    del leaves
+
+    def check(carry: Any) -> None:
+        found, other = _tree.flatten(carry)
+        if _differ(other, spec):
+            wanted, got = _structure(spec), _structure(other)
+            raise TypeError(f"{who}: {what} must return a carry of the structure of init, {wanted}; got {got}.")
+        for i, (kind, leaf) in enumerate(zip(kinds, found, strict=True)):
+            if _kind(leaf) != kind:
+                path = _paths(spec, "carry")[i]
+                hint = "" if isinstance(kind, tuple) else " Begin with a tensor: torch.tensor(...)."
+                raise TypeError(
+                    f"{who}: {what} must return a carry of the shapes and dtypes of init. {path} is {_said(kind)} in "
+                    f"init, and {_said(_kind(leaf))} in what {what} returned."
+                    + (hint if isinstance(leaf, Tensor) else "")
+                )
+
+    return check
+
+
+def _check_options(who: str, checkpoints: Any, policy: Any, **functions: Any) -> None:
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"{who}: {name} must be a function; got {shown(function)}.")
+    if checkpoints is not None and (not isinstance(checkpoints, int) or isinstance(checkpoints, bool)):
+        raise TypeError(f"{who}: checkpoints must be an int or None; got {shown(checkpoints)}.")
+    if checkpoints is not None and checkpoints < 1:
+        raise ValueError(f"{who}: checkpoints must be at least 1: the initial state is one; got {checkpoints}.")
+    as_policy(policy)
+
+
+def _as_int(who: str, name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError):  # torch's, for a tensor that a vmap maps over
+        hint = "For as many steps as a tensor says, write remat.while_loop." if isinstance(value, Tensor) else ""
+        raise TypeError(f"{who}: {name} must be an int; got {shown(value)}. {hint}".rstrip()) from None
+
+
+def _steps(xs: Any, length: Any) -> int:
+    """How many steps a scan has."""
+    n = None if length is None else _as_int("remat.scan", "length", length)
+    if n is not None and n < 0:
+        raise ValueError(f"remat.scan: length must not be negative; got {n}.")
+    leaves, spec = _tree.flatten(xs)
+    first: int | None = None
+
+    def path(i: int | None) -> str:
+        return "length" if i is None else _paths(spec, "xs")[i]
+
+    for i, x in enumerate(leaves):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or x.dim() == 0:
+            raise TypeError(f"remat.scan: {path(i)} must be a tensor, its leading dimension the steps; got {shown(x)}.")
+        if n is not None and x.shape[0] != n:
+            raise ValueError(f"remat.scan: {path(first)} says {n} steps, but {path(i)} has {x.shape[0]}.")
+        n, first = x.shape[0], i
+    if n is None:
+        raise ValueError("remat.scan: how many steps? Give xs, or length.")
+    return n
+
+
+@contextlib.contextmanager
+def _trial(who: str, args: Any) -> Iterator[None]:
+    """Within it nothing is differentiated. Afterwards, what was drawn and what was written in place is undone."""
+    tensors = [t for t in _tree.flatten(args)[0] if isinstance(t, Tensor)]
+    keys = running()
+    random = RandomState(tensors, keyed=keys is not None)
+    look = Look(who, tensors, random)
+    draws = NOTHING if keys is None else resumed(keys.key, keys.position())
+    try:
+        with torch.no_grad(), draws, look:
+            yield
+    finally:
+        random.put_back()
+        with torch.no_grad(), internals.DisableTorchFunction():
+            for key, before in look.copies.items():
+                look.outside[key].value.copy_(before)
+
+
+# What the user calls.
+
+
+def scan(
+    f: Callable[[Carry, Any], tuple[Carry, Any]],
+    init: Carry,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    *,
+    checkpoints: int | None = None,
+    policy: Any = None,
+) -> tuple[Carry, Any]:
+    """Run a function over the leading dimension of tensors, with a state that is handed on, in little memory.
+
+    It computes what this loop computes, and so do its derivatives of every order, in forward and reverse mode, under
+    every transform of `torch.func` and under plain autograd:
+
+        def scan(f, init, xs):
+            carry, ys = init, []
+            for x in xs:
+                carry, y = f(carry, x)
+                ys.append(y)
+            return carry, torch.stack(ys)
+
+    Between forward and backward the loop holds `checkpoints` carries and the input of the last step, beside `init`'s
+    and `xs`' own memory and what `f` captures. All others are computed again, by the optimal schedule: with k
+    checkpoints and N <= C(k + r, k) steps, each step runs at most r + 1 times, and all of them together N + rN -
+    C(k + r, k + 1) times, and the last once more.
+
+    **Arguments:**
+
+    - `f`: (carry, x) -> (carry, y). The carry keeps its structure, shapes and dtypes. `f` must not change it in place.
+    - `init`: the first carry: a tree of tensors, numbers and None.
+    - `xs`: a tree of tensors with the steps as leading dimension, or None; `f` gets a slice of each.
+    - `length`: the number of steps; needed where `xs` has no tensors.
+    - `reverse`: begin with the last slice. The results y keep the order of `xs`.
+    - `checkpoints`: how many carries may be held, the first among them. None: the fewest with which no step runs more
+        than three times, about the square root of twice the steps.
+    - `policy`: which results of ops in `f` are kept as well, for each of the steps whose carry is held: as of `remat`.
+
+    **Returns:** the last carry, and the results y, each leaf stacked along a new leading dimension.
+
+    **Raises:** `TypeError` and `ValueError`, naming the leaf: for what `f` returns if it is no pair or its carry is
+    unlike `init`; lengths that differ or are missing; too few checkpoints. On backward, as `remat`.
+
+    **Source:** `jax.lax.scan`; Griewank and Walther, *Algorithm 799: revolve*, ACM TOMS 26(1), 2000.
+
+    Examples:
+        >>> import torch
+        >>> from torch.func import grad
+        >>> import remat
+        >>> def loss(w):
+        ...     def step(h, x):
+        ...         h = torch.tanh(w * h + x)
+        ...         return h, h.square()
+        ...     h, squares = remat.scan(step, torch.zeros(()), torch.linspace(0, 1, 1000), checkpoints=20)
+        ...     return squares.sum()
+        >>> grad(loss)(torch.tensor(0.5))
+        tensor(553.1517)
+    """
+    who = "remat.scan"
+    _check_options(who, checkpoints, policy, f=f)
+    n = _steps(xs, length)
+    check = _carry_check(who, "f", init)
+
+    def step(_: int, carry: Any, x: Any) -> tuple[Any, Any]:
+        out = f(carry, _map(lambda t: t[0], x))
+        if not isinstance(out, (tuple, list)) or len(out) != 2:
+            raise TypeError(f"{who}: f must return a pair, (carry, y); got {shown(out)}.")
+        carry, y = out
+        check(carry)
+        return carry, _map(_row, y)
+
+    if n == 0:  # y is as that of a step, with no rows
+        with _trial(who, (init, xs)):
+            _, y = step(0, init, _map(lambda t: t.new_zeros(1, *t.shape[1:]), xs))
+        return init, _map(lambda t: t.new_empty(0, *t.shape[1:]), y)
+    return _loop(who, f, step, n, init, xs, _checkpoints(who, n, checkpoints), policy, bool(reverse))
+
+
+def fori_loop(
+    lower: int,
+    upper: int,
+    body_fun: Callable[[int, Carry], Carry],
+    init_val: Carry,
+    *,
+    checkpoints: int | None = None,
+    policy: Any = None,
+) -> Carry:
+    """Run a function for each number from `lower` up to `upper`, in little memory: `scan` without `xs` and y.
+
+    It computes what this loop computes, and so do its derivatives:
+
+        for i in range(lower, upper):
+            val = body_fun(i, val)
+
+    **Arguments:**
+
+    - `lower`, `upper`: ints. Where `upper` is not above `lower`, there are no steps.
+    - `body_fun`: (number, value) -> value. The number is an int of Python, so `layers[i]` works.
+    - `init_val`: the first value: a tree of tensors, numbers and None.
+    - `checkpoints`, `policy`: as of `scan`.
+
+    **Returns:** the last value.
+
+    **Raises:** as `scan`.
+
+    **Source:** `jax.lax.fori_loop`.
+
+    Examples:
+        >>> import torch
+        >>> import remat
+        >>> x = torch.tensor(2.0, requires_grad=True)
+        >>> y = remat.fori_loop(0, 5, lambda i, value: value * x + i, torch.tensor(1.0))
+        >>> y.backward()
+        >>> y.item(), x.grad.item()
+        (58.0, 129.0)
+    """
+    who = "remat.fori_loop"
+    _check_options(who, checkpoints, policy, body_fun=body_fun)
+    first = _as_int(who, "lower", lower)
+    n = max(_as_int(who, "upper", upper) - first, 0)
+    check = _carry_check(who, "body_fun", init_val)
+
+    def step(i: int, carry: Any, _: None) -> tuple[Any, Any]:
+        carry = body_fun(first + i, carry)
+        check(carry)
+        return carry, None
+
+    if n == 0:
+        return init_val
+    value: Carry = _loop(who, body_fun, step, n, init_val, None, _checkpoints(who, n, checkpoints), policy)[0]
+    return value
+
+
+def while_loop(
+    cond_fun: Callable[[Carry], Any],
+    body_fun: Callable[[Carry], Carry],
+    init_val: Carry,
+    *,
+    checkpoints: int | None = None,
+    policy: Any = None,
+) -> Carry:
+    """Run a function for as long as a condition holds, in little memory. It has derivatives in reverse mode, too.
+
+    It computes what this loop computes, and so do its derivatives:
+
+        while cond_fun(val):
+            val = body_fun(val)
+
+    The steps are counted first, where something may be differentiated: the loop runs once more than `fori_loop`
+    would, without autograd and holding one value. What that run draws and writes in place is undone; its prints are
+    not. Under `vmap` the loop runs until it is over for all elements. Those that are done keep their value: `body_fun`
+    then runs on their first value, and the result is not used.
+
+    **Arguments:**
+
+    - `cond_fun`: value -> a bool, or a tensor of one element and no dimensions.
+    - `body_fun`: value -> value.
+    - `init_val`: the first value: a tree of tensors, numbers and None.
+    - `checkpoints`, `policy`: as of `scan`, for the number of steps that were counted.
+
+    **Returns:** the first value for which the condition does not hold.
+
+    **Raises:** as `scan`; `TypeError` for a condition that is no scalar.
+
+    **Source:** `jax.lax.while_loop`, which has no derivative in reverse mode.
+
+    Examples:
+        >>> import torch
+        >>> from torch.func import grad, vmap
+        >>> import remat
+        >>> def root(a):  # of a, by Newton's method
+        ...     return remat.while_loop(lambda x: (x * x - a).abs() > 1e-4, lambda x: (x + a / x) / 2, a)
+        >>> vmap(grad(root))(torch.tensor([1.0, 4.0, 100.0]))
+        tensor([1.0000, 0.2500, 0.0500])
+    """
+    who = "remat.while_loop"
+    _check_options(who, checkpoints, policy, cond_fun=cond_fun, body_fun=body_fun)
+    check = _carry_check(who, "body_fun", init_val)
+    leaves, spec = _tree.flatten(init_val)
+    body = remat(body_fun, policy=policy) if _compile.tracing() else body_fun
+    start = tuple(t.detach() if isinstance(t, Tensor) else t for t in leaves)  # in a cell: frozen
+
+    def condition(carry: Any) -> tuple[Any, bool, bool]:
+        """The condition, whether a vmap maps over it, and whether it holds for any element."""
+        holds = cond_fun(carry)
+        if not isinstance(holds, Tensor):
+            return holds, False, bool(holds)
+        if holds.shape:
+            raise TypeError(f"{who}: cond_fun must return a bool or a tensor without dimensions; got {shown(holds)}.")
+        with internals.DisableTorchFunction():  # it is the loop that asks, and not the user's function
+            every = internals.innermost(holds)
+            is_batched, goes_on = every.dim() > 0, bool(every.any())
+        return (holds != 0 if is_batched else holds), is_batched, goes_on
+
+    def select(holds: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+        """`new` for the elements of a batch that go on, `old` for those that are done."""
+        for i, leaf in enumerate(old):
+            if not isinstance(leaf, (Tensor, type(None))):
+                raise TypeError(
+                    f"{who}: the elements of a batch end after different numbers of steps, so all leaves must be "
+                    f"tensors; {_paths(spec, 'init_val')[i]} is {shown(leaf)}. Write torch.tensor(...)."
+                )
+        return [a if a is None else torch.where(holds, a, b) for a, b in zip(new, old, strict=True)]
+
+    def advance(holds: Any, is_batched: bool, carry: Any) -> Any:
+        """The carry after a step."""
+        if is_batched:
+            old, _ = _tree.flatten(carry)
+            carry = _tree.unflatten(spec, select(holds, old, start))  # the body may not be defined where it is done
+        new = body(carry)
+        check(new)
+        return _tree.unflatten(spec, select(holds, _tree.flatten(new)[0], old)) if is_batched else new
+
+    def run() -> tuple[Any, int, bool]:
+        """The result, the number of steps, and whether a vmap maps over the condition."""
+        carry, n, ever_batched = init_val, 0, False
+        while True:
+            holds, is_batched, goes_on = condition(carry)
+            if not goes_on:
+                return carry, n, ever_batched
+            carry, n, ever_batched = advance(holds, is_batched, carry), n + 1, ever_batched or is_batched
+
+    if _compile.tracing() or not torch.is_grad_enabled():
+        return run()[0]
+    with _trial(who, init_val):
+        _, n, ever_batched = run()
+
+    def step(_: int, carry: Any, __: None) -> tuple[Any, Any]:
+        holds, is_batched, _ = condition(carry) if ever_batched else (True, False, True)
+        return advance(holds, is_batched, carry), None
+
+    if n == 0:
+        return init_val
+    value: Carry = _loop(who, body_fun, step, n, init_val, None, _checkpoints(who, n, checkpoints), policy)[0]
+    return value
