@@ -6,10 +6,9 @@ Autograd nodes save the operands. The call itself holds no tensor of the forward
 from __future__ import annotations
 
 import contextvars
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +21,12 @@ from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, prove
 from remat._look import Look
 from remat._operands import NEVER, Operands, matters
-from remat._places import Place, filled
+from remat._places import filled
 from remat._recorder import Recorder
 from remat._replay import Replay
 from remat._rerun_look import RerunLook
 from remat._signature import ELSEWHERE, Signature
-from remat._tail import keep_no_tensors
+from remat._tail import Remembered, keep_no_tensors
 from remat._tape import Tape
 from remat.policies import nothing_saveable
 from remat.policies._policy import policy_around
@@ -72,29 +71,6 @@ def is_rerunning() -> bool:
         ['f']
     """
     return rerunning.get()
-
-
-class Remembered(NamedTuple):
-    """A nested call, as recorded by the outer forward, so that an outer rerun can skip it.
-
-    It holds no tensor and no part of the function.
-    """
-
-    given: list[weakref.ref[Tensor]]
-    """The tensors from arguments and cells."""
-    found: list[tuple[weakref.ref[Tensor], Sequence[Place]]]
-    """The other outside tensors that it read, and their places in modules."""
-    survivors: list[tuple[weakref.ref[Tensor], Any]]
-    signature: Signature
-    nests: bool
-    unread: list[int]
-    """Positions in `given` of the tensors from cells that it did not read."""
-    reached: list[int]
-    """Positions in `[*given, *found]` of the tensors that the results may depend on."""
-    result: tuple[list[Any], _tree.PyTreeSpec]
-    """The leaves that it returned, with None for each tensor, and their structure."""
-    returned: list[tuple[int, torch.Size, torch.dtype]]
-    """Position, shape and dtype of each differentiated tensor that it returned."""
 
 
 class Call:

@@ -183,3 +183,12 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[T
     found.append(kwargs.get("out"))
     flat = [t for x in found for t in (x if isinstance(x, (list, tuple)) else (x,))]  # `_foreach_add_` takes lists
     return [t for t in flat if isinstance(t, Tensor)]
+
+
+def as_given(out: Any, written: Sequence[Tensor], func: Any, given: tuple[Any, Any]) -> Any:
+    """The result of a call that writes. If it is an operand, the tensor that the user passed is returned instead.
+
+    `self.count += 1` assigns the result, and the function may go on with either name.
+    """
+    args, kwargs = given
+    return next((g for g, w in zip(written_by(func, args, kwargs or {}), written, strict=True) if w is out), out)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,8 +19,9 @@ from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
-from remat._effects import ORDINARY, Effects, effects_of, reads_numbers_alone, written_by
+from remat._effects import ORDINARY, Effects, as_given, effects_of, reads_numbers_alone, written_by
 from remat._errors import RematError, call_site
+from remat._made import Made, Occasion
 from remat._nested_mode import NestedMode, current_look
 from remat._signature import ELSEWHERE, Signature, hash_of
 from remat._tail import is_large
@@ -50,10 +50,6 @@ _LAZY = (
     "remat: {} calls a lazy module that has yet to make its parameters, and a rerun would begin after that. Call it "
     "once before, in torch.no_grad()."
 )
-
-
-made_and_kept: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-"""By identity, living tensors that forwards made without a derivative. Reruns of other calls must not read them."""
 
 
 class Read(NamedTuple):
@@ -111,31 +107,21 @@ class Look(NestedMode):
         self._known: set[int] = set()
         self._swaps: dict[int, Tensor] = {}
         self._pairs: Sequence[tuple[Tensor, Tensor]] = ()
-        self._fresh: dict[int, weakref.ref[Tensor]] = {}
-        """By identity, the tensors that the run made without a derivative."""
-        self._reads: dict[int, set[tuple[int, Any]]] = {}
-        """By identity, how these were read: pairs of the length of the signature and the reading function."""
-        self._times: defaultdict[tuple[int, Any], int] = defaultdict(int)
-        """How often the run read one of them in each of these ways."""
+        self._made = Made()
 
     def begin(self, outer: Look | None) -> None:
         """Note the tensors that the run is given. `outer`: the look at the surrounding run."""
         for t in self._given:
             self._add(t, t)
         if outer is not None:
-            self.outer = outer
-            self._swaps, self._pairs = outer._swaps, outer._pairs
+            self.outer, self._swaps, self._pairs = outer, outer._swaps, outer._pairs
 
     def adopt(self, inner: Look) -> None:
         """Called when a nested run has ended: the rest of this run may use the tensors that it made."""
         self._known |= inner._known
-        self._fresh.update(inner._fresh)
+        self._made.adopt(inner._made, self._count())
         self.has_custom |= inner.has_custom
         self.handed_on |= inner.handed_on & self.outside.keys()
-        for key, reads in inner._reads.items():
-            self._reads.setdefault(key, set()).update((self._count(), reader) for _, reader in reads)
-        for (_, reader), times in inner._times.items():
-            self._times[self._count(), reader] += times
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_compiling():  # `torch.cond` is compiled under the active modes
@@ -174,7 +160,7 @@ class Look(NestedMode):
                     self.made.append(weakref.ref(out))
                 self._note(func, hash_of(out, args))
             else:
-                self._add_fresh(out)
+                self._add_made(out)
         elif type(out) not in SCALARS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, args)
@@ -258,10 +244,9 @@ class Look(NestedMode):
         key = id(tensor)
         if handed_on and key in self.outside:
             self.handed_on.add(key)
-        if key in self._known or self._is_fresh(tensor):
+        if key in self._known or self._has_made(tensor):
             return tensor
-        known = self.outside.get(key)
-        if known is not None:
+        if (known := self.outside.get(key)) is not None:
             return known.value
         value = self._swaps.get(key, tensor)  # in an outer rerun, which may run below the original's level
         if value is tensor and internals.level_of(tensor) > self.depth:
@@ -364,7 +349,7 @@ class Look(NestedMode):
             if internals.requires_grad_at_any_level(t):
                 differentiated = True
             elif internals.level_of(t) <= self.depth:
-                self._add_fresh(t)
+                self._add_made(t)
                 continue
             if id(t) not in self._swaps:  # else a nested call returned it unchanged
                 self._know_layers(t)
@@ -374,24 +359,16 @@ class Look(NestedMode):
             shapes = hash_of(found[0], args)
             self._note(func, shapes if out is found[0] else hash((shapes, *map(hash_of, found[1:]))))
 
-    def _add_fresh(self, tensor: Tensor) -> None:
-        key = id(tensor)
-        if key not in self.outside:  # else it came from outside and is returned unchanged
-            known = self._fresh.get(key)
-            if known is None or known() is not tensor:  # the identity may have belonged to a dead tensor
-                self._known.discard(key)
-                self._reads.pop(key, None)
-                self._fresh[key] = weakref.ref(tensor)
+    def _add_made(self, tensor: Tensor) -> None:
+        if id(tensor) not in self.outside and self._made.add(tensor):  # else it came from outside, and is returned
+            self._known.discard(id(tensor))
 
-    def _is_fresh(self, tensor: Tensor) -> bool:
+    def _has_made(self, tensor: Tensor) -> bool:
         """Whether the run made this tensor without a derivative. If so, count the read."""
-        ref = self._fresh.get(id(tensor))
-        if ref is None or ref() is not tensor:
-            return False
-        how = self._count(), self._reader
-        self._reads.setdefault(id(tensor), set()).add(how)
-        self._times[how] += 1
-        return True
+        found = self._made.has(tensor)
+        if found:
+            self._made.count(tensor, (self._count(), self._reader))
+        return found
 
     def _count(self) -> int:
         """How many calls the signature has so far."""
@@ -426,28 +403,12 @@ class Look(NestedMode):
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run made this tensor."""
         key = id(tensor)
-        fresh = self._fresh.get(key)
-        return key not in self.outside and (key in self._known or (fresh is not None and fresh() is tensor))
+        return key not in self.outside and (key in self._known or self._made.has(tensor))
 
-    def survivors(self) -> list[tuple[weakref.ref[Tensor], dict[tuple[int, Any], int]]]:
-        """The living tensors that the run made without a derivative and read: a table that is made on first use, say.
-
-        With each: the ways in which it was read, and how many reads of the run's own tensors there were in each way.
-
-        A tensor is left out if an outside tensor of its shape was read in the same way: it may have replaced that one.
-        """
-        found = []
-        for key, ref in self._fresh.items():
-            tensor = ref()
-            if tensor is not None:
-                made_and_kept[key] = tensor
-                if (reads := self._reads.get(key)) is None:
-                    continue
-                shape = hash_of(tensor)
-                alike = {(r.position, r.reader) for r in self.outside.values() if hash_of(r.tensor) == shape}
-                if alike.isdisjoint(reads):
-                    found.append((ref, {how: self._times[how] for how in reads}))
-        self._fresh, self._reads, self._times = {}, {}, defaultdict(int)
+    def survivors(self) -> list[tuple[weakref.ref[Tensor], dict[Occasion, int]]]:
+        """The tensors that the run made without a derivative and read, and that somebody keeps: NOTE [survivors]."""
+        found = self._made.survivors(self.outside.values())
+        self._made = Made()
         return found
 
 
@@ -456,10 +417,9 @@ class _InnerLook(Look):
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
-        if key in self._known or self._is_fresh(tensor):
+        if key in self._known or self._has_made(tensor):
             return tensor
-        known = self.outside.get(key)
-        if known is not None:
+        if (known := self.outside.get(key)) is not None:
             return known.value
         value = self.outer.read(tensor, handed_on)
         while internals.level_of(value) > self.depth and not value.requires_grad:  # an operand of a rerun
@@ -480,15 +440,6 @@ def _watched(function: type[torch.autograd.Function]) -> type[torch.autograd.Fun
             return function.forward(*args)
 
     return type(function.__name__, (function,), {"forward": staticmethod(forward), "__module__": function.__module__})
-
-
-def as_given(out: Any, written: Sequence[Tensor], func: Any, given: tuple[Any, Any]) -> Any:
-    """The result of a call that writes. If it is an operand, the tensor that the user passed is returned instead.
-
-    `self.count += 1` assigns the result, and the function may go on with either name.
-    """
-    args, kwargs = given
-    return next((g for g, w in zip(written_by(func, args, kwargs or {}), written, strict=True) if w is out), out)
 
 
 def _tensors_in(out: Any) -> list[Tensor]:

@@ -13,7 +13,8 @@ from remat import _torch_internals as internals
 from remat._effects import Effects
 from remat._errors import PURITY, CheckpointError, call_site
 from remat._graph import is_made_since
-from remat._look import Look, made_and_kept
+from remat._look import Look
+from remat._made import kept
 from remat._operands import Plan
 from remat._signature import ELSEWHERE, Signature, name_of
 from remat._tail import without_products
@@ -96,13 +97,13 @@ class RerunLook(Look):
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
-        if key in self._known or self._is_fresh(tensor):
+        if key in self._known or self._has_made(tensor):
             return tensor
         if key in self._survivors:
             how = self._position, self._reader
             if how not in self._survivors[key]:
                 raise self._too_early(tensor)
-            self._times[how] += 1
+            self._made.times[how] += 1
             self._revived[how] = self._survivors[key][how], tensor.shape, tensor.dtype
             return internals.below_grad_levels(tensor)
         position = self._expected.get(key)
@@ -123,7 +124,7 @@ class RerunLook(Look):
     def _read_other(self, tensor: Tensor) -> Tensor:
         """Handle a read of a tensor that the forward was not seen to read."""
         key = id(tensor)
-        if made_and_kept.get(key) is tensor:
+        if kept.get(key) is tensor:
             raise self._stranger(tensor)
         if internals.level_of(tensor) > self.depth:
             inner = internals.unwrapped(tensor)
@@ -199,7 +200,7 @@ class RerunLook(Look):
         for t in self._to_write.values():
             raise CheckpointError(_NOT_WRITTEN.format(self.name, list(t.shape), t.dtype))
         for how, (times, shape, dtype) in self._revived.items():
-            if self._times[how] > times:
+            if self._made.times[how] > times:
                 raise CheckpointError(_REPLACED.format(self.name, list(shape), dtype, PURITY))
         calls = self._forward.calls
         if self._position < len(calls):

@@ -3,18 +3,23 @@
 A transformer block ends in a product and a sum: `x + linear(h)`. The backward of a product reads its operands. The
 backward of a sum reads nothing. So a rerun needs the graph of both but the values of neither: these calls are the
 *tail*. In a rerun its product returns memory filled with NaN, so that a mistake would be loud. The forward notes, call
-by call, whether anything after a product reads values, and its graph confirms it.
+by call, whether anything after a product reads values, and its graph confirms it. A nested call at the end of a
+function is skipped in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat import _tree
+from remat._places import Place
+from remat._signature import Signature
 
 _LEAST, _LEAST_RESULTS = 2**20, 2**8
 """Multiplications, and elements of the result. To skip a smaller product takes longer than to compute it."""
@@ -56,3 +61,26 @@ def without_products(func: Any, args: Any, kwargs: Any) -> Any:
 def keep_no_tensors(nodes: Iterable[Any]) -> bool:
     """Whether none of these autograd nodes saves a tensor."""
     return not any(map(internals.saves_tensors, {type(node) for node in nodes}))
+
+
+class Remembered(NamedTuple):
+    """A nested call, as recorded by the outer forward, so that an outer rerun can skip it.
+
+    It holds no tensor and no part of the function.
+    """
+
+    given: list[weakref.ref[Tensor]]
+    """The tensors from arguments and cells."""
+    found: list[tuple[weakref.ref[Tensor], Sequence[Place]]]
+    """The other outside tensors that it read, and their places in modules."""
+    survivors: list[tuple[weakref.ref[Tensor], Any]]
+    signature: Signature
+    nests: bool
+    unread: list[int]
+    """Positions in `given` of the tensors from cells that it did not read."""
+    reached: list[int]
+    """Positions in `[*given, *found]` of the tensors that the results may depend on."""
+    result: tuple[list[Any], _tree.PyTreeSpec]
+    """The leaves that it returned, with None for each tensor, and their structure."""
+    returned: list[tuple[int, torch.Size, torch.dtype]]
+    """Position, shape and dtype of each differentiated tensor that it returned."""

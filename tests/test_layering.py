@@ -18,8 +18,9 @@ ROOT = Path(remat.__file__).parent
 LAYERS = [
     {"_errors", "_typing"},
     {"_torch_internals"},
-    {"_effects", "_graph", "_closure", "_holder", "_signature", "_tail"},
-    {"_nested_mode", "_tree", "_places"},
+    {"_effects", "_graph", "_closure", "_holder", "_signature"},
+    {"_nested_mode", "_tree", "_places", "_made"},
+    {"_tail"},
     {"_names"},
     {"policies", "random", "debug", "_ops", "_offload"},
     {"_context", "_static", "_compile"},

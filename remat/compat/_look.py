@@ -76,8 +76,8 @@ class ForwardLook(Look):
         if isinstance(inner, ForwardLook):
             self._unkept += inner._unkept
         else:
-            self._known |= inner._fresh.keys()
-            self._unkept += inner._fresh.values()
+            self._known |= inner._made.refs.keys()
+            self._unkept += inner._made.refs.values()
         self.has_custom |= inner.has_custom
         self.handed_on |= inner.handed_on & self.outside.keys()
 
@@ -166,9 +166,9 @@ class ForwardLook(Look):
             if internals.requires_grad_at_any_level(t):
                 self._know_layers(t)
             elif internals.level_of(t) <= self.depth:
-                self._add_fresh(t)
+                self._add_made(t)
 
-    def _add_fresh(self, tensor: Tensor) -> None:
+    def _add_made(self, tensor: Tensor) -> None:
         self._known.add(id(tensor))
         if id(tensor) not in self.outside:
             self._unkept.append(weakref.ref(tensor))

@@ -1,0 +1,86 @@
+"""The tensors that a run makes without a derivative, and how it reads them.
+
+NOTE [survivors]: a function may keep such a tensor, and a rerun then finds it. That is right for a table that is made
+on first use. It is wrong for a running average, `self.mean = 0.9 * self.mean + x`: the rerun would go on from the new
+mean. The reads tell them apart. An *occasion* is a position in the signature and the torch function that reads there.
+The rerun may read a survivor only on an occasion on which the forward read it: the forward reads the new mean later
+than the old one. If both reads have the same occasion, they are counted: the rerun reads one tensor more there. All
+tensors that a run makes are counted together, because those of the rerun are others than those of the forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from remat._signature import hash_of
+
+Occasion = tuple[int, Any]
+"""A position in the signature, and the torch function that reads."""
+
+kept: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+"""By identity, living tensors that forwards made without a derivative. Reruns of other calls must not read them."""
+
+
+class Made:
+    """Holds the tensors by weak references, and notes the occasions on which they are read."""
+
+    def __init__(self) -> None:
+        self.refs: dict[int, weakref.ref[Tensor]] = {}
+        """By identity."""
+        self.times: defaultdict[Occasion, int] = defaultdict(int)
+        """How often one of the tensors was read on each occasion."""
+        self._occasions: dict[int, set[Occasion]] = {}
+        """By identity."""
+
+    def add(self, tensor: Tensor) -> bool:
+        """Note a tensor that was made. Returns False if it is noted already."""
+        if self.has(tensor):
+            return False
+        self._occasions.pop(id(tensor), None)  # the identity may have belonged to a dead tensor
+        self.refs[id(tensor)] = weakref.ref(tensor)
+        return True
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether the run made this tensor."""
+        ref = self.refs.get(id(tensor))
+        return ref is not None and ref() is tensor
+
+    def count(self, tensor: Tensor, occasion: Occasion) -> None:
+        """Note that the run reads a tensor that it made."""
+        self._occasions.setdefault(id(tensor), set()).add(occasion)
+        self.times[occasion] += 1
+
+    def adopt(self, inner: Made, position: int) -> None:
+        """Take over the notes of a nested run, which has ended at this position of the signature."""
+        self.refs.update(inner.refs)
+        for key, occasions in inner._occasions.items():
+            self._occasions.setdefault(key, set()).update((position, reader) for _, reader in occasions)
+        for (_, reader), times in inner.times.items():
+            self.times[position, reader] += times
+
+    def survivors(self, outside: Iterable[Any]) -> list[tuple[weakref.ref[Tensor], dict[Occasion, int]]]:
+        """The tensors that are read and still alive, with their occasions and how often one was read on each.
+
+        **Arguments:**
+
+        - `outside`: the `Read`s of outside tensors. A tensor is left out if one of its shape was read on the same
+            occasion: it may have replaced that one.
+        """
+        found = []
+        for key, ref in self.refs.items():
+            tensor = ref()
+            if tensor is None:
+                continue
+            kept[key] = tensor
+            occasions = self._occasions.get(key)
+            if occasions is not None:
+                shape = hash_of(tensor)
+                alike = {(r.position, r.reader) for r in outside if hash_of(r.tensor) == shape}
+                if alike.isdisjoint(occasions):
+                    found.append((ref, {occasion: self.times[occasion] for occasion in occasions}))
+        return found
