@@ -31,7 +31,7 @@ _meta_of: Callable[[Tensor], Meta] = operator.attrgetter("shape", "dtype", "devi
 _TIP = (
     "To find the cause, pass debug=True to checkpoint, or call it under set_checkpoint_debug_enabled(True): the error "
     "then names the first op that differs, with both call sites. Pass a list for an iterator, which the forward has "
-    "used up."
+    "used up. Switch a cache off (use_cache=False) that the forward has filled."
 )
 _MORE = "trying to save more tensors during recomputation than during the original forward pass: {1} instead of {0}."
 _FEWER = (
