@@ -42,8 +42,8 @@ _SHARED = (
 )
 _HANDED_ON = (
     "remat: in {}, {} reads a tensor of shape {}, {} that the function takes from outside and hands straight to a "
-    "transform, an autograd.Function or an extension. No module, attribute, list, dict or global in reach holds it, so a "
-    "rerun can't put another tensor in its place. Pass it as an argument."
+    "transform, an autograd.Function or an extension. No module, attribute, list, dict or global in reach holds it, so "
+    "a rerun can't put another tensor in its place. Pass it as an argument."
 )
 _CHANGED_SINCE = (
     "remat: a tensor of shape {}, {} that {} reads from outside has been modified by an inplace operation between its "
