@@ -199,7 +199,8 @@ def _is_bare_leaf(tensor: Tensor) -> bool:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    return tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
+    # The backward of `view_as` reshapes the gradient, and that of an embedding may be sparse.
+    return torch.ops.aten.alias.default(tensor) if tensor.layout is torch.strided else tensor.clone()
 
 
 def _engine(

@@ -101,7 +101,7 @@ class RematNode(internals.SingleLevelFunction):
     @staticmethod
     @internals.left_alone_by_dynamo
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        needed = ctx.needs_input_grad[3:]
+        needed = internals.wanted(ctx, ctx.needs_input_grad[3:])
         grads: list[Any] = [None] * len(needed)
         if any(c is not None for c in cotangents):  # else a later node cut the graph, and this may be freed
             link: Link = ctx.link

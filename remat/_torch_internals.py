@@ -489,6 +489,24 @@ graph_is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_ta
 accumulates_into_all_leaves: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
 
 
+def wanted(node: Any, needed: Sequence[bool]) -> Sequence[bool]:
+    """Which gradients of its inputs the running backward pass asks a node for. `needed`: those that exist.
+
+    `needs_input_grad` of an autograd.Function does not know that `autograd.grad` was asked for some of them (2.13).
+    """
+    if accumulates_into_all_leaves():
+        return needed
+    pairs = zip(needed, node.next_functions, strict=True)
+    return [exists and following is not None and _is_reached(following) for exists, (following, _) in pairs]
+
+
+def _is_reached(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[no-any-return]
+    except RuntimeError:  # it is a leaf that was asked for, or the compiler runs the backward pass
+        return True
+
+
 def in_last_backward() -> bool:
     """Whether a backward pass runs that goes through all of the graph behind its results, and frees it."""
     return graph_task() != -1 and not graph_is_retained() and accumulates_into_all_leaves()

@@ -500,3 +500,28 @@ def test_vjps_of_vjps_interleaved() -> None:
         again, pull_of_pull = vjp(lambda v: pull_f(pull_g(v)[0])[0], z)
         results.append((first, again, pull_of_pull(x), pull_f(x), pull_g(x)))
     assert_same(*results)
+
+
+def test_gradients_that_nobody_asks_for_are_not_computed() -> None:
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double(), leaf(numbers(2, 4))
+    for recorded in (False, True):
+        products = []
+        for ck in (plain, remat):
+            with CountOps() as count:
+                torch.autograd.grad(ck(net)(x).sum(), x, create_graph=recorded)
+            products.append(count.counts["mm"])
+        assert products[0] == products[1]
+
+
+def test_the_second_backward_of_sparse_gradients() -> None:
+    grads = []
+    for ck in (plain, remat):
+        embedding, x = nn.Embedding(5, 4, sparse=True).double(), leaf(numbers(4))
+        with torch.no_grad():
+            embedding.weight.copy_(numbers(5, 4, seed=1))
+        y = ck(lambda z, e=embedding: e(torch.tensor([0, 2])).sum(0) * z.sin())(x).sum()
+        (g,) = torch.autograd.grad(y, x, create_graph=True)
+        g.sum().backward()
+        assert embedding.weight.grad is not None
+        grads.append((x.grad, embedding.weight.grad.to_dense()))
+    assert_same(*grads)
