@@ -61,20 +61,21 @@ def call(
 def _as_op(
     remat: Callable[..., Any], policy_of: Callable[[Any], Policy], policy: Any, preserve_rng_state: bool, graph: Any
 ) -> Callable[..., Any]:
-    """The function that runs as the op. `graph`: dynamo's graph of the user's function."""
+    """The function that runs as the op. `graph`: dynamo's graph of the user's function, or a function itself."""
+    function = graph.forward if isinstance(graph, torch.nn.Module) else graph  # remat of a module is a module
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if (internals.differentiating() or not internals.compiling()) and internals.uses_transforms(graph):
             internals.allow_saved_tensors_hooks()
             raise RematError(_TRANSFORMS_INSIDE)
         if internals.compiling() and internals.differentiating():
-            return remat(graph.forward, preserve_rng_state=preserve_rng_state)(*args)
+            return remat(function, preserve_rng_state=preserve_rng_state)(*args)
         decides = by_identity[policy] if isinstance(policy, int) else policy_of(policy)
         if internals.compiling():
             if not any(isinstance(a, Tensor) and internals.requires_grad_at_any_level(a) for a in args):
                 return graph(*args)  # without a backward graph, torch refuses draws that are marked
             return internals.run_marked(graph, args, _marking(decides.start()))
-        return remat(graph.forward, policy=decides, preserve_rng_state=preserve_rng_state)(*args, **kwargs)
+        return remat(function, policy=decides, preserve_rng_state=preserve_rng_state)(*args, **kwargs)
 
     return run
 
