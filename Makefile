@@ -49,13 +49,15 @@ lint: $(VENV)/ready-test $(VENV)/ready-lint  ## ruff, mypy and pyright: under a 
 docs: $(VENV)/ready-docs  ## the site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # mkdocs is kept below 2
 
-wheel: $(VENV)/ready-wheel  ## the wheel, into dist/, checked and tried in an environment of its own
+wheel: $(VENV)/ready-wheel  ## the wheel, into dist/, checked and tried in an environment of its own, with the curvature example
 	rm -rf dist build
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
 	$(PYTHON) -m venv build/fresh
 	build/fresh/bin/python $(PIP_INSTALL) -c constraints.txt dist/*.whl
 	cd build && fresh/bin/python -I ../tests/run_readme.py ../README.md
+	build/fresh/bin/python $(PIP_INSTALL) -c constraints.txt "$$(echo dist/*.whl)[curvature]"
+	cd build && fresh/bin/python ../examples/curvature.py --fast
 
 bench: $(VENV)/ready-bench  ## every benchmark in turn, then how the targets are met: under 15 minutes on 2 cores
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python bench/$$name.py; done

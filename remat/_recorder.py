@@ -306,8 +306,7 @@ class Recorder(OpMode):
         todo = [*needed, *self._again, *(value for op in self._ops if op.runs for value in op.reads)]
         while todo:
             value = todo.pop()
-            op = self._ops[value.op]
-            if value.op < 0 or op.runs or value in kept:
+            if value.op < 0 or value in kept or (op := self._ops[value.op]).runs:
                 continue
             if value in memory and value.is_saveable and not value.is_replaced:
                 kept[value] = op

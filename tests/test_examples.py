@@ -11,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PICTURES = {
-    "curvature": "curvature.png",
     "gpt": "gpt.png",
     "influence": "influence.png",
     "long_sequence": "long_sequence.png",
@@ -23,7 +22,8 @@ PICTURES = {
 
 def test_every_example_is_run() -> None:
     examples = {file.stem for file in (ROOT / "examples").glob("[!_]*.py")}
-    assert {*PICTURES, "fsdp_transformer"} == examples
+    # `make wheel` runs the one about curvature: its library brings torchvision, which Transformers would import.
+    assert {*PICTURES, "fsdp_transformer", "curvature"} == examples
 
 
 @pytest.mark.parametrize(("example", "picture"), PICTURES.items())
