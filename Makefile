@@ -34,7 +34,7 @@ demo: say-demo $(VENV)/ready-demo  ## per-sample gradients with and without rema
 say-demo:
 	@echo "$$SAY_DEMO"
 
-test: $(VENV)/ready-test  ## the whole test suite, with the examples in docstrings and pages: about eight minutes on 2 cores
+test: $(VENV)/ready-test  ## the whole test suite, with the examples in docstrings and pages: about six minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2  # a core for each
 
 fuzz: $(VENV)/ready-test  ## random programs under random transforms: make fuzz N=20000
@@ -59,7 +59,7 @@ wheel: $(VENV)/ready-wheel  ## the wheel, into dist/, checked and tried in an en
 	build/fresh/bin/python $(PIP_INSTALL) -c constraints.txt "$$(echo dist/*.whl)[curvature]"
 	cd build && fresh/bin/python ../examples/curvature.py --fast
 
-bench: $(VENV)/ready-bench  ## every benchmark in turn, then how the targets are met: under 15 minutes on 2 cores
+bench: $(VENV)/ready-bench  ## every benchmark in turn, then how the targets are met: half an hour or so on 2 cores
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python bench/$$name.py; done
 	$(BIN)/python bench/check.py
 
