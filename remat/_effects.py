@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -120,7 +119,7 @@ def effects_of(func: Any) -> Effects:
             multiplies=func in _PRODUCTS,
             reads_no_value=_reads_no_value(func),
         )
-        found = found._replace(acts=any(found[:9]))
+        found = found._replace(acts=any(found[: Effects._fields.index("acts")]))
         if len(_effects) < 10_000:  # custom functions may be made anew for each call
             _effects[func] = found = ORDINARY if found == ORDINARY else found
     return found
@@ -132,19 +131,11 @@ def _reads_no_value(func: Any) -> bool:
     return func in _SUMS or func in _LAYOUT or func is Tensor.register_hook
 
 
-def _caller() -> str:
-    """The module that makes the running torch call."""
-    frame: Any = sys._getframe(1)
-    while frame.f_globals.get("__name__", "").startswith("remat."):
-        frame = frame.f_back
-    return str(frame.f_globals.get("__name__", ""))
-
-
 def reads_numbers_alone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a sum or view gets numbers for its other arguments: its derivative would read tensors there."""
     operands = 2 if func in _SUMS else 1
     if func == _GRAD_FN:  # the user may put a hook on the node that reads values; torch's meters do not
-        return _caller().startswith("torch.")
+        return internals.called_by("torch.")
     if func is Tensor.register_hook:
         return str(getattr(args[1], "__module__", "")).startswith("torch.")  # a user's hook may keep values
     numbers = (*args[operands:], *(v for k, v in kwargs.items() if k not in ("input", "other")))
@@ -192,3 +183,12 @@ def as_given(out: Any, written: Sequence[Tensor], func: Any, given: tuple[Any, A
     """
     args, kwargs = given
     return next((g for g, w in zip(written_by(func, args, kwargs or {}), written, strict=True) if w is out), out)
+
+
+def tensors_in(out: Any) -> list[Tensor]:
+    """The tensors that a torch call was given or returned, also in nested lists, tuples and dicts."""
+    if isinstance(out, Tensor):
+        return [out]
+    if isinstance(out, (list, tuple)):
+        return [t for x in out for t in tensors_in(x)]
+    return [t for x in out.values() for t in tensors_in(x)] if isinstance(out, dict) else []

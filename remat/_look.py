@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
-from remat._effects import ORDINARY, Effects, as_given, effects_of, reads_numbers_alone, written_by
+from remat._effects import ORDINARY, Effects, as_given, effects_of, reads_numbers_alone, tensors_in, written_by
 from remat._errors import RematError, call_site
 from remat._made import Made, Occasion
 from remat._nested_mode import NestedMode, current_look
@@ -107,7 +107,7 @@ class Look(NestedMode):
         self._known: set[int] = set()
         self._swaps: dict[int, Tensor] = {}
         self._pairs: Sequence[tuple[Tensor, Tensor]] = ()
-        self._made = Made()
+        self._own = Made()
 
     def begin(self, outer: Look | None) -> None:
         """Note the tensors that the run is given. `outer`: the look at the surrounding run."""
@@ -119,7 +119,7 @@ class Look(NestedMode):
     def adopt(self, inner: Look) -> None:
         """Called when a nested run has ended: the rest of this run may use the tensors that it made."""
         self._known |= inner._known
-        self._made.adopt(inner._made, self._count())
+        self._own.adopt(inner._own, self._count())
         self.has_custom |= inner.has_custom
         self.handed_on |= inner.handed_on & self.outside.keys()
 
@@ -160,7 +160,7 @@ class Look(NestedMode):
                     self.made.append(weakref.ref(out))
                 self._note(func, hash_of(out, args))
             else:
-                self._add_made(out)
+                self._add_own(out)
         elif type(out) not in SCALARS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, args)
@@ -213,7 +213,7 @@ class Look(NestedMode):
 
     def _begin_tail(self, out: Any) -> None:
         self.tail_number = internals.next_sequence_number()
-        self.tail_results = [*map(weakref.ref, _tensors_in(out))]
+        self.tail_results = [*map(weakref.ref, tensors_in(out))]
 
     # What it reads.
 
@@ -244,10 +244,8 @@ class Look(NestedMode):
         key = id(tensor)
         if handed_on and key in self.outside:
             self.handed_on.add(key)
-        if key in self._known or self._has_made(tensor):
-            return tensor
-        if (known := self.outside.get(key)) is not None:
-            return known.value
+        if (known := self._known_value(tensor)) is not None:
+            return known
         value = self._swaps.get(key, tensor)  # in an outer rerun, which may run below the original's level
         if value is tensor and internals.level_of(tensor) > self.depth:
             self.read(internals.unwrapped(tensor), handed_on=True)
@@ -265,25 +263,35 @@ class Look(NestedMode):
         self._add(tensor, value)
         return value
 
+    def _known_value(self, tensor: Tensor) -> Tensor | None:
+        """The tensor to read in the place of one that the run has made or has read before. None: it is from outside."""
+        if id(tensor) in self._known or self._reads_own(tensor):
+            return tensor
+        read = self.outside.get(id(tensor))
+        return None if read is None else read.value
+
     def _add(self, tensor: Tensor, value: Tensor) -> None:
         self.outside[id(tensor)] = Read(tensor, value, internals.version(value), self._count(), self._reader)
         self._known.add(id(value))
         if self._memory is not None:
             self._memory.setdefault(internals.memory_of(value), []).append(id(tensor))
 
-    def _mark_draw(self, func: Any) -> None:
+    def _and_outer(self) -> Iterator[Look]:
+        """This look and those at the surrounding runs."""
         look: Look | None = self
         while look is not None:
-            look.drew = True
+            yield look
             look = look.outer
+
+    def _mark_draw(self, func: Any) -> None:
+        for look in self._and_outer():
+            look.drew = True
 
     def notice(self, generator: torch.Generator) -> None:
         """The run is about to draw from an explicit generator."""
-        look: Look | None = self
-        while look is not None:
+        for look in self._and_outer():
             if look.random is not None:
                 look.random.notice(generator)
-            look = look.outer
 
     # What it writes to.
 
@@ -341,7 +349,7 @@ class Look(NestedMode):
 
     def add_results(self, func: Any, out: Any, args: Iterable[Any] = (), listed: bool = True) -> None:
         """Note the tensors that a call returned. `listed`: whether the call belongs to the signature."""
-        found = _tensors_in(out)
+        found = tensors_in(out)
         if not found:
             return
         differentiated = False
@@ -349,7 +357,7 @@ class Look(NestedMode):
             if internals.requires_grad_at_any_level(t):
                 differentiated = True
             elif internals.level_of(t) <= self.depth:
-                self._add_made(t)
+                self._add_own(t)
                 continue
             if id(t) not in self._swaps:  # else a nested call returned it unchanged
                 self._know_layers(t)
@@ -359,15 +367,15 @@ class Look(NestedMode):
             shapes = hash_of(found[0], args)
             self._note(func, shapes if out is found[0] else hash((shapes, *map(hash_of, found[1:]))))
 
-    def _add_made(self, tensor: Tensor) -> None:
-        if id(tensor) not in self.outside and self._made.add(tensor):  # else it came from outside, and is returned
+    def _add_own(self, tensor: Tensor) -> None:
+        if id(tensor) not in self.outside and self._own.add(tensor):  # else it came from outside, and is returned
             self._known.discard(id(tensor))
 
-    def _has_made(self, tensor: Tensor) -> bool:
+    def _reads_own(self, tensor: Tensor) -> bool:
         """Whether the run made this tensor without a derivative. If so, count the read."""
-        found = self._made.has(tensor)
+        found = self._own.has(tensor)
         if found:
-            self._made.count(tensor, (self._count(), self._reader))
+            self._own.count(tensor, (self._count(), self._reader))
         return found
 
     def _count(self) -> int:
@@ -403,12 +411,12 @@ class Look(NestedMode):
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run made this tensor."""
         key = id(tensor)
-        return key not in self.outside and (key in self._known or self._made.has(tensor))
+        return key not in self.outside and (key in self._known or self._own.has(tensor))
 
     def survivors(self) -> list[tuple[weakref.ref[Tensor], dict[Occasion, int]]]:
         """The tensors that the run made without a derivative and read, and that somebody keeps: NOTE [survivors]."""
-        found = self._made.survivors(self.outside.values())
-        self._made = Made()
+        found = self._own.survivors(self.outside.values())
+        self._own = Made()
         return found
 
 
@@ -416,11 +424,8 @@ class _InnerLook(Look):
     """Watches the `forward` of an autograd.Function under a transform, which runs below the level of the call."""
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
-        key = id(tensor)
-        if key in self._known or self._has_made(tensor):
-            return tensor
-        if (known := self.outside.get(key)) is not None:
-            return known.value
+        if (known := self._known_value(tensor)) is not None:
+            return known
         value = self.outer.read(tensor, handed_on)
         while internals.level_of(value) > self.depth and not value.requires_grad:  # an operand of a rerun
             value = internals.unwrapped(value)
@@ -436,15 +441,7 @@ def _watched(function: type[torch.autograd.Function]) -> type[torch.autograd.Fun
         outer = current_look()
         if outer is None:
             return function.forward(*args)
-        with _InnerLook(outer.name, _tensors_in(args), None):
+        with _InnerLook(outer.name, tensors_in(args), None):
             return function.forward(*args)
 
     return type(function.__name__, (function,), {"forward": staticmethod(forward), "__module__": function.__module__})
-
-
-def _tensors_in(out: Any) -> list[Tensor]:
-    if isinstance(out, Tensor):
-        return [out]
-    if isinstance(out, (list, tuple)):
-        return [t for x in out for t in _tensors_in(x)]
-    return [t for x in out.values() for t in _tensors_in(x)] if isinstance(out, dict) else []

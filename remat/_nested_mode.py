@@ -35,7 +35,7 @@ def current_call() -> tuple[Any, Any, Any] | None:
     return None if _current.look is None else _current.look.call
 
 
-class _Blind:
+class Blind:
     """A delegate that notes nothing but reads of memory, which may be hollow."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,7 +44,7 @@ class _Blind:
         return func(*args, **(kwargs or {}))
 
 
-_BLIND: Any = _Blind()
+_BLIND: Any = Blind()
 
 
 class NestedMode(TorchFunctionMode):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._context import RandomState
-from remat._ops import FACTS, Layout, OpFacts, bytes_of, facts_of, flat, storages, tensors
+from remat._ops import FACTS, OpFacts, bytes_of, facts_of, flat, storages, tensors
 from remat._tape import Origin, Tape, origin_of
 from remat._values import CONSTANT, Changed, Content, Key, Op, Operand, OpMode, Value
 
@@ -232,7 +232,7 @@ def _filled(op: Op, memory: dict[Value, Any]) -> tuple[list[Any], dict[str, Any]
 
 def _from(x: Any, memory: dict[Value, Any]) -> Any:
     if isinstance(x, Operand):
-        return Layout(*x[1:]).over(memory[x.value])
+        return x.layout.over(memory[x.value])
     return [_from(i, memory) for i in x] if isinstance(x, tuple) else x
 
 

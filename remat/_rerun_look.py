@@ -97,13 +97,13 @@ class RerunLook(Look):
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
-        if key in self._known or self._has_made(tensor):
+        if key in self._known or self._reads_own(tensor):
             return tensor
         if key in self._survivors:
             how = self._position, self._reader
             if how not in self._survivors[key]:
                 raise self._too_early(tensor)
-            self._made.times[how] += 1
+            self._own.times[how] += 1
             self._revived[how] = self._survivors[key][how], tensor.shape, tensor.dtype
             return internals.below_grad_levels(tensor)
         position = self._expected.get(key)
@@ -200,7 +200,7 @@ class RerunLook(Look):
         for t in self._to_write.values():
             raise CheckpointError(_NOT_WRITTEN.format(self.name, list(t.shape), t.dtype))
         for how, (times, shape, dtype) in self._revived.items():
-            if self._made.times[how] > times:
+            if self._own.times[how] > times:
                 raise CheckpointError(_REPLACED.format(self.name, list(shape), dtype, PURITY))
         calls = self._forward.calls
         if self._position < len(calls):

@@ -1179,7 +1179,7 @@ def base_level() -> Iterator[None]:
             torch._C._autograd._saved_tensors_hooks_disable(message)
 
 
-def _called_by(package: str) -> bool:
+def called_by(package: str) -> bool:
     """Whether the innermost code around a torch call, apart from torch's modules in general and ours, is `package`."""
     frame: Any = sys._getframe(2)
     while frame is not None:
@@ -1201,7 +1201,7 @@ def fully_shard_at_work() -> bool:
 
     They fill memory that they own, each time anew: the parameters that they gather.
     """
-    return _FULLY_SHARD in sys.modules and _called_by(_FULLY_SHARD)
+    return _FULLY_SHARD in sys.modules and called_by(_FULLY_SHARD)
 
 
 def _states_of_fully_shard() -> list[Any]:
@@ -1241,4 +1241,4 @@ def is_hook_of_fully_shard(hook: Any) -> bool:
 
 def dtensor_at_work() -> bool:
     """Whether the running torch call is one of DTensor's own (2.13), on the local tensors inside of it."""
-    return _DTENSOR in sys.modules and _called_by(_DTENSOR)
+    return _DTENSOR in sys.modules and called_by(_DTENSOR)

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
 from remat._context import RandomState
-from remat._effects import GIVES_MEMORY_AWAY, READS_MEMORY
+from remat._effects import GIVES_MEMORY_AWAY
+from remat._nested_mode import Blind
 from remat._ops import Layout, OpFacts, is_plain, plain, storages, tensors
 from remat.policies._enum import CheckpointPolicy
 
@@ -77,15 +78,12 @@ class Operand(NamedTuple):
     """A tensor that an op read: a value, and the layout."""
 
     value: Value
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    is_conj: bool
-    is_neg: bool
+    layout: Layout
 
 
+# Without the calls of Python that the constructors are: this runs for each argument of each op.
 _make_operand: Callable[[Any], Operand] = functools.partial(tuple.__new__, Operand)
+_make_layout: Callable[[Any], Layout] = functools.partial(tuple.__new__, Layout)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,11 +131,8 @@ Key = tuple[Any, ...]
 """What tells a call of an op from calls with other values: facts, args, names and values of kwargs, and kinds."""
 
 
-class _Calls(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS_MEMORY:
-            internals.tell_of_access(func, args, kwargs)
-        return func(*args, **(kwargs or {}))
+class _Calls(Blind, TorchFunctionMode):
+    """Tells of reads of memory where there is no look."""
 
 
 class OpMode(internals.DispatchMode):
@@ -227,9 +222,8 @@ class OpMode(internals.DispatchMode):
                         return None
                     content = self._content(storage)
                 reads.append(content)
-                offset, dtype = x.storage_offset(), x.dtype
-                lies = content.value, x.size(), x.stride(), offset, dtype, x.is_conj(), x.is_neg()
-                items.append(_make_operand(lies))
+                lies = x.size(), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
+                items.append(_make_operand((content.value, _make_layout(lies))))
             elif kind is list or kind is tuple:
                 inner = self._described(x, kinds, reads)
                 if inner is None:

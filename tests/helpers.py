@@ -265,3 +265,17 @@ SOME_TRANSFORMS = [
     "forward AD",
     ".backward() of vmap",
 ]
+
+
+class ReadsTwice(torch.autograd.Function):
+    """x, with the gradient g * x: its backward reads twice what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,), (x,) = ctx.saved_tensors, ctx.saved_tensors
+        return g * x

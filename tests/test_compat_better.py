@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import remat.compat
 from remat import CheckpointError, RematError, is_rerunning
 from remat.debug import LiveBytes
-from tests.helpers import SIZE, UNIT, CountOps, Seen, activation, assert_same, leaf, numbers
+from tests.helpers import SIZE, UNIT, CountOps, ReadsTwice, Seen, activation, assert_same, leaf, numbers
 from tests.test_compat_same import Calls, debugs, mismatch, plain
 
 TORCH, REMAT = torch.utils.checkpoint, remat.compat
@@ -1004,23 +1004,11 @@ def test_debug_with_contexts() -> None:
     assert_same(x.grad, x.detach().sin().exp() * x.detach().cos())
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,), (x,) = ctx.saved_tensors, ctx.saved_tensors
-        return g * x
-
-
 @debugs
 def test_a_double_unpack_is_named_under_debug() -> None:
     messages = []
     for ck in (of_torch, ours):
-        y = ck(lambda x: Twice.apply(x.sin()), leaf(numbers(3)), debug=True).sum()
+        y = ck(lambda x: ReadsTwice.apply(x.sin()), leaf(numbers(3)), debug=True).sum()
         with pytest.raises(TORCH.CheckpointError) as caught:
             y.backward()
         messages.append(str(caught.value))

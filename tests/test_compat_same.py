@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import grad as grad_of
 
 import remat.compat
-from tests.helpers import CountOps, Seen, assert_same, leaf, numbers
+from tests.helpers import CountOps, ReadsTwice, Seen, assert_same, leaf, numbers
 
 MODULES = {"torch": torch.utils.checkpoint, "remat": remat.compat}
 
@@ -644,19 +644,7 @@ def test_debug_enabled(api: Any, setting: Any, argument: bool, on: bool) -> None
 @debugs
 @pytest.mark.parametrize("debug", [False, True])
 def test_unpacking_twice(api: Any, debug: bool) -> None:
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            (x,) = ctx.saved_tensors
-            (x,) = ctx.saved_tensors
-            return g * x
-
-    y = api.checkpoint(lambda x: Twice.apply(x.sin()), leaf(numbers(3)), use_reentrant=False, debug=debug)
+    y = api.checkpoint(lambda x: ReadsTwice.apply(x.sin()), leaf(numbers(3)), use_reentrant=False, debug=debug)
     with pytest.raises(api.CheckpointError, match=None if debug else "already unpacked once"):
         y.sum().backward()
 
@@ -887,17 +875,6 @@ def test_the_phrases_of_errors(api: Any, case: str) -> None:
     forward, rerun, options, phrase = PHRASES[case]
     with pytest.raises(api.CheckpointError, match=phrase):
         mismatch(api, forward, rerun, **options).backward()
-
-
-class ReadsTwice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g * ctx.saved_tensors[0] * ctx.saved_tensors[0]
 
 
 def selective(api: Any, policy: Any) -> Any:

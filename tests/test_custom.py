@@ -71,11 +71,15 @@ PROGRAMS: dict[str, tuple[Fun, Fun]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_same_as_the_function(program: str, transform: str, policy: Any) -> None:
-    if (program, transform) == ("attention", "backward over forward AD"):
-        pytest.skip("torch changes what the softmax has saved")
     custom, expected = PROGRAMS[program]
     x = numbers(3, 3)
     run = TRANSFORMS[transform]
+    if (program, transform) == ("attention", "backward over forward AD"):
+        with pytest.raises(
+            RuntimeError, match="modified by an inplace operation"
+        ):  # torch does that to its own softmax
+            run(expected, x)
+        expected = remat(expected)
     assert_same(run(remat(custom, policy=policy), x), run(expected, x), rounding=1e-9)
     assert_same(
         run(lambda x: remat(custom, policy=policy)(x.sin()).cos(), x),

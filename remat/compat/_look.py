@@ -18,9 +18,9 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
-from remat._effects import Effects, effects_of
+from remat._effects import Effects, effects_of, tensors_in
 from remat._graph import is_made_since
-from remat._look import CONTAINERS, LOOKED_AT, SCALARS, Look, _tensors_in
+from remat._look import CONTAINERS, LOOKED_AT, SCALARS, Look
 
 is_wrapper = internals.is_wrapper
 
@@ -76,8 +76,8 @@ class ForwardLook(Look):
         if isinstance(inner, ForwardLook):
             self._unkept += inner._unkept
         else:
-            self._known |= inner._made.refs.keys()
-            self._unkept += inner._made.refs.values()
+            self._known |= inner._own.refs.keys()
+            self._unkept += inner._own.refs.values()
         self.has_custom |= inner.has_custom
         self.handed_on |= inner.handed_on & self.outside.keys()
 
@@ -162,13 +162,13 @@ class ForwardLook(Look):
         self.add_results(name, out)
 
     def add_results(self, func: Any, out: Any, args: Iterable[Any] = (), listed: bool = True) -> None:
-        for t in _tensors_in(out):
+        for t in tensors_in(out):
             if internals.requires_grad_at_any_level(t):
                 self._know_layers(t)
             elif internals.level_of(t) <= self.depth:
-                self._add_made(t)
+                self._add_own(t)
 
-    def _add_made(self, tensor: Tensor) -> None:
+    def _add_own(self, tensor: Tensor) -> None:
         self._known.add(id(tensor))
         if id(tensor) not in self.outside:
             self._unkept.append(weakref.ref(tensor))
