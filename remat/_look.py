@@ -404,6 +404,10 @@ class Look(NestedMode):
         others = [t for t, operand in self._pairs if operand is read.value and t is not read.tensor]
         return others if read.value is read.tensor else [read.value, *others]
 
+    def replacing(self) -> set[int]:
+        """The identities of the operands that replace tensors in an outer rerun."""
+        return {id(operand) for _, operand in self._pairs}
+
     def stands_for(self, tensor: Tensor) -> bool:
         """Whether a rerun replaces this tensor by an operand."""
         return id(tensor) in self._swaps

@@ -1107,6 +1107,22 @@ def test_found_by_the_fuzzer(program: Any, transform: str) -> None:
     assert_same(TRANSFORMS[transform](lambda x: program(remat, x), x), expected)
 
 
+def test_what_is_not_differentiated_is_found_in_a_list_by_calls_inside() -> None:
+    """An outer rerun puts an operand into the list. The rerun of the inner call finds the original there again."""
+
+    def program(ck: Any, x: Tensor, index: Tensor) -> Tensor:
+        held = [index]
+        inner = ck(lambda h: h.sin()[held[0]].sum() * h)
+        middle = ck(lambda h: inner(h))
+        return ck(lambda h: middle(middle(h)).sum())(x)
+
+    def per_sample(ck: Any) -> Tensor:
+        gradient = grad(lambda x, i: program(ck, x, i))
+        return vmap(gradient, in_dims=(0, None))(numbers(4, 3), torch.tensor([0, 2]))
+
+    assert_same(per_sample(remat), per_sample(plain))
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("transform", ["grad", ".backward()", "grad(grad)", ".backward() of grad", "double backward"])
 def test_a_hook_in_a_call_inside(depth: int, transform: str) -> None:
