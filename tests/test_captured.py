@@ -1238,3 +1238,25 @@ def test_an_autograd_function_that_reads_a_constant(transform: str) -> None:
 
     x = numbers(3, 3)
     assert_same(TRANSFORMS[transform](remat(fun), x), TRANSFORMS[transform](fun, x))
+
+
+@pytest.mark.parametrize("hooked_input", [True, False])
+def test_a_hook_that_a_rerun_does_not_count_alike(hooked_input: bool) -> None:
+    """In the forward of `grad`, what it does not differentiate requires no grad; in a rerun it may."""
+
+    def run(ck: Any) -> Any:
+        def fun(x: Tensor) -> Tensor:
+            guarded = y if hooked_input else y.sin()
+            if guarded.requires_grad:
+                guarded.register_hook(lambda g: g * 7)
+            z = x.sin()
+            if z.requires_grad:
+                z.register_hook(lambda g: g * 0.5)
+            return z * x
+
+        x, y = leaf(numbers(3)), leaf(numbers(3))
+        gradient = grad(lambda x, y: ck(fun)(x).square().sum())(x, y)
+        (second,) = torch.autograd.grad(gradient.square().sum(), x, create_graph=True)
+        return gradient, second, torch.autograd.grad(second.square().sum(), x)
+
+    assert_same(run(remat), run(plain))
