@@ -42,8 +42,8 @@ _STRANGER = (
 )
 
 _OTHER_HOOKS = (
-    "remat: the rerun of {} puts hooks on other tensors than its forward, perhaps because x.requires_grad is another. Put "
-    "the hook on the result, outside of the function."
+    "remat: the rerun of {} puts hooks on other tensors than its forward, perhaps because x.requires_grad is another. "
+    "Put the hook on the result, outside of the function."
 )
 
 
