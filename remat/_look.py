@@ -47,7 +47,7 @@ class Kind(Enum):
 
 
 @functools.cache
-def kind_of(cls: type) -> Kind:
+def kind_of(cls: Any) -> Kind:
     """The `Kind` of arguments of a class."""
     if issubclass(cls, Tensor):
         return Kind.TENSOR
@@ -162,7 +162,7 @@ class Look(NestedMode):
         given = args
         unseen = plain = False
         for a in args:
-            kind = kind_of(type(a))
+            kind = kind_of(a.__class__)
             if kind is Kind.TENSOR:
                 if id(a) not in known:
                     unseen = True
@@ -195,7 +195,7 @@ class Look(NestedMode):
             self._note(func, hash_of(out, args if plain else ()))
         elif type(out) is Tensor and not internals.is_wrapper(out):
             self._add_own(out)
-        elif kind_of(type(out)) in _MAY_HOLD_TENSORS:
+        elif kind_of(out.__class__) in _MAY_HOLD_TENSORS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, args)
         return out
@@ -226,7 +226,7 @@ class Look(NestedMode):
         if effects.looks_up and isinstance(out, Tensor):
             with internals.DisableTorchFunction():
                 return self.read(out)
-        if kind_of(type(out)) in _MAY_HOLD_TENSORS:
+        if kind_of(out.__class__) in _MAY_HOLD_TENSORS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, (*args, *kwargs.values()), not effects.is_unlisted)
         return as_given(out, written, func, given) if written and self._swaps else out
