@@ -9,7 +9,7 @@ N ?= 20000
 ifdef CPU_ONLY
 export PIP_EXTRA_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 endif
-BENCHMARKS := tiny blocks transformer chain halving loops policies frontier random_draws compat_call hugging_face memory compiled
+BENCHMARKS := tiny blocks transformer chain halving loops policies frontier random_draws compat_call hugging_face memory compiled import_time
 
 .PHONY: help demo test fuzz test-torch lint docs wheel bench clean
 
@@ -59,7 +59,7 @@ wheel: $(VENV)/ready-wheel  ## the wheel, into dist/, checked and tried in an en
 	build/fresh/bin/python $(PIP_INSTALL) -c constraints.txt "$$(echo dist/*.whl)[curvature]"
 	cd build && fresh/bin/python ../examples/curvature.py --fast
 
-bench: $(VENV)/ready-bench  ## every benchmark in turn, then how the targets are met: half an hour or so on 2 cores
+bench: $(VENV)/ready-bench  ## every benchmark in turn, then how the targets are met: under 12 minutes on 2 quiet cores
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python bench/$$name.py; done
 	$(BIN)/python bench/check.py
 
