@@ -2,7 +2,7 @@
 
 Each step saves one activation (https://github.com/pytorch/pytorch/issues/125591). Memory is measured with the garbage
 collector off, so that what lives on in cycles shows. The resident set (RSS) is that of a process of its own: how much
-its greatest size grows in one run.
+its greatest size grows in one run. It depends on where the allocator has room, and differs when the script runs again.
 """
 
 from __future__ import annotations
@@ -78,39 +78,34 @@ def resident() -> int:
 
 
 def send_growth(to: Connection, setting: str, way: str, steps: int) -> None:
-    """Send how much this process grows by one run, or nothing if that fails."""
+    """Send how much this process grows by one run, or None if that fails."""
     try:
         SETTINGS[setting](SEGMENT, WAYS[way])()
         before = resident()
         SETTINGS[setting](steps, WAYS[way])()
     except Exception:  # the table tells of it
-        to.send([])
+        to.send(None)
     else:
-        to.send([resident() - before])
+        to.send(resident() - before)
 
 
-def growth(setting: str, way: str, steps: int, processes: int) -> str:
-    """The same, of forks of this process, which has done nothing yet: the least, the median and the greatest."""
-    if sys.platform != "linux":
-        return "Linux only"
-    grown: list[int] = []
+def growth(setting: str, way: str, steps: int) -> int | None:
+    """The same, of a fork of this process, which has done nothing yet."""
     context = multiprocessing.get_context("fork")
-    for _ in range(processes):
-        received, sent = context.Pipe(duplex=False)
-        process = context.Process(target=send_growth, args=(sent, setting, way, steps))
-        process.start()
-        sent.close()
-        grown += received.recv()
-        process.join()
-    grown.sort()
-    return " - ".join(map(bytes_text, (grown[0], grown[len(grown) // 2], grown[-1]))) if grown else ""
+    received, sent = context.Pipe(duplex=False)
+    process = context.Process(target=send_growth, args=(sent, setting, way, steps))
+    process.start()
+    sent.close()
+    grown: int | None = received.recv()
+    process.join()
+    return grown
 
 
 def main() -> None:
     bench = Benchmark(__file__, __doc__, threads=1)
     steps = 400 if bench.fast else 10_000
     ways = ["remat"] if bench.fast else [way for way in WAYS if way not in UNAVAILABLE]
-    grown = {(s, way): growth(s, way, steps, 1 if bench.fast else 3) for s in SETTINGS for way in ways}
+    grown = {(s, way): growth(s, way, steps) for s in SETTINGS for way in ways if sys.platform == "linux"}
     shorter = {steps // 4: f"remat, {steps // 4:,} steps"}
     works = {setting: runs(functools.partial(make, steps)) for setting, make in SETTINGS.items()}
     works["grad"]["jax.checkpoint, jitted"] = in_jax(steps)
@@ -120,7 +115,7 @@ def main() -> None:
         ours = rows["remat"]
         for way, row in rows.items():
             if row.seconds and (setting, way) in grown:
-                row.notes["RSS grows by"] = grown[setting, way]
+                row.notes["RSS grows by"] = bytes_text(grown[setting, way])
         quarter = rows[shorter[steps // 4]]
         bench.ratios |= {
             f"{setting}: peak / (boundaries + one segment)": ratio(ours.peak, (steps / SEGMENT + SEGMENT) * UNIT),
