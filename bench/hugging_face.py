@@ -106,7 +106,7 @@ def main() -> None:
             f"{name}, width {title}, {batch} x {length} tokens": runs(make(width, layers), tokens, step)
             for name, make in models.items()
         }
-        for name, rows in zip(models, bench.measure(works, rounds=9, repeats=repeats).values(), strict=True):
+        for name, rows in zip(models, bench.measure(works, rounds=7, repeats=repeats).values(), strict=True):
             ours, torchs = rows["remat"], rows["torch, non-reentrant"]
             bench.ratios |= {
                 f"{name}, width {title}: time / torch's": ours.over(torchs),
