@@ -11,7 +11,7 @@ export PIP_EXTRA_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 endif
 BENCHMARKS := tiny blocks transformer chain halving loops policies frontier random_draws compat_call hugging_face memory compiled import_time
 
-.PHONY: help demo test fuzz test-torch lint docs wheel bench clean
+.PHONY: help demo test fuzz soak test-torch lint docs wheel bench clean
 
 help:  ## what there is to make
 	@echo "usage: make TARGET, with Python 3.10 or later; CPU_ONLY=1 takes a torch without CUDA packages"
@@ -39,6 +39,9 @@ test: $(VENV)/ready-test  ## the whole test suite, with the examples in docstrin
 
 fuzz: $(VENV)/ready-test  ## random programs under random transforms: make fuzz N=20000
 	REMAT_FUZZ_EXAMPLES=$(N) $(BIN)/python -m pytest tests/test_fuzz.py
+
+soak: $(VENV)/ready-test  ## 1,000 training steps and 1,000 exceptions of each kind: nothing is left, nothing is broken
+	REMAT_SOAK_STEPS=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_soak.py
 
 lint: $(VENV)/ready-test $(VENV)/ready-lint  ## ruff, mypy and pyright: under a minute
 	$(BIN)/ruff check
