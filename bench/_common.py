@@ -286,9 +286,13 @@ class Benchmark:
         (folder / f"{self.name}.json").write_text(json.dumps(self._json(), indent=1) + "\n")
         (figure or self._bars()).savefig(folder / f"{self.name}.png", dpi=80)
 
-    def _table(self) -> Table:
-        columns = list({key: None for rows in self.sections.values() for row in rows.values() for key in row.notes})
-        every = [row for rows in self.sections.values() for row in rows.values()]
+    def show(self, section: str) -> None:
+        """Print one section, while others are to come."""
+        Console(width=200).print(self._table({section: self.sections[section]}))
+
+    def _table(self, sections: dict[str, dict[str, Row]]) -> Table:
+        columns = list({key: None for rows in sections.values() for row in rows.values() for key in row.notes})
+        every = [row for rows in sections.values() for row in rows.values()]
         measured = {
             f"{self.options.clock} time (least - greatest)": (time_text, any(row.seconds for row in every)),
             "peak, live": (lambda row: bytes_text(row.peak), any(row.peak is not None for row in every)),
@@ -299,7 +303,7 @@ class Benchmark:
         table = Table(title=self.title)
         for column in ("", *shown, *columns):
             table.add_column(column, no_wrap=True)
-        for section, rows in self.sections.items():
+        for section, rows in sections.items():
             table.add_row(f"[bold]{section}")
             for way, row in rows.items():
                 cells = [text(row) for text in shown.values()]
@@ -334,7 +338,7 @@ class Benchmark:
 
     def _print_to(self, console: Console) -> None:
         results = self._json()
-        console.print(self._table())
+        console.print(self._table(self.sections))
         for name, text in self.reported.items():
             console.print(f"{name}: {text}")
         if found := list(verdicts(self.name, results["ratios"])):

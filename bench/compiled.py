@@ -7,6 +7,7 @@ The gradients of each sample are larger than those of a batch, so peaks are comp
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import WAYS, Benchmark, Run, ratio
+from _common import WAYS, Benchmark, Fun, Run, ratio
 from torch import Tensor
 from torch.func import grad, vmap
 from torch.profiler import ProfilerActivity, profile
@@ -40,8 +41,8 @@ def loss_of(way: Any) -> Callable[..., Tensor]:
     return loss
 
 
-def backward(loss: Any, ws: tuple[Tensor, ...], x: Tensor) -> Run:
-    fun = torch.compile(loss, fullgraph=True)
+def backward(compiled: Fun, loss: Fun, ws: tuple[Tensor, ...], x: Tensor) -> Run:
+    fun = compiled(loss)
 
     def step() -> Any:
         leaves = tuple(w.detach().requires_grad_() for w in ws)
@@ -51,13 +52,13 @@ def backward(loss: Any, ws: tuple[Tensor, ...], x: Tensor) -> Run:
     return step
 
 
-def gradient(loss: Any, ws: tuple[Tensor, ...], x: Tensor) -> Run:
-    fun = torch.compile(grad(loss), fullgraph=True)
+def gradient(compiled: Fun, loss: Fun, ws: tuple[Tensor, ...], x: Tensor) -> Run:
+    fun = compiled(grad(loss))
     return lambda: fun(ws, x)
 
 
-def per_sample_gradients(loss: Any, ws: tuple[Tensor, ...], x: Tensor) -> Run:
-    fun = torch.compile(vmap(grad(loss), in_dims=(None, 0)), fullgraph=True)
+def per_sample_gradients(compiled: Fun, loss: Fun, ws: tuple[Tensor, ...], x: Tensor) -> Run:
+    fun = compiled(vmap(grad(loss), in_dims=(None, 0)))
     samples = x.view(SAMPLES, -1, WIDTH)
     return lambda: fun(ws, samples)
 
@@ -93,9 +94,9 @@ def main() -> None:
     bench = Benchmark(__file__, __doc__, threads=1)
     blocks, rows = (1, 64) if bench.fast else (BLOCKS, ROWS)
     ws, x = tuple(torch.randn(WIDTH, WIDTH) / 16 for _ in range(blocks)), torch.randn(rows, WIDTH)
-    torch.compiler.reset()
+    compiled = functools.partial(torch.compile, fullgraph=True, backend="aot_eager" if bench.fast else "inductor")
     works = {
-        setting: {way: make(loss_of(decorate), ws, x) for way, decorate in ways.items()}
+        setting: {way: make(compiled, loss_of(decorate), ws, x) for way, decorate in ways.items()}
         for setting, (make, ways) in STEPS.items()
     }
     with torch._dynamo.config.patch(recompile_limit=64):  # one code object serves all ways
