@@ -295,3 +295,21 @@ def test_exceptions_leave_torch_as_it_was(program: str, source: str) -> None:
         assert state(model) in reached, at
         ticks.left, ticks.count = -1, 0
         assert_same(run(model, ticks), expected)
+
+
+@pytest.mark.parametrize("in_rerun", [False, True], ids=["forward", "rerun"])
+def test_ctrl_c_while_torch_has_put_the_mode_aside(in_rerun: bool) -> None:
+    """Torch takes a mode off its stack for each torch call, and Ctrl-C can come before it has put it back."""
+
+    def fun(x: Tensor) -> Tensor:
+        if is_rerunning() is in_rerun:
+            torch.overrides._pop_mode()
+            raise KeyboardInterrupt("mine")
+        return x.sin()
+
+    x = leaf(numbers(3))
+    with AtFunction(lambda: None), pytest.raises(KeyboardInterrupt, match="mine"):
+        remat.remat(fun)(x).sum().backward()
+    assert torch._C._len_torch_function_stack() == 0
+    remat.remat(torch.sin)(x).sum().backward()
+    assert_same(x.grad, x.detach().cos())
