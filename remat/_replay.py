@@ -51,6 +51,10 @@ class Replay(OpMode):
         self._hooks = internals.saved_tensors_hooks()
         return super().__enter__()
 
+    def __exit__(self, *error: Any) -> None:
+        self._hooks = None  # they may hold this mode
+        super().__exit__(*error)
+
     def stands_for(self, copy: Tensor, origin: Origin | None) -> None:
         """The rerun is given a copy of a tensor, because the forward has written to it."""
         raw = internals.innermost(copy)
