@@ -4,6 +4,9 @@ A torch-function mode sees each torch call. It tracks no values. It knows the id
 given or has made; all others come from outside. The signature lists each call whose result is differentiated: the
 function, its plain arguments and the shape of the result. Other calls are left out: the forward may compute a table on
 first use and keep it, and the rerun does not compute it again.
+
+NOTE [inner wrappers]: a transform inside of the function wraps tensors out of sight. A new wrapper may have the identity
+of a tensor that has died. So no identity is trusted at the levels of inner transforms: wrappers are looked through.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ CONTAINERS = (list, tuple, dict)
 LOOKED_AT = (*CONTAINERS, torch.Generator)
 """Arguments of torch calls that are no tensors, and not passed on unseen."""
 
-level_of = internals.level_of
+level_of, stack_depth = internals.level_of, internals.stack_depth
 
 
 HOLDER, PLAIN, OTHER = "holder", "plain", "other"
@@ -145,7 +148,7 @@ class Look(NestedMode):
         delegate = self.delegate
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
-        known = self._known
+        known = self._known if stack_depth() <= self.depth else ()  # NOTE [inner wrappers]
         given = args
         plain = False
         for a in args:
@@ -181,7 +184,7 @@ class Look(NestedMode):
                 with internals.DisableTorchFunction():
                     self.add_results(func, out, args)
         elif out.requires_grad and level_of(out) <= self.depth:
-            known.add(id(out))
+            self._known.add(id(out))
             if self.outer is not None:
                 self.made.append(weakref.ref(out))
             self._note(func, hash_of(out, args if plain else ()))
@@ -247,7 +250,7 @@ class Look(NestedMode):
     def _seen(self, args: Any) -> Any:
         """The arguments of a call, with operands in place of originals. Tensors from outside are noted."""
         with internals.DisableTorchFunction():
-            known = self._known
+            known = self._known if stack_depth() <= self.depth else ()
             return tuple([a if isinstance(a, Tensor) and id(a) in known else self._seen_in(a) for a in args])
 
     def _seen_in(self, arg: Any) -> Any:
@@ -270,14 +273,14 @@ class Look(NestedMode):
         - `handed_on`: whether a transform inside of the function has wrapped it: then no torch call reads it directly.
         """
         key = id(tensor)
+        value = self._swaps.get(key, tensor)  # in an outer rerun, which may run below the original's level
+        if value is tensor and level_of(tensor) > self.depth:
+            self.read(internals.unwrapped(tensor), handed_on=True)
+            return tensor
         if handed_on and key in self.outside:
             self.handed_on.add(key)
         if (known := self._known_value(tensor)) is not None:
             return known
-        value = self._swaps.get(key, tensor)  # in an outer rerun, which may run below the original's level
-        if value is tensor and internals.level_of(tensor) > self.depth:
-            self.read(internals.unwrapped(tensor), handed_on=True)
-            return tensor
         if self.outer is not None:
             self.outer._reader = self._reader
             value = self.outer.read(tensor, handed_on)
@@ -410,11 +413,7 @@ class Look(NestedMode):
         return len(self.signature.calls)
 
     def _know_layers(self, tensor: Tensor) -> None:
-        """Note that the run made a tensor, as it is below the transforms inside of the function.
-
-        Those make wrappers that no look sees, where a tensor that has died may have been. So wrappers of their levels
-        are looked through, not known.
-        """
+        """Note that the run made a tensor, and those that it wraps at the level of the run and below."""
         for layer in internals.layers(tensor):
             if level_of(layer) <= self.depth:
                 self._known.add(id(layer))

@@ -104,7 +104,8 @@ class RerunLook(Look):
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
-        if key in self._known or self._reads_own(tensor):
+        is_inner = internals.level_of(tensor) > self.depth  # NOTE [inner wrappers]
+        if not is_inner and (key in self._known or self._reads_own(tensor)):
             return tensor
         if key in self._survivors:
             how = self._position, self._reader
@@ -115,7 +116,7 @@ class RerunLook(Look):
             return internals.below_grad_levels(tensor)
         position = self._expected.get(key)
         if position is None and key not in self._swaps:
-            return self._read_other(tensor)
+            return self._read_other(tensor, is_inner)
         if position is not None and self._position < position:
             raise self._too_early(tensor)
         operand = self._swaps.get(key, tensor)
@@ -128,12 +129,12 @@ class RerunLook(Look):
     def _stranger(self, tensor: Tensor) -> CheckpointError:
         return CheckpointError(_STRANGER.format(self.name, [*tensor.shape], tensor.dtype, call_site(), PURITY))
 
-    def _read_other(self, tensor: Tensor) -> Tensor:
+    def _read_other(self, tensor: Tensor, is_inner: bool) -> Tensor:
         """Handle a read of a tensor that the forward was not seen to read."""
         key = id(tensor)
         if kept.get(key) is tensor:
             raise self._stranger(tensor)
-        if internals.level_of(tensor) > self.depth:
+        if is_inner:
             inner = internals.unwrapped(tensor)
             if self.read(inner, handed_on=True) is not inner:
                 raise CheckpointError(
