@@ -5,8 +5,9 @@ given or has made; all others come from outside. The signature lists each call w
 function, its plain arguments and the shape of the result. Other calls are left out: the forward may compute a table on
 first use and keep it, and the rerun does not compute it again.
 
-NOTE [inner wrappers]: a transform inside of the function wraps tensors out of sight. A new wrapper may have the identity
-of a tensor that has died. So no identity is trusted at the levels of inner transforms: wrappers are looked through.
+NOTE [inner wrappers]: a transform inside of the function wraps tensors out of sight. A new wrapper may have the
+identity of a tensor that has died. So no identity is trusted at the levels of inner transforms: wrappers are looked
+through.
 """
 
 from __future__ import annotations
