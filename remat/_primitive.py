@@ -322,10 +322,12 @@ def _attach_duals(rule: Callable[..., Values], top: Any, fn: Derived, values: Va
     """
     duals = [forward_ad.unpack_dual(v) for v in values]
     outs = [i for i, (_, tangent) in enumerate(duals) if tangent is not None]
+    is_jvp = top is not None and top.kind is internals.TransformType.Jvp
+    if not outs and (not is_jvp or internals.in_inference_mode()):  # there, torch can't unpack what is no dual
+        return rule(top, fn, values, operands)
     pairs = [forward_ad.unpack_dual(t) for t in operands]
     moving = [i for i, (_, tangent) in enumerate(pairs) if tangent is not None]
-    is_jvp = top is not None and top.kind is internals.TransformType.Jvp
-    if not outs and not (is_jvp and moving):
+    if not outs and not moving:
         return rule(top, fn, values, operands)
     primals, tangents = [p for p, _ in duals], [duals[i].tangent for i in outs]
     inputs = [p for p, _ in pairs] + [pairs[i].tangent for i in moving]
