@@ -26,6 +26,7 @@ from remat._errors import shown
 from remat._look import Look
 from remat._remat import remat
 from remat.policies import as_policy
+from remat.policies._policy import PolicyLike
 from remat.random._keyed import resumed, running
 
 Carry = TypeVar("Carry")
@@ -78,7 +79,7 @@ def _checkpoints(who: str, n: int, k: int | None) -> int:
 
 
 def _loop(
-    who: str, user: Any, body: Body, n: int, init: Any, xs: Any, k: int, policy: Any, reverse: bool = False
+    who: str, user: Any, body: Body, n: int, init: Any, xs: Any, k: int, policy: PolicyLike, reverse: bool = False
 ) -> tuple[Any, Any]:
     """Run `body` n times, at least once, with k checkpoints. Returns the last carry, and all y joined.
 
@@ -191,7 +192,7 @@ def _carry_check(who: str, what: str, init: Any) -> Callable[[Any], None]:
     return check
 
 
-def _check_options(who: str, checkpoints: Any, policy: Any, **functions: Any) -> None:
+def _check_options(who: str, checkpoints: Any, policy: PolicyLike, **functions: Any) -> None:
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(f"{who}: {name} must be a function; got {shown(function)}.")
@@ -263,7 +264,7 @@ def scan(
     reverse: bool = False,
     *,
     checkpoints: int | None = None,
-    policy: Any = None,
+    policy: PolicyLike = None,
 ) -> tuple[Carry, Any]:
     """Run a function over the leading dimension of tensors, with a state that is handed on, in little memory.
 
@@ -340,7 +341,7 @@ def fori_loop(
     init_val: Carry,
     *,
     checkpoints: int | None = None,
-    policy: Any = None,
+    policy: PolicyLike = None,
 ) -> Carry:
     """Run a function for each number from `lower` up to `upper`, in little memory: `scan` without `xs` and y.
 
@@ -394,7 +395,7 @@ def while_loop(
     init_val: Carry,
     *,
     checkpoints: int | None = None,
-    policy: Any = None,
+    policy: PolicyLike = None,
 ) -> Carry:
     """Run a function for as long as a condition holds, in little memory. It has derivatives in reverse mode, too.
 

@@ -16,6 +16,7 @@ from remat._errors import shown
 from remat._module import check, wrap
 from remat.compat import checkpoint, create_selective_checkpoint_contexts
 from remat.policies import Policy, as_policy
+from remat.policies._policy import PolicyLike
 
 __all__ = ["RematReport", "WrappedModule", "apply_remat", "remat_module"]
 
@@ -23,7 +24,7 @@ M = TypeVar("M", bound=nn.Module)
 Select = type[nn.Module] | tuple[type[nn.Module], ...] | str | Callable[[str, nn.Module], bool]
 
 
-def checkpoint_with(policy: Any) -> Callable[..., Any]:
+def checkpoint_with(policy: PolicyLike) -> Callable[..., Any]:
     """`checkpoint` as modules use it: `checkpoint_with(policy)(function, *args)`."""
     if policy is None:
         return functools.partial(checkpoint, use_reentrant=False)
@@ -53,7 +54,7 @@ class _Checkpointed:
         return again
 
 
-def remat_module(module: M, *, policy: Any = None) -> M:
+def remat_module(module: M, *, policy: PolicyLike = None) -> M:
     """Wrap a module in place: it runs again on backward instead of storing its activations.
 
     Its `forward` goes through `remat.checkpoint`, so it works under plain autograd and under every transform of
@@ -174,7 +175,7 @@ def _ask(select: Callable[[str, nn.Module], bool], name: str, module: nn.Module)
         raise TypeError(f"apply_remat: {_shown(select)} can't be called as select(name, module).") from error
 
 
-def apply_remat(model: nn.Module, select: Select, *, policy: Any = None, every: int = 1) -> RematReport:
+def apply_remat(model: nn.Module, select: Select, *, policy: PolicyLike = None, every: int = 1) -> RematReport:
     """Wrap modules of a model in place, as `remat_module` does.
 
     The model itself is not looked at. Where a selected module is part of another one, both are wrapped: the inner one

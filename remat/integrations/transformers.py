@@ -6,11 +6,12 @@ import inspect
 from typing import Any
 
 from remat.nn import checkpoint_with
+from remat.policies._policy import PolicyLike
 
 __all__ = ["enable"]
 
 
-def enable(model: Any, *, policy: Any = None, every: int = 1) -> None:
+def enable(model: Any, *, policy: PolicyLike = None, every: int = 1) -> None:
     """Turn on gradient checkpointing in a model of Transformers, done by `remat.checkpoint`.
 
     It is the library's own switch, so all else is as with `model.activation_checkpointing_enable()`, which was called

@@ -21,6 +21,7 @@ from remat.policies._policy import (
     PREFER_SAVE,
     Decide,
     Policy,
+    PolicyLike,
     as_policy,
     call,
     everything_saveable,
@@ -106,7 +107,7 @@ class _Combined(Policy):
         return f"~{shown[0]}" if self.how == "~" else " - ".join(shown)
 
 
-def _combined(how: str, policies: tuple[Any, ...], alone: Policy) -> Policy:
+def _combined(how: str, policies: tuple[PolicyLike, ...], alone: Policy) -> Policy:
     """Policies with those of this kind taken apart: how they were grouped makes no difference."""
     parts: list[Any] = []
     for policy in map(as_policy, policies):
@@ -119,12 +120,12 @@ def opposite(policy: Policy) -> Policy:
     return _Combined("~", (policy,))
 
 
-def without(policy: Policy, other: Any) -> Policy:
+def without(policy: Policy, other: PolicyLike) -> Policy:
     """Keep what the policy keeps and the other does not: `policy - other`."""
     return _Combined("-", (policy, as_policy(other)))
 
 
-def any_of(*policies: Any) -> Policy:
+def any_of(*policies: PolicyLike) -> Policy:
     """Keep what at least one of the policies keeps; `p | q` is `any_of(p, q)`.
 
     Where one offloads a value and another saves it, it is saved.
@@ -145,7 +146,7 @@ def any_of(*policies: Any) -> Policy:
     return _combined("any_of", policies, nothing_saveable)
 
 
-def all_of(*policies: Any) -> Policy:
+def all_of(*policies: PolicyLike) -> Policy:
     """Keep what all of the policies keep; `p & q` is `all_of(p, q)`.
 
     Where one of them offloads such a value, it is offloaded.
@@ -166,7 +167,7 @@ def all_of(*policies: Any) -> Policy:
     return _combined("all_of", policies, everything_saveable)
 
 
-def first_of(*policies: Any) -> Policy:
+def first_of(*policies: PolicyLike) -> Policy:
     """Do what the first policy with an opinion says.
 
     A policy has an opinion where it says `MUST`: save, offload or recompute. `save_ops("mm")` has one on `mm`
@@ -193,7 +194,7 @@ def first_of(*policies: Any) -> Policy:
     return _combined("first_of", policies, nothing_saveable)
 
 
-def save_from_both_policies(policy_1: Any, policy_2: Any) -> Policy:
+def save_from_both_policies(policy_1: PolicyLike, policy_2: PolicyLike) -> Policy:
     """Save what either of two policies saves: JAX's name for `policy_1 | policy_2`.
 
     **Arguments:**

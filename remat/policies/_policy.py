@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.utils.checkpoint
 
@@ -27,6 +27,10 @@ PREFER_CPU_OFFLOAD = CheckpointPolicy.PREFER_CPU_OFFLOAD
 
 Decide = Callable[..., CheckpointPolicy]
 
+PolicyLike: TypeAlias = (
+    Callable[..., CheckpointPolicy | bool] | list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any] | None
+)
+"""The type of `policy=`: a policy, a function with the same signature, a collection of ops, or None."""
 
 policy_around: ContextVar[Policy | None] = ContextVar("remat_policy_around", default=None)
 """The policy of the function under remat that is running, for `custom_remat`; None where its rules are not followed."""
@@ -96,16 +100,16 @@ class Policy(abc.ABC):
         """
         return self
 
-    def __or__(self, other: Any) -> Policy:
+    def __or__(self, other: PolicyLike) -> Policy:
         return _combined.any_of(self, other)
 
-    def __and__(self, other: Any) -> Policy:
+    def __and__(self, other: PolicyLike) -> Policy:
         return _combined.all_of(self, other)
 
     def __invert__(self) -> Policy:
         return _combined.opposite(self)
 
-    def __sub__(self, other: Any) -> Policy:
+    def __sub__(self, other: PolicyLike) -> Policy:
         return _combined.without(self, other)
 
 
@@ -215,7 +219,7 @@ class Function(Policy):
         return f"{self.maker}({name_of(self.fun)})"
 
 
-def as_policy(value: Any) -> Policy:
+def as_policy(value: PolicyLike) -> Policy:
     """Make a policy of what the `policy` argument of `remat` takes.
 
     **Arguments:**
