@@ -73,7 +73,7 @@ def check(module: nn.Module, who: str, what: str) -> None:
         raise ValueError(f"{who}: {what} is lazy and will change its class. Run it once before you wrap it.")
     if not _is_made_here(kind) and any(map(_is_made_here, kind.__mro__)):
         raise ValueError(
-            f"{who}: {what} is wrapped already, and fully_shard or a parametrization has changed its class since, so its "
+            f"{who}: {what} is wrapped already, and fully_shard or a parametrization has changed its class since: its "
             "policy can't be changed."
         )
 

@@ -239,7 +239,7 @@ def test_the_function_may_use_transforms() -> None:
 
 @pytest.mark.parametrize("look", [saved_residuals, print_saved_residuals, list_ops])
 def test_inside_of_a_transform_it_is_an_error(look: Any) -> None:
-    with pytest.raises(RematError, match=rf"{look.__name__}: look from outside of all transforms"):
+    with pytest.raises(RematError, match=rf"{look.__name__}: call it outside all transforms"):
         grad(lambda x: (look(torch.sin, x), x.sum())[1])(W)
 
 
