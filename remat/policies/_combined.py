@@ -212,8 +212,8 @@ def save_from_both_policies(policy_1: PolicyLike, policy_2: PolicyLike) -> Polic
     **Source:** `jax.checkpoint_policies.save_from_both_policies`.
 
     Examples:
-        >>> from remat.policies import dots_saveable
-        >>> from remat.policies import save_from_both_policies, save_only_these_names
+        >>> from remat.policies import dots_saveable, save_from_both_policies
+        >>> from remat.policies import save_only_these_names
         >>> attention = save_only_these_names("attn")
         >>> policy = save_from_both_policies(dots_saveable, attention)
         >>> policy == dots_saveable | attention
