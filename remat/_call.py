@@ -25,7 +25,7 @@ from remat._places import filled
 from remat._recorder import Recorder
 from remat._replay import Replay
 from remat._rerun_look import RerunLook
-from remat._signature import ELSEWHERE, Signature
+from remat._signature import Signature
 from remat._tail import Remembered, keep_no_tensors
 from remat._tape import Tape
 from remat.policies import nothing_saveable
@@ -162,6 +162,7 @@ class Call:
                 self.policy = policy
                 recorder = self._recorder = Recorder(policy.start(), where)
             look = self._look = Look(self.name, given, random)
+            look.keeps_call = self._recorder is not None
         self.since = internals.next_sequence_number()
         if not (tracing or self._has_tangents or internals.functionalizing()):  # what takes apart an autograd.Function
             self._followed = policy or nothing_saveable
@@ -181,7 +182,7 @@ class Call:
         self.nests = look.nests
         self._has_custom = look.has_custom
         if look.signature.hooks:
-            self.hooked = frozenset([level for level in look.signature.hooks if level not in (None, ELSEWHERE)])
+            self.hooked = frozenset([level for _, level in look.signature.hooks if level >= 0])
         return out
 
     def results_of(self, out: Any) -> _tree.Picked:

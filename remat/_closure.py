@@ -60,12 +60,19 @@ class _Function:
 
     __slots__ = ("annotations", "attributes", "cells", "code", "defaults", "globals", "kwdefaults", "names")
 
-    def __init__(self, old: types.FunctionType, defaults: Any, kwdefaults: dict[str, Any], cells: list[int]) -> None:
+    def __init__(
+        self,
+        old: types.FunctionType,
+        defaults: Any,
+        kwdefaults: dict[str, Any],
+        attributes: dict[str, Any],
+        cells: list[int],
+    ) -> None:
         self.code = old.__code__
         self.globals = old.__globals__
         self.names = old.__name__, old.__qualname__, old.__doc__
         self.annotations = old.__annotations__
-        self.attributes = vars(old).copy()
+        self.attributes = attributes
         self.defaults = defaults
         self.kwdefaults = kwdefaults
         self.cells = cells
@@ -166,6 +173,7 @@ class Closure:
         self.objects.append(old)
         defaults = self.take_apart(old.__defaults__) if old.__defaults__ else None
         kwdefaults = {k: self.take_apart(v) for k, v in old.__kwdefaults__.items()} if old.__kwdefaults__ else {}
+        attributes = {k: self.take_apart(v) for k, v in vars(old).items()}
         cells = []
         for cell in old.__closure__ or ():
             cells.append(id(cell))
@@ -177,7 +185,7 @@ class Closure:
         if not cells and not is_part(defaults) and not any(map(is_part, kwdefaults.values())):
             self._whole.add(key)
             return old
-        self._functions[key] = _Function(old, defaults, kwdefaults, cells)
+        self._functions[key] = _Function(old, defaults, kwdefaults, attributes, cells)
         return _Reference(key)
 
     def flags(self) -> dict[int, types.CellType]:
@@ -241,8 +249,8 @@ class Rebuilder:
         self._functions[key] = new
         if old.kwdefaults:
             new.__kwdefaults__ = {k: self(v) for k, v in old.kwdefaults.items()}
-        if old.attributes:
-            new.__dict__.update(old.attributes)
+        for name, attribute in old.attributes.items():
+            setattr(new, name, self(attribute))
         for c in fresh:
             content = self._contents[c]
             if content is not _EMPTY:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +24,39 @@ from remat._effects import ORDINARY, Effects, as_given, effects_of, reads_number
 from remat._errors import RematError, call_site
 from remat._made import Made, Occasion
 from remat._nested_mode import NestedMode, current_look
-from remat._signature import ELSEWHERE, Signature, hash_of
+from remat._signature import ELSEWHERE, NO_LEVEL, Signature, hash_of, is_plain
 from remat._tail import is_large
 
 SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
 CONTAINERS = (list, tuple, dict)
 LOOKED_AT = (*CONTAINERS, torch.Generator)
 """Arguments of torch calls that are no tensors, and not passed on unseen."""
+
+level_of = internals.level_of
+
+
+class Kind(Enum):
+    """What an argument of a torch call is to a look."""
+
+    TENSOR = 1
+    CONTAINER = 2
+    """It may hold tensors, or is a generator."""
+    PLAIN = 3
+    """It is part of the signature."""
+    OTHER = 4
+
+
+@functools.cache
+def kind_of(cls: Any) -> Kind:
+    """The `Kind` of arguments of a class."""
+    if issubclass(cls, Tensor):
+        return Kind.TENSOR
+    if issubclass(cls, LOOKED_AT) and cls is not torch.Size:
+        return Kind.CONTAINER
+    return Kind.PLAIN if is_plain(cls) else Kind.OTHER
+
+
+_MAY_HOLD_TENSORS = (Kind.TENSOR, Kind.CONTAINER)
 
 CHANGES = (
     "remat: {} changes an argument or a captured tensor of shape {}, {} in place, at {}. Its rerun would start from "
@@ -78,6 +105,7 @@ class Look(NestedMode):
     - `made`: the differentiated tensors that the run computed. Only noted if it is nested in another run.
     - `drew`: whether a torch call may have drawn random numbers.
     - `nests`: whether the run made nested calls of functions under remat.
+    - `keeps_call`: whether to note the torch call that is running, for a policy.
     - `sets_hooks`: whether the run put a hook on a tensor.
     - `has_custom`: whether the run was seen to call an autograd.Function.
     - `tail_number`, `tail_results`: of the call at `signature.tail`: the sequence number after it, and its results.
@@ -85,6 +113,7 @@ class Look(NestedMode):
 
     drew = False
     nests = False
+    keeps_call = False
     sets_hooks = False
     has_custom = False
     tail_number = 0
@@ -108,6 +137,7 @@ class Look(NestedMode):
         self._swaps: dict[int, Tensor] = {}
         self._pairs: Sequence[tuple[Tensor, Tensor]] = ()
         self._own = Made()
+        self._has_tangents = internals.forward_ad_active()
 
     def begin(self, outer: Look | None) -> None:
         """Note the tensors that the run is given. `outer`: the look at the surrounding run."""
@@ -115,6 +145,7 @@ class Look(NestedMode):
             self._add(t, t)
         if outer is not None:
             self.outer, self._swaps, self._pairs = outer, outer._swaps, outer._pairs
+            self.keeps_call |= outer.keeps_call
 
     def adopt(self, inner: Look) -> None:
         """Called when a nested run has ended: the rest of this run may use the tensors that it made."""
@@ -124,44 +155,47 @@ class Look(NestedMode):
         self.handed_on |= inner.handed_on & self.outside.keys()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_compiling():  # `torch.cond` is compiled under the active modes
-            return func(*args, **(kwargs or {}))
         delegate = self.delegate
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
         known = self._known
-        given = args, kwargs
+        given = args
+        unseen = plain = False
         for a in args:
-            if isinstance(a, Tensor):
+            kind = kind_of(a.__class__)
+            if kind is Kind.TENSOR:
                 if id(a) not in known:
-                    self._reader = func
-                    args = self._seen(args)
-                    break
-            elif type(a) not in SCALARS and isinstance(a, LOOKED_AT):
-                self._reader = func
-                args = self._seen(args)
-                break
+                    unseen = True
+            elif kind is Kind.CONTAINER:
+                unseen = True
+            elif kind is Kind.PLAIN:
+                plain = True
+        if unseen:
+            if is_compiling():  # `torch.cond` is compiled under the active modes
+                return func(*args, **(kwargs or {}))
+            self._reader = func
+            args = self._seen(args)
         effects = effects_of(func)
         if kwargs or effects.acts:
             self._reader = func
             named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
-            return self._call(effects, func, args, named, given)
+            return self._call(effects, func, args, named, (given, kwargs))
         if effects is ORDINARY:
             self.signature.tail = None
-            self.call = func, args, {}
+            if self.keeps_call:
+                self.call = func, args, {}
             out = func(*args)
             self.call = None
         else:
             out = self._maybe_tail(effects, func, args, {})
-        if type(out) is Tensor and not internals.is_wrapper(out):
-            if out.requires_grad:
-                known.add(id(out))
-                if self.outer is not None:
-                    self.made.append(weakref.ref(out))
-                self._note(func, hash_of(out, args))
-            else:
-                self._add_own(out)
-        elif type(out) not in SCALARS:
+        if type(out) is Tensor and out.requires_grad and level_of(out) <= self.depth:
+            known.add(id(out))
+            if self.outer is not None:
+                self.made.append(weakref.ref(out))
+            self._note(func, hash_of(out, args if plain else ()))
+        elif type(out) is Tensor and not internals.is_wrapper(out):
+            self._add_own(out)
+        elif kind_of(out.__class__) in _MAY_HOLD_TENSORS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, args)
         return out
@@ -192,7 +226,7 @@ class Look(NestedMode):
         if effects.looks_up and isinstance(out, Tensor):
             with internals.DisableTorchFunction():
                 return self.read(out)
-        if type(out) not in SCALARS:
+        if kind_of(out.__class__) in _MAY_HOLD_TENSORS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, (*args, *kwargs.values()), not effects.is_unlisted)
         return as_given(out, written, func, given) if written and self._swaps else out
@@ -203,7 +237,8 @@ class Look(NestedMode):
         position = len(signature.calls)
         if not (effects.reads_no_value and reads_numbers_alone(func, args, kwargs) and torch.is_grad_enabled()):
             signature.tail = None
-        self.call = func, args, kwargs
+        if self.keeps_call:
+            self.call = func, args, kwargs
         out = func(*args, **kwargs)
         self.call = None
         if effects.multiplies and is_large(out, args) and "out" not in kwargs and torch.is_grad_enabled():
@@ -323,7 +358,7 @@ class Look(NestedMode):
     # What it makes.
 
     def _note(self, func: Any, shape: int) -> None:
-        if not (internals.forward_ad_active() and internals.inside_jvp_of_function()):  # ops of its `jvp`
+        if not (self._has_tangents and internals.inside_jvp_of_function()):  # ops of its `jvp`
             self.signature.calls.append((func, shape))
 
     def add_call(self, name: str, out: Any, calls: Iterable[Any] = (), remembered: Any = None) -> None:
@@ -394,15 +429,21 @@ class Look(NestedMode):
         if internals.is_hook_of_fully_shard(args[1]):
             raise RematError(_SHARDED.format(self.name))
         self.sets_hooks = True
-        level = max(internals.level_of(args[0]), 0)
         given = args if self.outer is None else self.outer._with_hook(args)  # the outer look counts nested hooks too
-        self.signature.hooks.append(ELSEWHERE if given is not args else None if level > self.depth else level)
+        if not any(read.value is args[0] for read in self.outside.values()):
+            level = max(internals.level_of(args[0]), 0)
+            level = ELSEWHERE if given is not args else NO_LEVEL if level > self.depth else level
+            self.signature.hooks.append((self._count(), level))
         return given
 
     def others_for(self, read: Read) -> list[Tensor]:
         """Other tensors that the function may find in place of one that it has read."""
         others = [t for t, operand in self._pairs if operand is read.value and t is not read.tensor]
         return others if read.value is read.tensor else [read.value, *others]
+
+    def replacing(self) -> set[int]:
+        """The identities of the operands that replace tensors in an outer rerun."""
+        return {id(operand) for _, operand in self._pairs}
 
     def stands_for(self, tensor: Tensor) -> bool:
         """Whether a rerun replaces this tensor by an operand."""

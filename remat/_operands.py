@@ -193,6 +193,7 @@ class Operands:
     def _add_read(self, look: Look, tape: Tape | None, since: int) -> dict[int, Tensor]:
         """Add each tensor that was read and must be an operand. Returns the others, by identity."""
         constants = {}
+        replacing = look.replacing()
         for key, (tensor, value, version, _, reader) in look.outside.items():
             if key in look.copies:
                 original = self.originals[self.add(tensor).index]
@@ -202,7 +203,7 @@ class Operands:
                 raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, _out_of_sight(reader)))
             elif key in self._index:
                 continue
-            elif value is not tensor or (matters(value) and not is_made_since(value, since)):
+            elif value is not tensor or key in replacing or (matters(value) and not is_made_since(value, since)):
                 self.add(tensor)
             else:
                 constants[key] = tensor

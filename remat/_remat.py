@@ -71,7 +71,8 @@ class Remat(Generic[P, R]):
 
     def __remat_maker__(self) -> Callable[[Callable[P, R]], Remat[P, R]]:
         """Return a decorator with the options and attributes of this object, for another function."""
-        return functools.partial(_with_function, type(self), {k: v for k, v in vars(self).items() if k != "_function"})
+        attributes = {k: v for k, v in vars(self).items() if k not in ("_function", "__wrapped__")}
+        return functools.partial(_with_function, type(self), attributes)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         fun = self.__wrapped__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +12,12 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._effects import Effects
-from remat._errors import PURITY, CheckpointError, call_site
+from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._graph import is_made_since
 from remat._look import Look
 from remat._made import kept
 from remat._operands import Plan
-from remat._signature import ELSEWHERE, Signature, name_of
+from remat._signature import ELSEWHERE, NO_LEVEL, Signature, name_of
 from remat._tail import without_products
 
 _TOO_EARLY = (
@@ -38,6 +39,11 @@ _STRANGER = (
     "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, which its forward did not read. {} If "
     "it is a cache that the forward has filled (use_cache=True), switch the cache off. If it is a state that the "
     "function replaces (self.h = ...), pass it as an argument and return the new one."
+)
+
+_OTHER_HOOKS = (
+    "remat: the rerun of {} puts hooks on other tensors than its forward, perhaps because x.requires_grad is another. "
+    "Put the hook on the result, outside of the function."
 )
 
 
@@ -78,7 +84,8 @@ class RerunLook(Look):
         self._forward = forward
         self._since = internals.next_sequence_number()
         self._position = 0
-        self._hook = 0
+        self._hooks: Counter[int] = Counter()
+        """How many hooks it has set at each position of the signature."""
         self._level = level
         self._read: set[int] = set()
         """Identities of tensors that it read, and may have made unseen."""
@@ -163,15 +170,18 @@ class RerunLook(Look):
         self._to_write.pop(internals.memory_of(written), None)
 
     def _with_hook(self, args: Any) -> Any:
-        hooks, number = self._forward.hooks, self._hook
-        self._hook += 1
-        level = hooks[number] if number < len(hooks) else ELSEWHERE  # set only `if x.requires_grad`, say
-        if id(args[0]) in self.outside or (level is not None and level != self._level):
+        if id(args[0]) in self.outside:  # the forward has put it on the tensor itself
+            return (internals.leaf_of_nothing(), *args[1:])
+        levels = [level for position, level in self._forward.hooks if position == self._position]
+        number = self._hooks[self._position]
+        self._hooks[self._position] += 1
+        level = levels[number] if number < len(levels) else ELSEWHERE  # set only `if x.requires_grad`, say
+        if level not in (NO_LEVEL, self._level):
             return (internals.leaf_of_nothing(), *args[1:])  # the hook must not be called here
         return args
 
     def _note(self, func: Any, shape: int) -> None:
-        if internals.forward_ad_active() and internals.inside_jvp_of_function():
+        if self._has_tangents and internals.inside_jvp_of_function():
             return
         position = self._position
         calls = self._forward.calls
@@ -202,6 +212,10 @@ class RerunLook(Look):
         for how, (times, shape, dtype) in self._revived.items():
             if self._own.times[how] > times:
                 raise CheckpointError(_REPLACED.format(self.name, list(shape), dtype, PURITY))
+        hooks = Counter(position for position, _ in self._forward.hooks)
+        for position, level in self._forward.hooks:
+            if level == self._level and self._hooks[position] != hooks[position]:
+                raise RematError(_OTHER_HOOKS.format(self.name))
         calls = self._forward.calls
         if self._position < len(calls):
             raise CheckpointError(

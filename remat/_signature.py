@@ -10,11 +10,13 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import resolve_name
 
-ELSEWHERE = -1
+ELSEWHERE, NO_LEVEL = -1, -2
+"""In the place of the level of a hook: an outer rerun has put the hook on an unused tensor; a transform inside of the
+function made the level."""
 
 
 @functools.cache
-def _is_plain(kind: Any) -> bool:
+def is_plain(kind: Any) -> bool:
     """Whether values of this type are numbers (NumPy's and those of an enum too), flags or names."""
     return issubclass(kind, (numbers.Number, str, type(None)))
 
@@ -27,8 +29,8 @@ class Signature:
     - `calls`: for each call, the function and a hash of its plain arguments and of the shapes of its results.
     - `tail`: the position of the last matrix product or nested call, if no later call reads values; else None.
     - `tail_call`: the record of that nested call (`Remembered`); None for a product.
-    - `hooks`: for each hook that the function sets, the level of its tensor. None: a transform inside of the
-        function made the level. `ELSEWHERE`: an outer rerun has put the hook on an unused tensor.
+    - `hooks`: for each hook that the function sets on a tensor of its own, the length of `calls` at that time, and the
+        level of the tensor, or `ELSEWHERE` or `NO_LEVEL`.
     """
 
     __slots__ = ("calls", "hooks", "tail", "tail_call")
@@ -37,7 +39,7 @@ class Signature:
         self.calls: list[tuple[Any, int]] = []
         self.tail: int | None = None
         self.tail_call: Any = None
-        self.hooks: list[int | None] = []
+        self.hooks: list[tuple[int, int]] = []
 
 
 def hash_of(tensor: Tensor, args: Iterable[Any] = ()) -> int:
@@ -46,7 +48,7 @@ def hash_of(tensor: Tensor, args: Iterable[Any] = ()) -> int:
     The shape is left out if a length is symbolic (nested tensors, or compiled for any shape). NaN is left out too,
     because it differs from itself.
     """
-    plain = [a for a in args if _is_plain(a.__class__) and a == a]
+    plain = [a for a in args if is_plain(a.__class__) and a == a] if args else ()
     if tensor.is_nested:
         return hash((tensor.dtype, *plain))
     try:

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.func import grad, jvp, linearize, vjp, vmap
 from torch.nn import functional as F
 
+from remat import loops
+
 # What programs are made of, besides torch.
 
 
@@ -234,6 +236,17 @@ def double_backward(f: Any) -> Any:
 
 
 # What the source can name.
+def scan(remat: Any, body: Any, carry: Tensor, xs: Tensor, checkpoints: int | None) -> Any:
+    """`remat.scan`, or the plain loop."""
+    if remat is not plain:
+        return loops.scan(body, carry, xs, checkpoints=checkpoints)
+    ys = []
+    for x in xs:
+        carry, y = body(carry, x)
+        ys.append(y)
+    return carry, torch.stack(ys)
+
+
 NAMES = {**vars(torch.func), **globals(), "F": F, "SimpleNamespace": SimpleNamespace, "deque": deque}
 
 
@@ -606,12 +619,30 @@ def _loop(draw: Any, scope: _Scope, depth: int) -> None:
 
 
 @st.composite
+def _scan(draw: Any, scope: _Scope, depth: int) -> None:
+    """A scan over two or three tensors of one shape."""
+    carry, x, body, name = (scope.new() for _ in range(4))
+    begin, first = draw(_read(scope)), draw(_read(scope))
+    steps = draw(st.sampled_from([f"{first}, torch.cos({first})", f"{first}, 0.5 * {first}, torch.sin({first})"]))
+    inner = scope.inner()
+    inner.define(carry, scope.value(begin))
+    inner.define(x, scope.value(first))
+    draw(_statements(inner, depth + 1))
+    result = f"torch.tanh({carry} + {draw(_read(inner))}.sum()), {draw(_read(inner))}"
+    scope.lines += [f"def {body}({carry}, {x}):", *inner.indented(), f"    return {result}"]
+    last, y = inner.value(result)
+    checkpoints = draw(st.sampled_from([None, 1, 2]))
+    scope.lines.append(f"{name} = scan(remat, {body}, {begin}, torch.stack([{steps}]), {checkpoints})")
+    scope.define(name, (last, torch.stack([y] * (steps.count(", ") + 1))))
+
+
+@st.composite
 def _statements(draw: Any, scope: _Scope, depth: int) -> None:
     kinds = [_assignment] * 6 + [_copy_and_change, _container, _container, _count, _outside if depth == 0 else _count]
     if depth:
         kinds.append(_hook)
     if depth < 3:
-        kinds += [partial(_block, depth=depth)] * 3 + [partial(_loop, depth=depth)]
+        kinds += [partial(_block, depth=depth)] * 3 + [partial(_loop, depth=depth), partial(_scan, depth=depth)]
     for _ in range(6 - depth):
         if not _percent(draw, 80 - 10 * depth):
             break

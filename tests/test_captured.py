@@ -1107,6 +1107,22 @@ def test_found_by_the_fuzzer(program: Any, transform: str) -> None:
     assert_same(TRANSFORMS[transform](lambda x: program(remat, x), x), expected)
 
 
+def test_what_is_not_differentiated_is_found_in_a_list_by_calls_inside() -> None:
+    """An outer rerun puts an operand into the list. The rerun of the inner call finds the original there again."""
+
+    def program(ck: Any, x: Tensor, index: Tensor) -> Tensor:
+        held = [index]
+        inner = ck(lambda h: h.sin()[held[0]].sum() * h)
+        middle = ck(lambda h: inner(h))
+        return ck(lambda h: middle(middle(h)).sum())(x)
+
+    def per_sample(ck: Any) -> Tensor:
+        gradient = grad(lambda x, i: program(ck, x, i))
+        return vmap(gradient, in_dims=(0, None))(numbers(4, 3), torch.tensor([0, 2]))
+
+    assert_same(per_sample(remat), per_sample(plain))
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("transform", ["grad", ".backward()", "grad(grad)", ".backward() of grad", "double backward"])
 def test_a_hook_in_a_call_inside(depth: int, transform: str) -> None:
@@ -1222,3 +1238,25 @@ def test_an_autograd_function_that_reads_a_constant(transform: str) -> None:
 
     x = numbers(3, 3)
     assert_same(TRANSFORMS[transform](remat(fun), x), TRANSFORMS[transform](fun, x))
+
+
+@pytest.mark.parametrize("hooked_input", [True, False])
+def test_a_hook_that_a_rerun_does_not_count_alike(hooked_input: bool) -> None:
+    """In the forward of `grad`, what it does not differentiate requires no grad; in a rerun it may."""
+
+    def run(ck: Any) -> Any:
+        def fun(x: Tensor) -> Tensor:
+            guarded = y if hooked_input else y.sin()
+            if guarded.requires_grad:
+                guarded.register_hook(lambda g: g * 7)
+            z = x.sin()
+            if z.requires_grad:
+                z.register_hook(lambda g: g * 0.5)
+            return z * x
+
+        x, y = leaf(numbers(3)), leaf(numbers(3))
+        gradient = grad(lambda x, y: ck(fun)(x).square().sum())(x, y)
+        (second,) = torch.autograd.grad(gradient.square().sum(), x, create_graph=True)
+        return gradient, second, torch.autograd.grad(second.square().sum(), x)
+
+    assert_same(run(remat), run(plain))

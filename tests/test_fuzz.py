@@ -1,4 +1,4 @@
-"""Random programs under random nests of transforms: the same with `remat` as without it.
+"""Random programs under random nests of transforms and random policies: the same with `remat` as without it.
 
 `make fuzz N=20000` tries more of them than the test run does, and other ones each time.
 """
@@ -6,6 +6,7 @@
 import gc
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import optree
@@ -13,11 +14,22 @@ import pytest
 import torch
 from fuzz_programs import FORWARD, Example, examples
 from helpers import assert_same, plain
-from hypothesis import given, reject, settings
+from hypothesis import Phase, given, reject, settings
+from hypothesis import strategies as st
 
 from remat import RematError, remat
 from remat import _torch_internals as internals
 from remat.debug import LiveBytes
+from remat.policies import (
+    Policy,
+    dots_saveable,
+    everything_saveable,
+    offload_ops,
+    recompute_ops,
+    save_at_most,
+    save_every,
+    save_ops,
+)
 
 
 def run(example: Example, decorator: Any) -> tuple[Any, LiveBytes]:
@@ -68,7 +80,7 @@ def refused(example: Example, error: RematError) -> bool:
     return any(word in example.source and says in str(error) for word, says in REFUSED)
 
 
-def agrees(example: Example) -> bool:
+def agrees(example: Example, policy: Policy | None) -> bool:
     """Compare with the plain function; False where that fails, because torch can't do it."""
     try:
         expected, plain_meter = run(example, plain)
@@ -76,7 +88,7 @@ def agrees(example: Example) -> bool:
         return False
     stream = torch.get_rng_state()
     try:
-        actual, meter = run(example, remat)
+        actual, meter = run(example, partial(remat, policy=policy))
     except RematError as error:
         if refused(example, error):
             return True
@@ -89,17 +101,38 @@ def agrees(example: Example) -> bool:
     return True
 
 
+POLICIES = [
+    everything_saveable,
+    dots_saveable,
+    ~dots_saveable,
+    save_ops("sin", "tanh", "mul"),
+    save_ops("copy_", "add_", "mul_", "clone", "fill_", "zeros", "empty_like"),
+    offload_ops("sin", "tanh", "mm", "mul", "clone", "mul_", "add_"),
+    recompute_ops("mul", "clone"),
+    save_at_most(30),
+    save_every(2, "sin", "mul", "tanh", "mm"),
+]
+
+
 @pytest.mark.filterwarnings("ignore")  # what torch says once per process would make a replay differ
 def test_random_programs(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
+    """CI tries the same few hundred each time, and stops at the first failure. `make fuzz` goes on, and lists all."""
     wanted = request.config.getoption("--fuzz-examples")
     tried: Counter[bool] = Counter()
+    failures: list[str] = []
+    phases = [Phase.generate] if wanted else [*Phase]
 
-    @settings(max_examples=int(wanted or 300), derandomize=not wanted, report_multiple_bugs=False)
-    @given(examples())
-    def same_as_plain(example: Example) -> None:
+    @settings(max_examples=int(wanted or 400), derandomize=not wanted, report_multiple_bugs=False, phases=phases)
+    @given(examples(), st.sampled_from([None] * len(POLICIES) + POLICIES))
+    def same_as_plain(example: Example, policy: Policy | None) -> None:
         gc.disable()
         try:
-            agreed = agrees(example)
+            agreed = agrees(example, policy)
+        except Exception as error:
+            if not wanted:
+                raise
+            failures.append(f"policy={policy}{example!r}{type(error).__name__}: {error}")
+            return
         finally:
             gc.enable()
         tried[agreed] += 1
@@ -109,5 +142,7 @@ def test_random_programs(request: pytest.FixtureRequest, capsys: pytest.CaptureF
     same_as_plain()
     if wanted:
         with capsys.disabled():
-            print(f"\nfuzz: {tried[True]} examples agree; {tried[False]} more are beyond torch itself")
+            print(f"\nfuzz: {tried[True]} examples agree, {len(failures)} fail; {tried[False]} are beyond torch itself")
+            print(*failures, sep="\n\n")
+    assert not failures
     assert tried[False] < 0.2 * tried.total()

@@ -2,6 +2,7 @@
 
 # ruff: noqa: F821, PT017 - `del` is the point, and an exception must not be held by pytest
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -336,3 +337,34 @@ def test_parameters_of_a_module_that_is_replaced_are_freed() -> None:
     model[1] = nn.Identity()
     assert seen() is None
     remat(model)(x).sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["remat", "partial", "wraps", "attribute"])
+def test_a_result_is_freed_that_a_function_in_reach_holds_later(kind: str) -> None:
+    """The parts of a closure do not hold the functions themselves, whatever holds those."""
+
+    def run(x: Tensor) -> weakref.ref[Tensor]:
+        held = [x]
+
+        def inner(a: Tensor) -> Tensor:
+            return a * held[0]
+
+        @functools.wraps(inner)
+        def wrapped(a: Tensor) -> Tensor:
+            return inner(a)
+
+        def caller(a: Tensor) -> Tensor:
+            return caller.inner(a)
+
+        caller.inner = inner
+        fun = {"remat": remat(inner), "partial": functools.partial(inner), "wraps": wrapped, "attribute": caller}[kind]
+        y = remat(lambda a: fun(a).sin())(x)
+        del caller.inner
+        held = y  # `inner` reads it from now on
+        return weakref.ref(y)
+
+    gc.disable()
+    try:
+        assert run(leaf(numbers(3)))() is None
+    finally:
+        gc.enable()

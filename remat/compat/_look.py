@@ -42,6 +42,7 @@ class ForwardLook(Look):
 
     gathered: frozenset[int] = frozenset()
     saves_unwritten = False
+    keeps_call = True
     _indexed = 0
     """How many of `outside` the index by memory has."""
     _was_lazy: frozenset[int] = frozenset()
