@@ -47,7 +47,7 @@ def save_ops(*ops: Any) -> Policy:
         save_ops('aten.bmm.default', 'aten.mm')
         >>> save_ops("matmul")
         Traceback (most recent call last):
-        ValueError: save_ops: aten.matmul is never seen... Name what it becomes: aten.mm, aten.bmm, ...
+        ValueError: save_ops: aten.matmul is never seen... aten.mm, aten.bmm, ...
     """
     return ByOp(_ops.spell_all("save_ops", ops), MUST_SAVE, PREFER_RECOMPUTE)
 
