@@ -67,12 +67,12 @@ atexit.register(_tables.log)  # calls that were never differentiated
 _SMALL = 4  # values after a call are small if they take less than a quarter of the memory that the call frees
 
 _WHOLE = (
-    "remat: {name} ({where}) is nearly all of what is differentiated, and runs again right after its forward: at that "
-    "moment all of its values ({size}) are there after all. Put parts of it under remat, one by one."
+    "remat: {name} ({where}) is nearly all of the computation, and runs again right after its forward: at that moment all "
+    "of its values ({size}) are in memory again. Put its parts under remat instead."
 )
 _LAST = (
-    "remat: {name} ({where}) runs again right after its forward: what comes after it is small ({after}), so dropping "
-    "its values ({size}) lowers no peak. Leave the last block without remat."
+    "remat: {name} ({where}) runs again right after its forward: the values after it are small ({after}), so dropping "
+    "its own values ({size}) lowers no peak. Leave the last block without remat."
 )
 _NOTHING = (
     "remat: the policy {policy} matches nothing in {name} ({where}): nothing is kept. `list_ops` lists the ops, and "
