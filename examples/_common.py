@@ -100,7 +100,8 @@ def draw_frontier(axes: Any, measured: dict[str, Measured], what: str) -> None:
         x, y = [m.peak / MIB for _, m in members], [m.seconds / first.seconds for _, m in members]
         axes.plot(x, y, marker=marker, label=family)
         for (size, _), *at in zip(members, x, y, strict=True):
-            axes.annotate(size, at, xytext=(4, 4), textcoords="offset points", fontsize="small")
+            tilt = 0 if size.isdigit() else 25  # names are long
+            axes.annotate(size, at, xytext=(4, 4), textcoords="offset points", fontsize="small", rotation=tilt)
     axes.axhline(1.7, color="gray", linewidth=0.8, linestyle=":")
     axes.axvline(first.peak / MIB / 4, color="gray", linewidth=0.8, linestyle=":")
     axes.set(title=what, xlabel="peak MiB (dotted: a quarter)", ylabel="CPU time, plain = 1 (dotted: 1.7)")

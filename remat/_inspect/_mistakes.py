@@ -67,8 +67,8 @@ atexit.register(_tables.log)  # calls that were never differentiated
 _SMALL = 4  # values after a call are small if they take less than a quarter of the memory that the call frees
 
 _WHOLE = (
-    "remat: {name} ({where}) is nearly all of the computation, and runs again right after its forward: at that moment all "
-    "of its values ({size}) are in memory again. Put its parts under remat instead."
+    "remat: {name} ({where}) is nearly all of the computation, and runs again right after its forward: at that moment "
+    "all of its values ({size}) are in memory again. Put its parts under remat instead."
 )
 _LAST = (
     "remat: {name} ({where}) runs again right after its forward: the values after it are small ({after}), so dropping "
