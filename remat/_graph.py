@@ -54,6 +54,7 @@ def edges_of(tensor: Tensor, since: int) -> list[tuple[Any, int]]:
 
     Forward-mode AD makes aliases when it unpacks a dual. Their nodes, one or two, are younger than `since`.
     """
+    tensor = _with_node(tensor)
     node = tensor.grad_fn
     if node is None:
         return []
@@ -63,6 +64,12 @@ def edges_of(tensor: Tensor, since: int) -> list[tuple[Any, int]]:
         edge = edge[0].next_functions[0]
         found.append(edge)
     return found
+
+
+def _with_node(tensor: Tensor) -> Tensor:
+    """The tensor, or its base: under vmap and a dispatch mode, and in forward-mode AD, some views have no node."""
+    base = tensor._base if tensor.grad_fn is None and tensor.requires_grad else None
+    return tensor if base is None or base.grad_fn is None else base
 
 
 def _is_since(node: Any, since: int) -> bool:
@@ -107,10 +114,8 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
     nodes: list[Any] = []
     reached: set[int] = set()
     for v in values:
+        v = _with_node(v)
         node = v.grad_fn
-        base = v._base if node is None and v.requires_grad else None
-        if base is not None:  # under vmap and a dispatch mode some views have no node
-            v, node = base, base.grad_fn
         if node is None and id(v) in leaves:
             reached.add(leaves[id(v)])
         elif node is None and v.requires_grad and not is_own(v):
@@ -137,11 +142,12 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
             if position is not None:
                 reached.add(position)
             elif leaf is None:
-                if internals.sequence_number(node) < since:
+                number = internals.sequence_number(node)
+                if number < since:
                     raise Stranger(edge, reader)
-                # An op without a derivative has a node that raises. Its number is as high as a leaf node's.
                 seen.add(node)
-                nodes.append(node)
+                if number < internals.LEAF_NUMBER:  # else an op without a derivative: its backward raises
+                    nodes.append(node)
             elif not is_own(leaf):
                 raise Stranger(edge, reader)
     return Proof(nodes, reached, ambiguous)

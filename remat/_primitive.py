@@ -316,20 +316,22 @@ def _attach_at_functionalize(top: Any, fn: Derived, values: Values, operands: Va
 def _attach_duals(rule: Callable[..., Values], top: Any, fn: Derived, values: Values, operands: Values) -> Values:
     """Apply a rule to values that may carry tangents at the top of the stack.
 
-    A level of `jvp` has no backward pass: primals and tangents go down together, as the results of `jvp(fn)`. At other
+    A level of `jvp` has no backward pass: primals and tangents go down together, as the results of `jvp(fn)`, and the
+    tangents of operands go with them: the node of a nested call may depend on these though no value does. At other
     levels the backward of a primal result reads the operands with their tangents, as in plain autograd.
     """
     duals = [forward_ad.unpack_dual(v) for v in values]
     outs = [i for i, (_, tangent) in enumerate(duals) if tangent is not None]
-    if not outs:
-        return rule(top, fn, values, operands)
-    primals, tangents = [p for p, _ in duals], [duals[i].tangent for i in outs]
     pairs = [forward_ad.unpack_dual(t) for t in operands]
     moving = [i for i, (_, tangent) in enumerate(pairs) if tangent is not None]
+    is_jvp = top is not None and top.kind is internals.TransformType.Jvp
+    if not outs and not (is_jvp and moving):
+        return rule(top, fn, values, operands)
+    primals, tangents = [p for p, _ in duals], [duals[i].tangent for i in outs]
     inputs = [p for p, _ in pairs] + [pairs[i].tangent for i in moving]
     pushforward = jvp(fn, moving, outs)
     count = len(values)
-    if top is not None and top.kind is internals.TransformType.Jvp:
+    if is_jvp:
         together = primals + tangents
         attached = rule(top, pushforward, together, inputs)
         if attached is together:

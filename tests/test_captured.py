@@ -1260,3 +1260,43 @@ def test_a_hook_that_a_rerun_does_not_count_alike(hooked_input: bool) -> None:
         return gradient, second, torch.autograd.grad(second.square().sum(), x)
 
     assert_same(run(remat), run(plain))
+
+
+def test_a_result_without_a_tangent_of_calls_inside_that_carry_one() -> None:
+    """The node of a nested call depends on tangents, and so does each result that comes out of it."""
+
+    def run(ck: Any) -> Any:
+        def fun(x: Tensor, w: Tensor) -> Tensor:
+            def inner() -> tuple[Tensor, Tensor]:
+                return x * w, w[None]
+
+            return ck(lambda: ck(inner)()[1])()
+
+        x, w, v = leaf(numbers(3)), leaf(numbers(3)), leaf(numbers(3))
+        out, tangent = jvp(lambda x: fun(x, w), (x,), (v.cos(),))
+        return torch.autograd.grad(out.sum() + tangent.sum(), (x, w, v), allow_unused=True)
+
+    assert_same(run(remat), run(plain))
+
+
+def test_gradients_that_pass_through_under_forward_ad() -> None:
+    """There, views may have no node of their own."""
+
+    def run(ck: Any) -> Any:
+        def draws(x: Tensor) -> Tensor:
+            y = ck(lambda: x)()
+            return y + torch.rand_like(y)
+
+        def fun(x: Tensor) -> Tensor:
+            y = ck(functools.partial(draws, x))()
+            return torch.stack([torch.dropout(y, 0.5, True), y])
+
+        def loss(x: Tensor) -> Tensor:
+            out, pull = vjp(ck(fun), x)
+            return (torch.stack([*out, *pull(out.cos())]).asinh() * numbers(3)).sum()
+
+        torch.manual_seed(0)
+        x = leaf(numbers(1).sum())
+        return torch.autograd.grad(jacfwd(jacrev(loss), randomness="same")(x), x)
+
+    assert_same(run(remat), run(plain))
