@@ -11,6 +11,7 @@ import datetime
 import functools
 import gc
 import importlib.metadata
+import io
 import json
 import math
 import os
@@ -179,7 +180,6 @@ class Benchmark:
     - `file`: the script's `__file__`; results are called after it.
     - `what`: the script's docstring; the first line is the title.
     - `threads`: how many torch uses, unless told otherwise.
-    - `add_options`: adds to the options of the command line.
     """
 
     def __init__(
@@ -188,7 +188,6 @@ class Benchmark:
         what: str | None,
         *,
         threads: int | None = None,
-        add_options: Callable[[argparse.ArgumentParser], None] | None = None,
     ) -> None:
         self.name = Path(file).stem
         self.title = (what or "").split("\n")[0]
@@ -198,8 +197,6 @@ class Benchmark:
         parser.add_argument("--threads", type=int, default=threads, help="threads of torch")
         parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: of all threads, for a busy machine")
         parser.add_argument("--results", type=Path, help=f"where results go: {RESULTS.name}/ beside the script")
-        if add_options:
-            add_options(parser)
         self.options = parser.parse_args()
         self.fast: bool = self.options.fast
         if self.options.threads:
@@ -212,9 +209,6 @@ class Benchmark:
         self.reported: dict[str, str] = {}
         self._rounds: set[int] = set()
         self._load = os.getloadavg()[0]
-        self._console = Console(width=200, record=True)
-        gc.collect()
-        gc.freeze()  # what torch and jax have made at import is not looked through again and again
 
     def measure(
         self,
@@ -249,8 +243,12 @@ class Benchmark:
             weigh(_first_of_all)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             for work, ways in progress.track(works.items(), description=f"{self.name}: memory"):
-                found[work] = {name: self._first(way, weighed) for name, way in ways.items()}
-                timed += [(row, ways[name]) for name, row in found[work].items() if not row.error]
+                rows = self.sections[work] = found[work] = {}
+                for name, way in ways.items():
+                    rows[name] = self._first(way, weighed)
+                timed += [(row, ways[name]) for name, row in rows.items() if not row.error]
+            gc.collect()
+            gc.freeze()  # what imports have made, such as jax's, is not looked through again and again
             for _ in progress.track(range(rounds), description=f"{self.name}: time"):
                 for row, run in timed:
                     gc.collect()
@@ -258,7 +256,6 @@ class Benchmark:
                     for _ in range(repeats):
                         run()
                     row.seconds.append((clock() - start) / repeats)
-        self.sections |= found
         return found
 
     def _first(self, way: Run | str, weighed: bool) -> Row:
@@ -275,8 +272,27 @@ class Benchmark:
 
     def finish(self, figure: Figure | None = None) -> None:
         """Print the table and how the ratios meet their targets; keep them, and the picture."""
-        columns = list({key: None for rows in self.sections.values() for row in rows.values() for key in row.notes})
-        every = [row for rows in self.sections.values() for row in rows.values()]
+        self._print_to(Console(width=200))
+        self.keep(figure)
+
+    def keep(self, figure: Figure | None = None) -> None:
+        """Write what is measured so far into the folder of results."""
+        recorder = Console(width=200, record=True, file=io.StringIO())
+        self._print_to(recorder)
+        text = "\n".join(line.rstrip() for line in recorder.export_text().splitlines())
+        folder: Path = self.options.results or (RESULTS.with_name("results-fast") if self.fast else RESULTS)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{self.name}.txt").write_text(text + "\n")
+        (folder / f"{self.name}.json").write_text(json.dumps(self._json(), indent=1) + "\n")
+        (figure or self._bars()).savefig(folder / f"{self.name}.png", dpi=80)
+
+    def show(self, section: str) -> None:
+        """Print one section, while others are to come."""
+        Console(width=200).print(self._table({section: self.sections[section]}))
+
+    def _table(self, sections: dict[str, dict[str, Row]]) -> Table:
+        columns = list({key: None for rows in sections.values() for row in rows.values() for key in row.notes})
+        every = [row for rows in sections.values() for row in rows.values()]
         measured = {
             f"{self.options.clock} time (least - greatest)": (time_text, any(row.seconds for row in every)),
             "peak, live": (lambda row: bytes_text(row.peak), any(row.peak is not None for row in every)),
@@ -287,7 +303,7 @@ class Benchmark:
         table = Table(title=self.title)
         for column in ("", *shown, *columns):
             table.add_column(column, no_wrap=True)
-        for section, rows in self.sections.items():
+        for section, rows in sections.items():
             table.add_row(f"[bold]{section}")
             for way, row in rows.items():
                 cells = [text(row) for text in shown.values()]
@@ -295,44 +311,40 @@ class Benchmark:
                     cells = [row.error, *[""] * (len(shown) - 1)]
                 table.add_row(f"  {way}", *cells, *(row.notes.get(column, "") for column in columns))
             table.add_section()
-        machine = f"{platform.machine()} ({torch.backends.cpu.get_cpu_capability()}), {os.cpu_count()} cores"
-        rounds = " or ".join(map(str, sorted(self._rounds))) or "no"
-        how = f"{rounds} rounds, load at the start {self._load:.1f}"
+        return table
+
+    def _json(self) -> dict[str, Any]:
         versions = {"python": platform.python_version(), "threads": str(torch.get_num_threads())}
-        for distribution in ("torch", "optree", "remat", "torch-remat", "jax"):
+        for distribution in ("torch", "optree", "remat", "torch-remat", "jax", "transformers"):
             if is_installed(distribution):
                 versions[distribution] = importlib.metadata.version(distribution)
+        machine = f"{platform.machine()} ({torch.backends.cpu.get_cpu_capability()}), {os.cpu_count()} cores"
         if torch.cuda.is_available():
             machine += f", {torch.cuda.get_device_name()}"
-        date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-        self._console.print(table)
-        for name, text in self.reported.items():
-            self._console.print(f"{name}: {text}")
-        # A ratio of what has failed is left out, which is a miss; None says that a peer is not installed.
-        ratios = {n: r and round(r, 4) for n, r in self.ratios.items() if r is None or not math.isnan(r)}
-        results = {
+        rounds = " or ".join(map(str, sorted(self._rounds))) or "no"
+        return {
             "title": self.title,
-            "date": date,
+            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             "machine": machine,
             "versions": versions,
-            "how": how,
+            "how": f"{rounds} rounds, load at the start {self._load:.1f}",
             "fast": self.fast,
             "clock": self.options.clock,
             "sections": {s: {way: row.json() for way, row in rows.items()} for s, rows in self.sections.items()},
             "reported": self.reported,
-            "ratios": ratios,
+            # A ratio of what has failed is left out, which is a miss; None says that a peer is not installed.
+            "ratios": {n: r and round(r, 4) for n, r in self.ratios.items() if r is None or not math.isnan(r)},
         }
+
+    def _print_to(self, console: Console) -> None:
+        results = self._json()
+        console.print(self._table(self.sections))
+        for name, text in self.reported.items():
+            console.print(f"{name}: {text}")
         if found := list(verdicts(self.name, results["ratios"])):
-            self._console.print(table_of(found, "targets"))
-        self._console.print(
-            f"{date}, {machine}; {how}; " + ", ".join(f"{k} {v}" for k, v in versions.items()), highlight=False
-        )
-        folder: Path = self.options.results or (RESULTS.with_name("results-fast") if self.fast else RESULTS)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self.name}.json").write_text(json.dumps(results, indent=1) + "\n")
-        text = "\n".join(line.rstrip() for line in self._console.export_text().splitlines())
-        (folder / f"{self.name}.txt").write_text(text + "\n")
-        (figure or self._bars()).savefig(folder / f"{self.name}.png", dpi=80)
+            console.print(table_of(found, "targets"))
+        versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+        console.print(f"{results['date']}, {results['machine']}; {results['how']}; {versions}", highlight=False)
 
     def _bars(self) -> Figure:
         """Times and peaks of each section, as bars."""

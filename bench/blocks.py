@@ -71,12 +71,22 @@ def in_a_module(w: Tensor) -> Fun:
     return lambda x: twelve_ops(x, module.w)
 
 
+def with_in_place_ops(w: Tensor) -> Fun:
+    def block(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = (x * w).add_(0.5).tanh_()
+        return x
+
+    return block
+
+
 KINDS: dict[str, Callable[[Tensor], Fun]] = {
     "a closure": plainly,
     "with a dataclass of settings": with_settings,
     "with a try": with_try,
     "with a dict store": with_store,
     "with a module": in_a_module,
+    "with in-place ops": with_in_place_ops,
 }
 
 

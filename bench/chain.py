@@ -2,20 +2,20 @@
 
 Each step saves one activation (https://github.com/pytorch/pytorch/issues/125591). Memory is measured with the garbage
 collector off, so that what lives on in cycles shows. The resident set (RSS) is that of a process of its own: how much
-its greatest size grows in one run.
+its greatest size grows in one run. It depends on where the allocator has room, and differs when the script runs again.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import subprocess
+import multiprocessing
 import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from _common import NOT_INSTALLED, WAYS, Benchmark, Fun, Jitted, Run, bytes_text, ratio, runs
+from _common import NOT_INSTALLED, UNAVAILABLE, WAYS, Benchmark, Fun, Jitted, Run, bytes_text, ratio, runs
 from torch import Tensor
 from torch.func import grad
 
@@ -77,34 +77,36 @@ def resident() -> int:
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
-def growth(setting: str, way: str, steps: int, processes: int) -> str:
-    """How much a process of its own grows by one run: the least, the median and the greatest of several."""
-    if sys.platform != "linux":
-        return "Linux only"
-    command = [sys.executable, __file__, "--rss", setting, way, str(steps)]
-    outputs = (subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(processes))
-    grown = sorted(map(int, outputs))
-    return " - ".join(map(bytes_text, (grown[0], grown[processes // 2], grown[-1])))
+def send_growth(to: Connection, setting: str, way: str, steps: int) -> None:
+    """Send how much this process grows by one run, or None if that fails."""
+    try:
+        SETTINGS[setting](SEGMENT, WAYS[way])()
+        before = resident()
+        SETTINGS[setting](steps, WAYS[way])()
+    except Exception:  # the table tells of it
+        to.send(None)
+    else:
+        to.send(resident() - before)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rss", nargs=3, metavar=("SETTING", "WAY", "STEPS"), help="run once and print the RSS's growth"
-    )
+def growth(setting: str, way: str, steps: int) -> int | None:
+    """The same, of a fork of this process, which has done nothing yet."""
+    context = multiprocessing.get_context("fork")
+    received, sent = context.Pipe(duplex=False)
+    process = context.Process(target=send_growth, args=(sent, setting, way, steps))
+    process.start()
+    sent.close()
+    grown: int | None = received.recv()
+    process.join()
+    return grown
 
 
 def main() -> None:
-    bench = Benchmark(__file__, __doc__, threads=1, add_options=add_options)
-    if bench.options.rss:
-        setting, way, steps = bench.options.rss
-        SETTINGS[setting](SEGMENT, WAYS[way])()
-        before = resident()
-        SETTINGS[setting](int(steps), WAYS[way])()
-        print(resident() - before)
-        return
-
+    bench = Benchmark(__file__, __doc__, threads=1)
     steps = 400 if bench.fast else 10_000
-    shorter = {n: f"remat, {n:,} steps" for n in (steps // 4, steps // 2)}
+    ways = ["remat"] if bench.fast else [way for way in WAYS if way not in UNAVAILABLE]
+    grown = {(s, way): growth(s, way, steps) for s in SETTINGS for way in ways if sys.platform == "linux"}
+    shorter = {steps // 4: f"remat, {steps // 4:,} steps"}
     works = {setting: runs(functools.partial(make, steps)) for setting, make in SETTINGS.items()}
     works["grad"]["jax.checkpoint, jitted"] = in_jax(steps)
     for setting, make in SETTINGS.items():
@@ -112,8 +114,8 @@ def main() -> None:
     for setting, rows in bench.measure(works, rounds=5).items():
         ours = rows["remat"]
         for way, row in rows.items():
-            if row.seconds and way in WAYS and (not bench.fast or (setting, way) == ("grad", "remat")):
-                row.notes["RSS grows by"] = growth(setting, way, steps, 1 if bench.fast else 3)
+            if row.seconds and (setting, way) in grown:
+                row.notes["RSS grows by"] = bytes_text(grown[setting, way])
         quarter = rows[shorter[steps // 4]]
         bench.ratios |= {
             f"{setting}: peak / (boundaries + one segment)": ratio(ours.peak, (steps / SEGMENT + SEGMENT) * UNIT),

@@ -1,8 +1,7 @@
 """Time against memory on the transformer under every built-in policy, beside torch's selective checkpointing.
 
 8 blocks of width 256 with 4 heads, on 4 x 256 tokens. Torch's selective checkpointing is given the same policies; in
-its eager mode it computes again what a policy offloads. It works with `.backward()` only, and so does the comparison;
-remat under `torch.func.grad` is in the picture too.
+its eager mode it computes again what a policy offloads. It works with `.backward()` only, and so does the comparison.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import functools
 
 import torch
 from _common import WAYS, Benchmark, Row, selective
-from _transformer import Transformer, backward, gradient
+from _transformer import Transformer, backward
 from matplotlib.figure import Figure
 
 from remat import policies, remat
@@ -62,7 +61,7 @@ def above(ours: list[Row], theirs: list[Row]) -> float:
 def picture(sections: dict[str, dict[str, Row]]) -> Figure:
     figure = Figure(figsize=(11, 7), layout="constrained")
     axes = figure.subplots()
-    for (section, rows), style in zip(sections.items(), ("ks", "C0o", "C1D", "C3^"), strict=True):
+    for (section, rows), style in zip(sections.items(), ("ks", "C0o", "C1D"), strict=True):
         done = {name: row for name, row in rows.items() if not row.error}
         x, y = [row.peak / MIB for row in done.values()], [1e3 * row.median for row in done.values()]
         axes.plot(x, y, style, label=section, alpha=0.8)
@@ -92,19 +91,11 @@ def main() -> None:
         found = {name: found[name] for name in ("dots_saveable", "save_only_these_names: attention")}
     rows = bench.measure(
         {
-            "peers": {name: step(WAYS[name]) for name in ("no remat", "torch, non-reentrant", "torch, reentrant")},
+            "peers": {name: step(WAYS[name]) for name in ("no remat", "torch, non-reentrant")},
             "torch selective, .backward()": {name: step(selective(policy)) for name, policy in found.items()},
-            "remat, .backward()": {
-                "no policy": step(remat),
-                **{name: step(remat(policy=policy)) for name, policy in found.items()},
-            },
-            "remat, grad": {
-                name: gradient(model, x, remat(policy=policy))
-                for name, policy in found.items()
-                if name.endswith("_saveable")
-            },
+            "remat, .backward()": {name: step(remat(policy=policy)) for name, policy in found.items()},
         },
-        rounds=7,
+        rounds=5,
     )
     by_torch = rows["torch selective, .backward()"] | rows["peers"]
     theirs = [row for name, row in by_torch.items() if name != "no remat" and not row.error]

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import transformers
-from _common import WAYS, Benchmark, Fun, Run, selective
+from _common import Benchmark, Run, ratio, selective
 from _transformer import Params, params_of
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from remat import policies
-from remat.nn import checkpoint_with
+from remat.integrations.transformers import enable
 
 POLICY = policies.dots_with_no_batch_dims_saveable
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -46,17 +46,22 @@ def llama(width: int, layers: int) -> Any:
     return transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager")
 
 
-def called(way: Callable[[Fun], Fun]) -> Callable[..., Any]:
-    return lambda fun, *args: way(fun)(*args)
+def by_the_library(model: Any) -> None:
+    model.activation_checkpointing_enable({"use_reentrant": False})
 
 
-# What the library's switch is given.
-FUNCTIONS: dict[str, Callable[..., Any] | None] = {
-    "no remat": None,
-    "torch, non-reentrant": called(WAYS["torch, non-reentrant"]),
-    "torch, selective": called(selective(POLICY)),
-    "remat": checkpoint_with(None),
-    "remat, policy": checkpoint_with(POLICY),
+def selectively(model: Any) -> None:
+    way = selective(POLICY)
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=lambda fun, *args: way(fun)(*args))
+
+
+# How the library's switch is turned on.
+SWITCHES: dict[str, Callable[[Any], None]] = {
+    "no remat": lambda model: None,
+    "torch, non-reentrant": by_the_library,
+    "torch, selective": selectively,
+    "remat": enable,
+    "remat, policy": functools.partial(enable, policy=POLICY),
 }
 
 
@@ -81,10 +86,9 @@ def per_sample_gradients(model: Any, tokens: Tensor) -> Run:
 def runs(model: Any, tokens: Tensor, make: Callable[[Any, Tensor], Run]) -> dict[str, Run | str]:
     """The same work in each way."""
     found: dict[str, Run | str] = {}
-    for way, function in FUNCTIONS.items():
+    for way, switch in SWITCHES.items():
         switched = copy.deepcopy(model).train()
-        if function is not None:
-            switched._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+        switch(switched)
         found[way] = make(switched, tokens)
     return found
 
@@ -95,20 +99,26 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="There is a performance drop")
     layers = 2 if bench.fast else 8
     models = {"GPT-2": gpt2, "Llama": llama}
-    for width, batch, length, repeats in [(32, 2, 8, 5)] if bench.fast else [(32, 2, 8, 5), (256, 4, 256, 1)]:
+    for title, batch, length, repeats in ((32, 2, 8, 5), (256, 4, 256, 1)):
+        width, length = (32, 8) if bench.fast else (title, length)
         tokens = torch.randint(100, (batch, length))
         works = {
-            f"{name}, width {width}, {batch} x {length} tokens": runs(make(width, layers), tokens, step)
+            f"{name}, width {title}, {batch} x {length} tokens": runs(make(width, layers), tokens, step)
             for name, make in models.items()
         }
-        bench.measure(works, rounds=11, repeats=repeats)
+        for name, rows in zip(models, bench.measure(works, rounds=7, repeats=repeats).values(), strict=True):
+            ours, torchs = rows["remat"], rows["torch, non-reentrant"]
+            bench.ratios |= {
+                f"{name}, width {title}: time / torch's": ours.over(torchs),
+                f"{name}, width {title}: peak / torch's": ratio(ours.peak, torchs.peak),
+            }
     width, length = (32, 8) if bench.fast else (128, 128)
     tokens = torch.randint(100, (4, length))
     works = {
         f"{name}, gradients of each sample": runs(make(width, layers // 2), tokens, per_sample_gradients)
         for name, make in models.items()
     }
-    bench.measure(works, rounds=11)
+    bench.measure(works, rounds=7)
     for rows in bench.sections.values():
         for way, row in rows.items():
             if row.seconds and way != "no remat":

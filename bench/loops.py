@@ -25,7 +25,7 @@ SIZE = 4096
 UNIT = 4 * SIZE
 ONE_STEP = 4  # carries: the operand of a step, its result, and a cotangent of each
 ROWS, WIDTH = 128, 512  # of the recurrent layer
-KNOB = [140, 38, 14, 8]
+KNOB = [140, 38, 14]
 
 
 def repeats(steps: int, k: int) -> int:
@@ -194,8 +194,8 @@ def main() -> None:
                     ),
                 }
 
-    short = 20 if bench.fast else 300
-    most, least = smallest(short), 6
+    short = 20 if bench.fast else 100
+    most, least = smallest(short), 4
     ways: dict[str, Run | str] = {
         "the forward alone, no_grad": forward(plain(short)),
         "no remat": gradient(plain(short)),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _common import UNAVAILABLE, WAYS, Benchmark, Fun, Run
+from _common import UNAVAILABLE, WAYS, Benchmark, Fun, Run, ratio
 from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
@@ -61,6 +61,8 @@ TRANSFORMS: dict[str, Callable[[Fun], Any]] = {
     "grad(grad)": lambda f: grad(lambda x: grad(f)(x).sum())(one()),
     "jvp(grad)": lambda f: jvp(grad(f), (one(),), (one(),)),
 }
+# Those that are compared with torch's checkpoint: how the ratio is called, and for how many samples.
+COMPARED = {".backward()": (".backward()", 1), "grad": ("grad", 1), "vmap(grad) of 3": ("vmap(grad), a sample", 3)}
 
 
 def main() -> None:
@@ -71,10 +73,15 @@ def main() -> None:
         name: {way: UNAVAILABLE.get(way) or functools.partial(of, loss(wrap, blocks)) for way, wrap in ways.items()}
         for name, of in TRANSFORMS.items()
     }
-    for rows in bench.measure(works, rounds=0).values():
+    found = bench.measure(works, rounds=0)
+    for rows in found.values():
         for row in rows.values():
             if row.peak is not None:
                 row.notes["activations"] = f"{row.peak / UNIT:.0f}"
+    by_torch = found[".backward()"]["torch, non-reentrant"].peak
+    for transform, (title, samples) in COMPARED.items():
+        peak = ratio(found[transform]["remat"].peak, by_torch) / samples
+        bench.ratios[f"{title}: peak / torch's .backward()"] = peak
     bench.finish()
 
 

@@ -85,7 +85,7 @@ def peak(draw: Run) -> float:
 def main() -> None:
     bench = Benchmark(__file__, __doc__)
     kinds = draws(100_000 if bench.fast else 4_000_000)
-    found = bench.measure(kinds, rounds=15, weighed=False)
+    found = bench.measure(kinds, rounds=9, weighed=False)
     peaks = {kind: peak(ways["remat"]) for kind, ways in kinds.items() if kind != SPLIT}
     for kind, rows in found.items():
         for other in ("torch", "jax, jitted"):

@@ -357,7 +357,7 @@ class Call:
         rerunning.set(True)
         policy_around.set(self._followed)
         inputs = [operands[i] for i in self.operands.positions]
-        plan = self.operands.plan(inputs)  # it keeps the originals alive: they are known by identity
+        plan = self.operands.plan(inputs)
         look = RerunLook(self.name, self.signature, plan, inputs, self.level)
         look.spares_tail = self.tape is None and not internals.tracing()
         self._rerun_looks.append(look)
@@ -385,6 +385,7 @@ class Call:
                     note_rerun(error, self.name)
                     raise
         plan.pairs.clear()
+        plan.alive.clear()
         look.finish()
         leaves, _ = _tree.flatten(out)
         found = []

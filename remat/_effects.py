@@ -99,12 +99,13 @@ class Effects(NamedTuple):
 
 
 ORDINARY = Effects()
-_effects: dict[Any, Effects] = {}
+EFFECTS: dict[Any, Effects] = {}
+"""Those of the functions that were asked for so far."""
 
 
 def effects_of(func: Any) -> Effects:
     """The effects of `func`. `ORDINARY` itself if it has none."""
-    found = _effects.get(func)
+    found = EFFECTS.get(func)
     if found is None:
         found = Effects(
             writes=may_write(func),
@@ -120,8 +121,8 @@ def effects_of(func: Any) -> Effects:
             reads_no_value=_reads_no_value(func),
         )
         found = found._replace(acts=any(found[: Effects._fields.index("acts")]))
-        if len(_effects) < 10_000:  # custom functions may be made anew for each call
-            _effects[func] = found = ORDINARY if found == ORDINARY else found
+        if len(EFFECTS) < 10_000:  # custom functions may be made anew for each call
+            EFFECTS[func] = found = ORDINARY if found == ORDINARY else found
     return found
 
 

@@ -33,7 +33,7 @@ class Stranger(Exception):  # noqa: N818  # always caught, and raised again as a
     def __init__(self, edge: tuple[Any, int], reader: Any, leaf: Tensor | None = None) -> None:
         super().__init__()
         self.edge = edge
-        self.leaf: Tensor | None = getattr(edge[0], "variable", None) if leaf is None else leaf
+        self.leaf: Tensor | None = _leaf_at(edge[0]) if leaf is None else leaf
         self.reader = reader
 
     def __str__(self) -> str:
@@ -72,6 +72,11 @@ def _with_node(tensor: Tensor) -> Tensor:
     return tensor if base is None or base.grad_fn is None else base
 
 
+def _leaf_at(node: Any) -> Tensor | None:
+    """The leaf that a node adds gradients to."""
+    return node.variable if type(node) is internals.AccumulateGrad else None  # type: ignore[attr-defined]
+
+
 def _is_since(node: Any, since: int) -> bool:
     return node is not None and since <= internals.sequence_number(node) < internals.LEAF_NUMBER
 
@@ -96,60 +101,58 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
     """
     ends: dict[tuple[Any, int], int] = {}
     leaves: dict[int, int] = {}
+    reached: set[int] = set()
     ambiguous: set[int] = set()
     for i, t in enumerate(operands):
-        if not t.requires_grad:
-            continue
-        edges = edges_of(t, since)
-        leaf = getattr(edges[-1][0], "variable", None) if edges else t
-        known = [ends.setdefault(edge, i) for edge in edges]
-        if leaf is not None:
-            known.append(leaves.setdefault(id(leaf), i))
-        for first in known:
-            if first != i:
-                ambiguous |= {i, first}
-        if edges:
-            ends[edges[0]] = i
-    seen: set[Any] = set()
-    nodes: list[Any] = []
-    reached: set[int] = set()
-    for v in values:
-        v = _with_node(v)
-        node = v.grad_fn
-        if node is None and id(v) in leaves:
+        if t.requires_grad:
+            edges = edges_of(t, since)
+            leaf = _leaf_at(edges[-1][0]) if edges else t
+            known = [ends.setdefault(edge, i) for edge in edges]
+            if leaf is not None:
+                known.append(leaves.setdefault(id(leaf), i))
+            for first in known:
+                if first != i:
+                    ambiguous |= {i, first}
+            if edges:
+                ends[edges[0]] = i
+    roots = []
+    for v in map(_with_node, values):
+        if v.grad_fn is not None:
+            roots.append((v.grad_fn, v.output_nr))
+        elif id(v) in leaves:
             reached.add(leaves[id(v)])
-        elif node is None and v.requires_grad and not is_own(v):
+        elif v.requires_grad and not is_own(v):
             raise Stranger((None, 0), None, v)
-        if node is None or node in seen:
-            continue
-        end = ends.get((node, v.output_nr))
-        if end is not None:
-            reached.add(end)
-        elif internals.sequence_number(node) < since:
-            raise Stranger((node, v.output_nr), node)
-        else:
-            seen.add(node)
-            nodes.append(node)
-    for reader in nodes:  # the loop appends to it
-        for edge in reader.next_functions:
+    sequence_number, leaf_number = internals.sequence_number, internals.LEAF_NUMBER
+    seen: set[Any] = {None}
+    nodes: list[Any] = []
+    reader: Any = None
+    following: Any = roots
+    walk = iter(nodes)  # the loop appends to them
+    while following is not None:
+        for edge in following:
             node = edge[0]
-            if node is None or node in seen:
+            if node in seen:
                 continue
-            leaf = getattr(node, "variable", None)
-            position = ends.get(edge) if leaf is None else leaves.get(id(leaf))
-            if position is None and leaf is not None:
-                position = _of_one(node, operands)
-            if position is not None:
-                reached.add(position)
-            elif leaf is None:
-                number = internals.sequence_number(node)
-                if number < since:
-                    raise Stranger(edge, reader)
-                seen.add(node)
-                if number < internals.LEAF_NUMBER:  # else an op without a derivative: its backward raises
-                    nodes.append(node)
-            elif not is_own(leaf):
+            if edge in ends:
+                reached.add(ends[edge])
+                continue
+            number = sequence_number(node)
+            if number < since:
                 raise Stranger(edge, reader)
+            if number < leaf_number:
+                seen.add(node)
+                nodes.append(node)
+            elif (leaf := _leaf_at(node)) is not None:  # else an op without a derivative: its backward raises
+                position = leaves.get(id(leaf))
+                if position is None:
+                    position = _of_one(node, operands)
+                if position is not None:
+                    reached.add(position)
+                elif not is_own(leaf):
+                    raise Stranger(edge, reader)
+        reader = next(walk, None)
+        following = None if reader is None else reader.next_functions
     return Proof(nodes, reached, ambiguous)
 
 

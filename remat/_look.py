@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
-from remat._effects import ORDINARY, Effects, as_given, effects_of, reads_numbers_alone, tensors_in, written_by
+from remat._effects import EFFECTS, ORDINARY, Effects, as_given, effects_of, reads_numbers_alone, tensors_in, written_by
 from remat._errors import RematError, call_site
 from remat._made import Made, Occasion
 from remat._nested_mode import NestedMode, current_look
@@ -35,28 +34,16 @@ LOOKED_AT = (*CONTAINERS, torch.Generator)
 level_of = internals.level_of
 
 
-class Kind(Enum):
-    """What an argument of a torch call is to a look."""
-
-    TENSOR = 1
-    CONTAINER = 2
-    """It may hold tensors, or is a generator."""
-    PLAIN = 3
-    """It is part of the signature."""
-    OTHER = 4
+HOLDER, PLAIN, OTHER = "holder", "plain", "other"
 
 
 @functools.cache
-def kind_of(cls: Any) -> Kind:
-    """The `Kind` of arguments of a class."""
-    if issubclass(cls, Tensor):
-        return Kind.TENSOR
-    if issubclass(cls, LOOKED_AT) and cls is not torch.Size:
-        return Kind.CONTAINER
-    return Kind.PLAIN if is_plain(cls) else Kind.OTHER
+def kind_of(cls: Any) -> str:
+    """Whether an argument of this class may hold tensors or is a generator (`HOLDER`), or belongs to the signature."""
+    if issubclass(cls, (Tensor, *LOOKED_AT)) and cls is not torch.Size:
+        return HOLDER
+    return PLAIN if is_plain(cls) else OTHER
 
-
-_MAY_HOLD_TENSORS = (Kind.TENSOR, Kind.CONTAINER)
 
 CHANGES = (
     "remat: {} changes an argument or a captured tensor of shape {}, {} in place, at {}. Its rerun would start from "
@@ -160,44 +147,49 @@ class Look(NestedMode):
             return delegate.__torch_function__(func, types, args, kwargs)
         known = self._known
         given = args
-        unseen = plain = False
+        plain = False
         for a in args:
-            kind = kind_of(a.__class__)
-            if kind is Kind.TENSOR:
-                if id(a) not in known:
-                    unseen = True
-            elif kind is Kind.CONTAINER:
-                unseen = True
-            elif kind is Kind.PLAIN:
-                plain = True
-        if unseen:
+            if isinstance(a, Tensor):
+                if id(a) in known:
+                    continue
+            elif (kind := kind_of(a.__class__)) is not HOLDER:
+                plain = plain or kind is PLAIN
+                continue
             if is_compiling():  # `torch.cond` is compiled under the active modes
                 return func(*args, **(kwargs or {}))
+            plain = True
             self._reader = func
             args = self._seen(args)
-        effects = effects_of(func)
-        if kwargs or effects.acts:
-            self._reader = func
-            named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
-            return self._call(effects, func, args, named, (given, kwargs))
-        if effects is ORDINARY:
+            break
+        effects = EFFECTS.get(func) or effects_of(func)
+        if effects is ORDINARY and not kwargs:
             self.signature.tail = None
             if self.keeps_call:
                 self.call = func, args, {}
-            out = func(*args)
-            self.call = None
+                out = func(*args)
+                self.call = None
+            else:
+                out = func(*args)
+        elif kwargs or effects.acts:
+            self._reader = func
+            named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
+            return self._call(effects, func, args, named, (given, kwargs))
         else:
             out = self._maybe_tail(effects, func, args, {})
-        if type(out) is Tensor and out.requires_grad and level_of(out) <= self.depth:
+        if type(out) is not Tensor:
+            if kind_of(out.__class__) is HOLDER:
+                with internals.DisableTorchFunction():
+                    self.add_results(func, out, args)
+        elif out.requires_grad and level_of(out) <= self.depth:
             known.add(id(out))
             if self.outer is not None:
                 self.made.append(weakref.ref(out))
             self._note(func, hash_of(out, args if plain else ()))
-        elif type(out) is Tensor and not internals.is_wrapper(out):
-            self._add_own(out)
-        elif kind_of(out.__class__) in _MAY_HOLD_TENSORS:
+        elif internals.is_wrapper(out):
             with internals.DisableTorchFunction():
                 self.add_results(func, out, args)
+        else:
+            self._add_own(out)
         return out
 
     def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any, given: tuple[Any, Any]) -> Any:
@@ -226,7 +218,7 @@ class Look(NestedMode):
         if effects.looks_up and isinstance(out, Tensor):
             with internals.DisableTorchFunction():
                 return self.read(out)
-        if kind_of(out.__class__) in _MAY_HOLD_TENSORS:
+        if kind_of(out.__class__) is HOLDER:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, (*args, *kwargs.values()), not effects.is_unlisted)
         return as_given(out, written, func, given) if written and self._swaps else out
@@ -255,11 +247,12 @@ class Look(NestedMode):
     def _seen(self, args: Any) -> Any:
         """The arguments of a call, with operands in place of originals. Tensors from outside are noted."""
         with internals.DisableTorchFunction():
-            return tuple([self._seen_in(a) for a in args])
+            known = self._known
+            return tuple([a if isinstance(a, Tensor) and id(a) in known else self._seen_in(a) for a in args])
 
     def _seen_in(self, arg: Any) -> Any:
         if isinstance(arg, Tensor):
-            return arg if id(arg) in self._known else self.read(arg)
+            return self.read(arg)
         if isinstance(arg, (list, tuple)) and any(isinstance(a, (Tensor, *CONTAINERS)) for a in arg):
             items = [self._seen_in(a) for a in arg]
             return type(arg)(*items) if hasattr(arg, "_fields") else type(arg)(items)
@@ -284,7 +277,6 @@ class Look(NestedMode):
         value = self._swaps.get(key, tensor)  # in an outer rerun, which may run below the original's level
         if value is tensor and internals.level_of(tensor) > self.depth:
             self.read(internals.unwrapped(tensor), handed_on=True)
-            self._known.add(key)
             return tensor
         if self.outer is not None:
             self.outer._reader = self._reader
@@ -418,11 +410,14 @@ class Look(NestedMode):
         return len(self.signature.calls)
 
     def _know_layers(self, tensor: Tensor) -> None:
-        """Note that the run made a tensor and those that it wraps: a transform inside of the function may unwrap it."""
-        self._known.add(id(tensor))
-        while internals.level_of(tensor) > self.depth:
-            tensor = internals.unwrapped(tensor)
-            self._known.add(id(tensor))
+        """Note that the run made a tensor, as it is below the transforms inside of the function.
+
+        Those make wrappers that no look sees, where a tensor that has died may have been. So wrappers of their levels
+        are looked through, not known.
+        """
+        for layer in internals.layers(tensor):
+            if level_of(layer) <= self.depth:
+                self._known.add(id(layer))
 
     def _with_hook(self, args: Any) -> Any:
         """The arguments of `register_hook`. A rerun puts a hook that is not for its level on an unused tensor."""

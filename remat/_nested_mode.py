@@ -88,8 +88,9 @@ class NestedMode(TorchFunctionMode):
         if mode is not None:
             mode.delegate = self._delegate_before
         if _current.mode is self:
-            internals.pop_function_mode()
             _current.mode = mode
+            if internals.top_function_mode() is self:  # torch loses it where Ctrl-C comes while it is put aside
+                internals.pop_function_mode()
 
     def begin(self, outer: Any) -> None:
         """Called when the run begins. `outer`: the look at the surrounding run, or None."""

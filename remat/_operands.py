@@ -107,6 +107,8 @@ class Plan(NamedTuple):
     """By identity, tensors that the rerun may read, and the length of the signature when the forward first did."""
     survivors: dict[int, dict[tuple[int, Any], int]]
     """By identity, tensors that the forward made and that are still alive, and how it read them."""
+    alive: list[Tensor]
+    """All tensors that are known by identity: another tensor can't get the identity of one of them."""
 
 
 class Operands:
@@ -289,6 +291,7 @@ class Operands:
         to_write: dict[int, Tensor] = {}
         reads: dict[int, int] = {}
         given: set[int] = set()
+        alive: list[Tensor] = []
         for i, original in enumerate(self.originals):
             operand, tensor = inputs[i], original.ref()
             if original.written:
@@ -299,7 +302,9 @@ class Operands:
                 given.add(id(operand))
             else:
                 for t in (operand, tensor):  # it may replace two originals
-                    reads[id(t)] = min(original.position, reads.get(id(t), NEVER))
+                    if t is not None:
+                        alive.append(t)
+                        reads[id(t)] = min(original.position, reads.get(id(t), NEVER))
             for place in original.places:
                 if item(*place) is not operand:
                     fill.append((place, operand))
@@ -319,9 +324,14 @@ class Operands:
             if constant is not None:
                 if internals.version(constant) != version:
                     raise CheckpointError(_CHANGED_SINCE.format(list(constant.shape), constant.dtype, self.name))
+                alive.append(constant)
                 reads[id(constant)] = position
-        survivors = {id(kept): how for ref, how in self.survivors if (kept := ref()) is not None}
-        return Plan(pairs, fill, to_write, reads, survivors)
+        survivors = {}
+        for ref, how in self.survivors:
+            if (survivor := ref()) is not None:
+                alive.append(survivor)
+                survivors[id(survivor)] = how
+        return Plan(pairs, fill, to_write, reads, survivors, alive)
 
     def still_there(self) -> list[Tensor]:
         """The originals, and the other outside tensors that reruns read, as far as they are still alive."""

@@ -52,6 +52,10 @@ class Replay(OpMode):
         self._hooks = internals.saved_tensors_hooks()
         return super().__enter__()
 
+    def __exit__(self, *error: Any) -> None:
+        self._hooks = None  # they may hold this mode
+        super().__exit__(*error)
+
     def stands_for(self, copy: Tensor, origin: Origin | None) -> None:
         """Give a copy the value of the original: the rerun gets a copy of a tensor to which the forward wrote."""
         raw = internals.innermost(copy)

@@ -140,7 +140,8 @@ class RerunLook(Look):
                     f"remat: the rerun of {self.name} hands a captured tensor of shape {list(inner.shape)} straight to "
                     "a transform, where its forward did not. Pass it as an argument."
                 )
-        elif not (is_made_since(tensor, self._since) or internals.is_fake(tensor)):
+            return tensor
+        if not (is_made_since(tensor, self._since) or internals.is_fake(tensor)):
             if internals.nodes_of(tensor):  # its graph is older than the rerun
                 raise self._stranger(tensor)
             self._suspects.append((weakref.ref(tensor), tensor.shape, tensor.dtype, call_site()))
@@ -212,9 +213,8 @@ class RerunLook(Look):
         for how, (times, shape, dtype) in self._revived.items():
             if self._own.times[how] > times:
                 raise CheckpointError(_REPLACED.format(self.name, list(shape), dtype, PURITY))
-        hooks = Counter(position for position, _ in self._forward.hooks)
         for position, level in self._forward.hooks:
-            if level == self._level and self._hooks[position] != hooks[position]:
+            if level == self._level and self._hooks[position] != sum(p == position for p, _ in self._forward.hooks):
                 raise RematError(_OTHER_HOOKS.format(self.name))
         calls = self._forward.calls
         if self._position < len(calls):

@@ -512,6 +512,9 @@ def in_last_backward() -> bool:
     return graph_task() != -1 and not graph_is_retained() and accumulates_into_all_leaves()
 
 
+AccumulateGrad: type = torch._C._functions.AccumulateGrad
+"""The class of the nodes that add gradients to leaves."""
+
 LEAF_NUMBER = 1 << 62
 """Below the sequence number of AccumulateGrad nodes, above that of all others."""
 

@@ -55,6 +55,18 @@ def test_benchmark(script: str, fast_results: tuple[Path, str]) -> None:
     assert file.with_suffix(".png").stat().st_size > 0
 
 
+def test_what_is_measured_is_kept_when_the_gpu_benchmark_is_terminated(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(BENCH.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(BENCH / "gpu.py"), "--fast", "--rounds", "1", "--results", str(tmp_path)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        next(line for line in process.stderr if line == "gpu: grad\n")  # the second table is begun
+        process.terminate()
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    assert results["sections"][".backward()"]["remat"]["seconds"]
+    assert "per-sample gradients" not in results["sections"]
+
+
 def test_make_bench_runs_every_script_that_needs_no_gpu() -> None:
     [line] = [s for s in (BENCH.parent / "Makefile").read_text().splitlines() if s.startswith("BENCHMARKS :=")]
     assert sorted(line.split()[2:]) == sorted(set(SCRIPTS) - {"gpu"})
