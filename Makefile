@@ -1,4 +1,4 @@
-# `make demo` and `make test` are all a newcomer needs: each sets up its own environment, with Python and make alone.
+# A newcomer needs only `make demo` and `make test`: each installs what it needs in .venv, with Python and make alone.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,16 +13,16 @@ BENCHMARKS := tiny blocks transformer chain halving loops policies frontier rand
 
 .PHONY: help demo test fuzz soak test-torch lint docs wheel bench clean
 
-help:  ## what there is to make
+help:  ## list the targets
 	@echo "usage: make TARGET, with Python 3.10 or later; CPU_ONLY=1 takes a torch without CUDA packages"
 	@sed -nE 's/^([a-z-]+):[^#]*##  *(.*)/  \1|\2/p' Makefile | column -t -s '|'
 
-# The first thing that a target prints: what it is about to do.
+# The demo prints this first.
 define SAY_DEMO
 The demo: a small language model is trained with clipped, noisy per-sample gradients. Then the
 memory and the time of one step are measured with and without remat. That takes one to three
 minutes, after torch, matplotlib and rich are installed in .venv, the first time. No root, no
-data to download, no GPU. The only new file is memory.png.
+data to download, no GPU. The only new files are memory.png and per_sample_gradients.png.
 endef
 export SAY_DEMO
 
@@ -34,7 +34,7 @@ demo: say-demo $(VENV)/ready-demo  ## per-sample gradients with and without rema
 say-demo:
 	@echo "$$SAY_DEMO"
 
-test: $(VENV)/ready-test  ## the whole test suite, with the examples in docstrings and pages: about six minutes on 2 cores
+test: $(VENV)/ready-test  ## all tests, with the examples in docstrings and pages: about six minutes on 2 cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2  # a core for each
 
 fuzz: $(VENV)/ready-test  ## random programs under random transforms: make fuzz N=20000
@@ -52,7 +52,7 @@ lint: $(VENV)/ready-test $(VENV)/ready-lint  ## ruff, mypy and pyright: under a 
 docs: $(VENV)/ready-docs  ## the site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # mkdocs is kept below 2
 
-wheel: $(VENV)/ready-wheel  ## the wheel, into dist/, checked and tried in an environment of its own, with the curvature example
+wheel: $(VENV)/ready-wheel  ## the wheel, into dist/; checks it, and runs the README and the curvature example with it
 	rm -rf dist build
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
@@ -62,11 +62,11 @@ wheel: $(VENV)/ready-wheel  ## the wheel, into dist/, checked and tried in an en
 	build/fresh/bin/python $(PIP_INSTALL) -c constraints.txt "$$(echo dist/*.whl)[curvature]"
 	cd build && fresh/bin/python ../examples/curvature.py --fast
 
-bench: $(VENV)/ready-bench  ## every benchmark in turn, then how the targets are met: under 12 minutes on 2 quiet cores
+bench: $(VENV)/ready-bench  ## every benchmark, then the check of the targets: under 12 minutes on 2 quiet cores
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python bench/$$name.py; done
 	$(BIN)/python bench/check.py
 
-# ready-EXTRA says that an extra of pyproject.toml is installed; it is renewed when what it installs may have changed.
+# ready-EXTRA marks an extra of pyproject.toml as installed, until the files that pin its packages change.
 $(VENV)/ready-%: pyproject.toml constraints.txt
 	@echo "installing the extra '$*' in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -75,7 +75,7 @@ $(VENV)/ready-%: pyproject.toml constraints.txt
 
 # Another torch, in an environment of its own: make test-torch VERSION=2.14.1
 OTHER := .venv-torch-$(VERSION)
-test-torch: $(OTHER)/ready  ## the tests on another torch: make test-torch VERSION=2.11.0
+test-torch: $(OTHER)/ready  ## the tests on another torch: make test-torch VERSION=2.14.1
 	$(OTHER)/bin/python -m pytest
 
 $(OTHER)/ready: pyproject.toml constraints.txt
@@ -85,5 +85,5 @@ $(OTHER)/ready: pyproject.toml constraints.txt
 	$(OTHER)/bin/python $(PIP_INSTALL) -c $(OTHER)/constraints.txt -e ".[test]"
 	touch $@
 
-clean:  ## what these targets have made
+clean:  ## remove all that these targets have made
 	rm -rf .venv* build dist site *.egg-info .cache .hypothesis .pytest_cache .mypy_cache .ruff_cache *.png

@@ -1,4 +1,4 @@
-"""What the examples share: a meter and a table."""
+"""Shared by the examples: measurements, a table and a plot of time against memory."""
 
 import argparse
 import math
@@ -11,6 +11,7 @@ from typing import Any
 
 import optree
 import torch
+from matplotlib.ticker import LogLocator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -43,15 +44,15 @@ class Measured:
 
 
 def measure(run: Callable[[], Any], times: int = 3) -> Measured:
-    """Run it `times` times for the time, and once under the meter; 0 takes the time under the meter too."""
+    """Measure one run: the best time of `times` runs, and memory in another. With 0, one run measures both."""
     return measure_all({"": run}, times)[""]
 
 
 def measure_all(ways: dict[str, Callable[[], Any]], times: int) -> dict[str, Measured]:
-    """As `measure`, the ways in turn, so that a busy minute of the machine is no way's alone."""
+    """Measure several ways. The runs alternate, so that a busy minute of the machine affects all ways alike."""
 
     def seconds_of(run: Callable[[], Any]) -> float:
-        start = time.process_time()  # what else the machine does makes little difference
+        start = time.process_time()  # other processes make little difference
         run()
         return time.process_time() - start
 
@@ -70,7 +71,7 @@ def measure_all(ways: dict[str, Callable[[], Any]], times: int) -> dict[str, Mea
 
 
 def compare(title: str, ways: dict[str, Callable[[], Any]], times: int = 3) -> dict[str, Measured]:
-    """Measure several ways to the same result; print a table of them, each beside the first."""
+    """Measure several ways to the same result, and print a table that compares each with the first."""
     measured = measure_all(ways, times)
     first = next(iter(measured.values()))
     table = Table("", "peak memory", "", "CPU time", "", "differs by", title=title)
@@ -89,7 +90,7 @@ def compare(title: str, ways: dict[str, Callable[[], Any]], times: int = 3) -> d
 
 
 def draw_frontier(axes: Any, measured: dict[str, Measured], what: str) -> None:
-    """Time against memory. Names "family: size" with the same family are joined by a line; the first is plain code."""
+    """Plot time against memory. A line joins the ways "family: size" of one family. The first way is plain code."""
     families: dict[str, list[tuple[str, Measured]]] = {}
     for name, m in measured.items():
         family, _, size = name.partition(": ")
@@ -99,11 +100,15 @@ def draw_frontier(axes: Any, measured: dict[str, Measured], what: str) -> None:
         x, y = [m.peak / MIB for _, m in members], [m.seconds / first.seconds for _, m in members]
         axes.plot(x, y, marker=marker, label=family)
         for (size, _), *at in zip(members, x, y, strict=True):
-            axes.annotate(size, at, xytext=(4, 4), textcoords="offset points", fontsize="small")
+            tilt = 0 if size.isdigit() else 25  # names are long
+            axes.annotate(size, at, xytext=(4, 4), textcoords="offset points", fontsize="small", rotation=tilt)
     axes.axhline(1.7, color="gray", linewidth=0.8, linestyle=":")
     axes.axvline(first.peak / MIB / 4, color="gray", linewidth=0.8, linestyle=":")
     axes.set(title=what, xlabel="peak MiB (dotted: a quarter)", ylabel="CPU time, plain = 1 (dotted: 1.7)")
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("")
     axes.set_ylim(bottom=0)
     axes.margins(x=0.15)
     axes.legend(fontsize="small")

@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class CharTransformer(nn.Module):
-    """Predicts each next character of a text. `run` is given each block, and returns what is to run instead."""
+    """Predicts each next character of a text. `run(block)` returns the function that runs in place of the block."""
 
     def __init__(self, vocabulary: int, length: int, width: int, heads: int, depth: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Text:
         self.codes = torch.tensor([code[c] for c in text])
 
     def sample(self, batch: int, length: int) -> Tensor:
-        """`batch` random pieces of `length + 1` characters: the inputs and, one further on, the targets."""
+        """`batch` random pieces of `length + 1` characters: the inputs, and the targets one character later."""
         starts = torch.randint(len(self.codes) - length, (batch, 1))
         return self.codes[starts + torch.arange(length + 1)]
 

@@ -1,10 +1,10 @@
 """The curvature of a language model's loss by a stock library, in a fraction of the memory.
 
-curvlinops (https://curvlinops.readthedocs.io) gives the Hessian of a loss as a linear operator that computes its
-products by `torch.func`. Lanczos iterations on it find the largest eigenvalue: how sharp the minimum is, and so how
-large a learning rate may be. The library's calls stay as they are. `remat.nn.apply_remat` wraps the blocks of the
-model in place, and each product keeps only what goes into the blocks. The first thing to try is batches without
-remat: the library adds up the products of all batches that it is given.
+curvlinops (https://curvlinops.readthedocs.io) represents the Hessian of a loss as a linear operator that computes its
+products with `torch.func`. Lanczos iterations on it find the largest eigenvalue, which says how sharp the minimum is,
+and so how large a learning rate may be. `remat.nn.apply_remat` wraps the blocks of the model in place, and each product
+keeps only the inputs of the blocks. The library's calls do not change. Without remat, one would use smaller batches:
+the library adds up the products of all batches.
 
     python examples/curvature.py [--fast]
 """
@@ -27,7 +27,7 @@ Operator = HessianLinearOperator | GGNLinearOperator
 
 
 class Model(CharTransformer):
-    """Logits of every next character, one row each: what the library's loss takes."""
+    """Returns the logits of every next character as rows, as the library's loss expects."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens, run=lambda block: block).flatten(0, -2)
@@ -46,9 +46,9 @@ def train(model: Model, text: Text, batch: int, steps: int) -> None:
 
 
 def operator(kind: type[Operator], model: Model, tokens: Tensor, batches: int = 1) -> Operator:
-    """The library's own call. Tokens (samples, length + 1): the inputs and, one further on, the targets."""
+    """The library's own call. Tokens (samples, length + 1): the inputs, and the targets one character later."""
     data = [(part[:, :-1], part[:, 1:].flatten()) for part in tokens.chunk(batches)]
-    # its check of determinism would be a few products more
+    # its check of determinism would compute a few more products
     return kind(model, nn.CrossEntropyLoss(), list(model.parameters()), data, check_deterministic=False)
 
 
@@ -92,7 +92,7 @@ def main() -> None:
     hessian = operator(HessianLinearOperator, wrapped, tokens).to_scipy()
     largest = eigsh(hessian, k=1, which="LA", tol=0.05, maxiter=20, ncv=3, return_eigenvectors=False)[0]
     console.print(f"the largest eigenvalue of the Hessian is about {largest:.3g}")
-    console.print("time against memory: curvature.png")
+    console.print("picture of time against memory: curvature.png")
 
 
 if __name__ == "__main__":

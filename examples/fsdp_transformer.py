@@ -1,12 +1,12 @@
 """Train a language model whose parameters are sharded by FSDP2, with activation checkpointing: none, full or selective.
 
-Each process has a share of every parameter and of the batch. Before a block runs its parameters are gathered, and after
-its backward their gradients are averaged and given back in shares: `fully_shard`. What is left in memory are the
-activations. `apply_remat` wraps the blocks, so that they are computed again on backward:
+Each process has a share of every parameter and of the batch. `fully_shard` gathers the parameters of a block before it
+runs. After its backward, it averages their gradients and leaves each process its share. Then activations take most of
+the memory. `apply_remat` wraps the blocks, so that they run again in the backward pass:
 
-- `none`: all activations are kept;
+- `none`: all activations are kept, without remat;
 - `full`: only the inputs of the blocks are kept;
-- `selective`: the results of the matrix products by weights are kept as well, the rest is computed again.
+- `selective`: the inputs and the results of linear layers are kept, and the rest is recomputed.
 
 The text is the Python language reference that comes with every Python (`pydoc_data.topics`). The losses of all modes
 are the same; the table at the end shows memory and time.
@@ -88,7 +88,7 @@ def train(mode: str, mesh: DeviceMesh, text: Tensor, vocabulary: int, sizes: dic
     model = Transformer(vocabulary, sizes["length"], sizes["width"], sizes["depth"]).to(mesh.device_type)
     parallelize(model, mesh, mode)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    generator = torch.Generator().manual_seed(1 + mesh.get_rank())  # each process has samples of its own
+    generator = torch.Generator().manual_seed(1 + mesh.get_rank())  # each process has its own samples
     losses: list[float] = []
 
     def step() -> None:
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--fast", action="store_true", help="a few steps of a tiny model")
     args = parser.parse_args()
     if "WORLD_SIZE" not in os.environ:
-        parser.error("start it by torchrun --nproc-per-node 2")
+        parser.error("start it with torchrun --nproc-per-node 2")
     if args.fast:
         sizes = {"length": 16, "width": 16, "depth": 3, "batch": 4, "steps": 2}
     else:
@@ -143,10 +143,10 @@ def main() -> None:
     if mesh.get_rank() == 0:
         Console().print(table)
     torch.testing.assert_close(all_losses, [all_losses[0]] * len(all_losses), rtol=1e-3, atol=1e-3)
-    dist.barrier()  # nobody leaves while another is at work
+    dist.barrier()  # no process leaves while another still works
     dist.destroy_process_group()
     sys.stdout.flush()
-    # DTensor's caches keep gloo's threads alive, and one that takes the GIL while Python shuts down aborts the process.
+    # DTensor's caches keep gloo's threads alive. One that takes the GIL while Python shuts down aborts the process.
     os._exit(0)
 
 

@@ -1,9 +1,9 @@
 """Train a small GPT on real text under a policy of your choice, and see what each policy costs.
 
-The text is the Python language reference that comes with every Python. `--policy` says what remat keeps of each
-transformer block: nothing, all matrix multiplications, those without batch dimensions, what has a name ... At the end,
-one training step is measured under every policy, and without remat: whole, and in chunks of the batch whose gradients
-are added up, which is the first thing to try.
+The text is the Python language reference, which comes with every Python. `--policy` says which results of each
+transformer block remat keeps: none, all matrix multiplications, those without batch dimensions, or those with a name.
+At the end, one gradient is measured under every policy, and without remat. It is also measured in chunks of the batch
+whose gradients are added up: try that first, because chunks recompute nothing.
 
     python examples/gpt.py [--policy attention] [--fast]
 """
@@ -42,7 +42,7 @@ RUNS: dict[str, Run] = {"no-remat": plainly, **{name: under(policy) for name, po
 
 
 def train(loss: Callable[..., Tensor], params: Params, text: Text, batch: int, length: int, steps: int) -> list[float]:
-    """Update `params` in place by `steps` steps of Adam. Returns the loss of each."""
+    """Update `params` in place by `steps` steps of Adam. Returns the loss of each step."""
     optimizer = torch.optim.Adam(params.values(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps)
     step, losses = grad_and_value(loss), []
@@ -59,7 +59,7 @@ def train(loss: Callable[..., Tensor], params: Params, text: Text, batch: int, l
 
 
 def accumulated(loss: Callable[..., Tensor], chunks: int) -> Callable[[Params, Tensor], Params]:
-    """The gradient chunk by chunk: the loss is a mean over the batch, so each can be taken by itself."""
+    """The gradient, one chunk after the other. The loss is a mean over the batch, so their gradients add up."""
 
     def gradient(params: Params, tokens: Tensor) -> Params:
         total: Params = {}
@@ -77,14 +77,14 @@ def draw(losses: list[float], policy: str, measured: dict[str, Measured]) -> Non
     left, right = figure.subplots(1, 2)
     left.plot(losses)
     left.set(title=f"training with --policy {policy}", xlabel="step", ylabel="loss per character", xlim=0)
-    draw_frontier(right, measured, "one gradient, by what is kept of each block")
+    draw_frontier(right, measured, "one gradient under each policy")
     figure.savefig("gpt.png", dpi=100)
 
 
 def main() -> None:
     options = parser("A small GPT, trained under a policy.")
     options.add_argument(
-        "--policy", choices=RUNS, default="attention", help="what is kept of each block (default: attention)"
+        "--policy", choices=RUNS, default="attention", help="results of each block to keep (default: attention)"
     )
     arguments = options.parse_args()
     fast = arguments.fast
@@ -98,9 +98,9 @@ def main() -> None:
 
     losses = train(make_loss(model, RUNS[arguments.policy]), params, text, batch, length, steps)
     last = losses[-20:]
-    console.print(f"loss {losses[0]:.2f} at first, {sum(last) / len(last):.2f} in the end")
+    console.print(f"loss {losses[0]:.2f} at the start, {sum(last) / len(last):.2f} at the end")
 
-    tokens = text.sample(4 * batch, length)  # a larger step, in which the bookkeeping of remat weighs less
+    tokens = text.sample(4 * batch, length)  # in a larger step, bookkeeping takes a smaller share
     plain = make_loss(model, plainly)
     ways = {"no remat": grad(plain)}
     ways |= {f"chunks, no remat: {n}": accumulated(plain, n) for n in (2, 4, 8)}
@@ -111,7 +111,7 @@ def main() -> None:
         times,
     )
     draw(losses, arguments.policy, measured)
-    console.print("the loss, and the frontier of the policies: gpt.png")
+    console.print("picture of the loss, and of time against memory: gpt.png")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Find mislabelled images by influence functions: Hessian-vector products in a fraction of the memory.
 
-Some of scikit-learn's handwritten digits get a wrong label, and a network is trained on them. Which images does it
-owe its mistakes to? The influence of a training image z on the loss of clean images is -g_clean H^-1 g_z (Koh and
-Liang, arXiv:1703.04730): gradients g, and the Hessian H of the training loss. H^-1 g_clean comes from conjugate
-gradients, and these take only products with H, `jvp(grad(loss))`. Each one carries every activation and its tangent.
-The loss is a mean over images, so the first thing to try is chunks of them, each with a product of its own, without
-remat; under `remat`, only one residual layer's or one chunk's are kept.
+Some of scikit-learn's handwritten digits get a wrong label, and a network is trained on them. Which images cause its
+mistakes? The influence of a training image z on the loss of clean images is -g_clean H^-1 g_z, with gradients g and
+the Hessian H of the training loss (Koh and Liang, arXiv:1703.04730). Conjugate gradients compute H^-1 g_clean. They
+need only products with H, `jvp(grad(loss))`, and each product keeps every activation and its tangent. The loss is a
+mean over images, so chunks of images, without remat, are the first thing to try. With `remat`, only the activations of
+one layer or of one chunk are kept.
 
     python examples/influence.py [--fast]
 """
@@ -26,7 +26,7 @@ from remat import remat
 Params = dict[str, Tensor]
 Loss = Callable[[Params, Tensor, Tensor], Tensor]
 Run = Callable[[Callable[..., Tensor]], Callable[..., Tensor]]
-DECAY = 1e-3  # weight decay: part of the loss, as it is of the Hessian
+DECAY = 1e-3  # weight decay, a part of the loss and so of the Hessian
 
 
 def plainly(fun: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -90,7 +90,7 @@ def hessian_vector_product(loss: Loss, params: Params, x: Tensor, labels: Tensor
 
 
 def accumulated(loss: Loss, chunks: int) -> Callable[..., Callable[[Params], Params]]:
-    """The product chunk by chunk, without remat: the loss is a mean over images, so each can be taken by itself."""
+    """The product, one chunk after the other. The loss is a mean over images, so their products add up."""
 
     def make(params: Params, x: Tensor, labels: Tensor) -> Callable[[Params], Params]:
         def product(vector: Params) -> Params:
@@ -132,7 +132,7 @@ def solve(product: Callable[[Params], Params], b: Params, damping: float, steps:
 
 
 def harm(loss: Loss, params: Params, x: Tensor, labels: Tensor, direction: Params) -> Tensor:
-    """How much each training image (images,) raises the clean loss, up to a factor: -g_clean H^-1 g_z.
+    """How much each training image (images,) raises the loss of clean images, up to a factor: -g_clean H^-1 g_z.
 
     The product with each image's gradient is a derivative of its loss along `direction`: no gradient is formed.
     """

@@ -1,9 +1,9 @@
-"""Find a force from long trajectories: backpropagation through 10,000 steps of a neural ODE.
+"""Learn a force from long trajectories: backpropagation through 10,000 steps of a neural ODE.
 
-Pendulums swing, and are seen with noise. A small network is to become the force, a = F(q), such that trajectories of
-10,000 steps under it pass through what was seen. The longer a trajectory, the more it tells, as a small error of the
-force adds up to a large one of the phase. But autograd keeps every step. `remat.fori_loop` keeps as many states as you
-say: the fewer, the more often it runs each step again.
+Pendulums swing, and are observed with noise. A small network learns the force, a = F(q), such that trajectories of
+10,000 steps match the observations. A long trajectory tells more than a short one, because a small error of the force
+adds up to a large error of the phase. But autograd keeps every step. With `remat.fori_loop` you choose how many states
+are kept. With fewer states, each step runs more often.
 
     python examples/long_sequence.py [--fast]
 """
@@ -23,7 +23,7 @@ Params = tuple[Tensor, Tensor, Tensor]
 Kick = Callable[[Tensor, Tensor], Tensor]  # q, v -> v one step later
 DT = 0.01  # seconds per step
 SEGMENT = 100  # steps from one observation to the next
-KNOB = [140, 38, 14, 8]  # states that are kept, of 10,000
+KNOB = [140, 38, 14, 8]  # checkpoints: states that are kept, of 10,000
 ANGLES = torch.linspace(0.3, 2.4, 8)[:, None]  # where the pendulums start, at rest
 
 
@@ -74,7 +74,7 @@ def with_checkpoints(k: int | None = None) -> Loop:
 
 
 def make_loss(loop: Loop, seen: Tensor) -> Callable[[Params], Tensor]:
-    """The mean square of (angle - seen angle)."""
+    """The mean square of (angle - observed angle)."""
 
     def loss(params: Params) -> Tensor:
         def step(i: int, state: State) -> State:
@@ -96,7 +96,7 @@ def make_loss(loop: Loop, seen: Tensor) -> Callable[[Params], Tensor]:
 def fit(params: Params, seen: Tensor, evaluations: int) -> Params:
     """Improve the parameters by L-BFGS."""
     leaves = [p.clone() for p in params]
-    step = grad_and_value(make_loss(with_checkpoints() if len(seen) > 10 else plain, seen))  # short ones need no remat
+    step = grad_and_value(make_loss(with_checkpoints() if len(seen) > 10 else plain, seen))  # short: no remat
     optimizer = torch.optim.LBFGS(
         leaves,
         max_iter=evaluations,
@@ -113,7 +113,7 @@ def fit(params: Params, seen: Tensor, evaluations: int) -> Params:
             gradient, value = step(tuple(leaves))
             for leaf, g in zip(leaves, gradient, strict=True):
                 leaf.grad = g
-            total = max(evaluations, bar.tasks[task].completed + 1)  # its last line search may go on a little
+            total = max(evaluations, bar.tasks[task].completed + 1)  # the last line search may take more
             bar.update(task, advance=1, total=total, description=f"{len(seen) * SEGMENT} steps, error {value:.2g}")
             return value
 
@@ -122,7 +122,7 @@ def fit(params: Params, seen: Tensor, evaluations: int) -> Params:
 
 
 def runs(n: int, k: int) -> float:
-    """How often each of n steps runs with k checkpoints, forward and backward together: the schedule of revolve."""
+    """How often each of n steps runs with k checkpoints, forward and backward together, by revolve's schedule."""
     r = next(r for r in range(n) if n <= comb(k + r, k))
     return 1 + r - comb(k + r, k + 1) / n
 
@@ -180,7 +180,7 @@ def main() -> None:
         times=0,
     ).values()
     draw(forces, first, dict(zip(knob, others, strict=True)), long * SEGMENT)
-    console.print("the force, the memory and the knob: long_sequence.png")
+    console.print("picture of the force, the memory, and time against checkpoints: long_sequence.png")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Learn to learn: MAML through 100 inner steps, in memory that stays flat however many there are.
+"""Learn to learn: MAML through 100 inner steps, in a fraction of the memory.
 
 A task is to find a sine wave of unknown amplitude and phase from ten points. The learner starts from the same
 parameters for every task and takes 100 steps of gradient descent on its ten points. Meta-learning differentiates
-*through* those steps to find a start from which they work well (Finn et al., arXiv:1703.03400). So every inner
-step, itself a `torch.func.grad`, is kept for the outer one. The first thing to try is fewer tasks at a time,
-`vmap(chunk_size=)`. With `remat` of segments of the loop, all tasks go at once, and one segment at a time is kept.
+*through* those steps to find a start from which they work well (Finn et al., arXiv:1703.03400). So autograd keeps
+every inner step, which is itself a `torch.func.grad`, for the outer derivative. Without remat, one would take fewer
+tasks at a time: `vmap(chunk_size=)`. With `remat` of segments of the loop, all tasks run at once, and only one segment
+at a time is kept.
 
     python examples/maml.py [--fast]
 """
@@ -72,12 +73,12 @@ def plain(step: Callable[[State], State], n: int) -> Callable[[State], State]:
 
 
 def segments(length: int) -> Loop:
-    """The loop in pieces of `length` steps, each under remat."""
+    """The loop in segments of `length` steps, each under remat."""
     return lambda step, n: plain(remat(plain(step, length)), n // length)
 
 
 def few(step: Callable[[State], State], n: int) -> Callable[[State], State]:
-    """Keeps 5 of the states: of 100 steps none runs more than five times."""
+    """The loop with 5 checkpoints: none of 100 steps runs more than five times."""
     return lambda state: fori_loop(0, n, lambda i, state: step(state), state, checkpoints=5)
 
 
@@ -112,7 +113,7 @@ def train(params: Params, inner: int, outer: int, batch: int) -> None:
 
 
 def test(params: Params, inner: int, tasks: Tasks) -> float:
-    """The mean error on new tasks after adaptation: no derivative of the loop, so no remat."""
+    """The mean error on new tasks after adaptation. Nothing is differentiated, so remat is not needed."""
     with torch.no_grad():
         return vmap(task_loss(plain, inner), in_dims=(None, 0, 0, 0, 0))(params, *tasks).mean().item()
 
@@ -159,7 +160,7 @@ def main() -> None:
     ways |= {"fori_loop, checkpoints: 5": meta_gradient(few)}
     measured = compare(f"meta-gradients of {batch} tasks through {inner} steps", ways, times)
     draw(untrained, trained, inner, measured)
-    console.print("the frontier, and a new task: maml.png")
+    console.print("picture of time against memory, and of a new task: maml.png")
 
 
 if __name__ == "__main__":

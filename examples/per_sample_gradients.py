@@ -1,15 +1,15 @@
 """Train a small language model as private training does, in a fraction of the memory.
 
-Private training (DP-SGD) needs the gradient of every sample by itself: each one is clipped, so that no sample
-can weigh more than any other, and noise is added to their sum, so that none can be read out of the model.
-`torch.func` computes all of them at once, `vmap(grad(loss))`, but keeps every activation alive to do so. With
-`remat` around each transformer block, only the inputs of the blocks are kept, and the rest is recomputed.
+Private training (DP-SGD) needs the gradient of every sample. Each gradient is clipped, so that no sample has a large
+effect, and noise is added to their sum, so that no sample can be recovered from the model. `torch.func` computes all
+gradients at once, `vmap(grad(loss))`, but keeps every activation. With `remat` around each transformer block, only the
+inputs of the blocks are kept, and the rest is recomputed.
 
 The steps are those of DP-SGD, but nothing here does the privacy accounting: no epsilon is computed or claimed.
 
-The text is the Python language reference that comes with every Python (`pydoc_data.topics`). At the end, one step
-is measured with and without remat, in four kinds of derivative (`memory.png`), and the clipped sum of per-sample
-gradients is measured in chunks of samples too, which is the first thing to try (`per_sample_gradients.png`).
+The text is the Python language reference, which comes with every Python (`pydoc_data.topics`). At the end, one step is
+measured with and without remat, for four kinds of derivative (`memory.png`). The clipped sum of per-sample gradients is
+also measured in chunks of samples: try that first, because chunks recompute nothing (`per_sample_gradients.png`).
 
     python examples/per_sample_gradients.py [--fast]
 """
@@ -112,8 +112,8 @@ def draw(model: CharTransformer, params: Params, tokens: Tensor) -> None:
         axes.set(title=name, xlabel="% of its ops", ylabel="live MiB", xlim=(0, 100))
         axes.legend(loc="upper center", ncols=2, fontsize="small")
     figure.savefig("memory.png", dpi=100)
-    console.print("vmap(grad): most of what is left is its result, a gradient for each sample.")
-    console.print("jvp(grad): a Hessian-vector product. The memory over time: memory.png")
+    console.print("vmap(grad): most of the remaining memory is the result, a gradient for each sample.")
+    console.print("jvp(grad): a Hessian-vector product. Picture of the memory, op by op: memory.png")
 
 
 def draw_chunks(model: CharTransformer, params: Params, tokens: Tensor, times: int) -> None:
@@ -137,7 +137,7 @@ def draw_chunks(model: CharTransformer, params: Params, tokens: Tensor, times: i
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     draw_frontier(figure.subplots(), measured, "the clipped sum of per-sample gradients")
     figure.savefig("per_sample_gradients.png", dpi=100)
-    console.print("Time against memory, in chunks of the samples: per_sample_gradients.png")
+    console.print("Picture of time against memory, in chunks of samples: per_sample_gradients.png")
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""Solve Poisson's equation with a network, whose second derivatives cost a fraction of the memory with remat.
+"""Solve Poisson's equation with a network: second derivatives in a fraction of the memory.
 
-A physics-informed network u(x, y) is trained until its Laplacian is what the equation asks for at random points of
-the unit square: u_xx + u_yy = f, with u = 0 on the boundary. The second derivatives are a `jvp` of a `jvp` at each
-point under `vmap`, and the loss is differentiated once more for the parameters: each point carries the activations of
-the network and of its derivatives. The loss is a mean over points, so the first thing to try is chunks of them, each
-with a gradient of its own, without remat. With each chunk or each layer under remat, less is kept for as many pieces.
+A physics-informed network u(x, y) is trained to satisfy u_xx + u_yy = f at random points of the unit square, with
+u = 0 on the boundary. The second derivatives are a `jvp` of a `jvp` at each point under `vmap`, and the loss is
+differentiated once more with respect to the parameters. So autograd keeps the activations of the network and of its
+derivatives for each point. The loss is a mean over points, so chunks of points, without remat, are the first thing to
+try. With each chunk or each layer under remat, the same number of pieces needs less memory.
 
 f is chosen so that the exact solution is known: u = sin(pi x) sin(2 pi y).
 
@@ -58,7 +58,7 @@ def solution(run: Run, params: Params, point: Tensor) -> Tensor:
 
 
 def residuals(run: Run, params: Params, points: Tensor) -> Tensor:
-    """By how much the network misses the equation at each of the points (n, 2)."""
+    """The residual of the equation, u_xx + u_yy - f, at each of the points (n, 2)."""
 
     def second(point: Tensor, direction: Tensor) -> Tensor:
         """The second derivative of u along a direction: forward mode, twice."""
@@ -80,7 +80,7 @@ def plainly(fun: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def make_loss(run_layer: Run, run_chunk: Run = plainly, chunks: int = 1) -> Loss:
-    """The mean square residual, with each layer and each chunk of the points run as given."""
+    """The mean square residual. `run_layer` and `run_chunk` say how each layer and each chunk of points is called."""
 
     def chunk_loss(params: Params, points: Tensor) -> Tensor:
         return residuals(run_layer, params, points).square().sum()
@@ -92,14 +92,14 @@ def make_loss(run_layer: Run, run_chunk: Run = plainly, chunks: int = 1) -> Loss
 
 
 def accumulated(loss: Loss, chunks: int) -> Callable[[Params, Tensor], Params]:
-    """The gradient chunk by chunk, without remat: the loss is a mean over points, so each can be taken by itself."""
+    """The gradient, one chunk after the other. The loss is a mean over points, so their gradients add up."""
 
     def gradient(params: Params, points: Tensor) -> Params:
         total = None
         for chunk in points.chunk(chunks):
             part = grad(loss)(params, chunk)
             total = part if total is None else optree.tree_map(torch.add, total, part)
-        return optree.tree_map(lambda g: g / chunks, total)  # the chunks are of one size
+        return optree.tree_map(lambda g: g / chunks, total)  # the chunks have equal sizes
 
     return gradient
 
@@ -160,7 +160,7 @@ def main() -> None:
         times,
     )
     draw(found, true, measured)
-    console.print("the solution, its error and the frontier: pinn.png")
+    console.print("picture of the solution, its error, and time against memory: pinn.png")
 
 
 if __name__ == "__main__":

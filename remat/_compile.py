@@ -1,13 +1,13 @@
 """Calls that `torch.compile` traces.
 
-NOTE [two compilers]: dynamo turns Python into a graph, and does not know our modes. Then AOTAutograd runs that graph on
-fake tensors and records the ops. So dynamo gets the plain function, as the body of one op: it makes a graph of the
-function, with the captured tensors as arguments. When that op runs, this module decides:
+NOTE [two compilers]: dynamo turns Python code into a graph, and does not know our modes. Then AOTAutograd runs that
+graph on fake tensors and records the ops. So dynamo gets the plain function as the body of one op. It makes a graph of
+the function, with the captured tensors as arguments. When that op runs, this module recomputes in one of two ways:
 
-| what differentiates | what is done |
+| derivative by | recomputed by |
 |---|---|
-| the compiler, for a later `.backward()` | the policy marks ops; the compiler's partitioner repeats them |
-| `torch.func`, in the compiled code | the engine of `remat`: the rerun is recorded with the rest |
+| the compiler, for a later `.backward()` | the compiler's partitioner, which repeats the ops that the policy marks |
+| `torch.func`, in the compiled code | `remat` itself; the rerun is recorded with the other ops |
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
 _TRANSFORMS_INSIDE = (
     "remat: a function under remat that uses torch.func itself can't be compiled where torch.func differentiates it, "
-    "nor by the backend 'eager': the compiler has recorded the numbers of its levels. Compile what is inside of "
-    "it instead, or differentiate the compiled function with .backward()."
+    "nor by the backend 'eager': the compiler has recorded the numbers of its levels. Compile the functions inside it "
+    "instead, or differentiate the compiled function with .backward()."
 )
 
 
@@ -47,8 +47,8 @@ def call(
 
     **Arguments:**
 
-    - `remat`: the engine, a decorator.
-    - `policy`, `preserve_rng_state`: its options.
+    - `remat`: the decorator, `remat.remat` or that of `remat.checkpoint`.
+    - `policy`, `preserve_rng_state`: the options of the decorator.
     - `policy_of`: turns `policy` into a `Policy`.
     """
     if not torch.is_grad_enabled():
@@ -61,7 +61,7 @@ def call(
 def _as_op(
     remat: Callable[..., Any], policy_of: Callable[[Any], Policy], policy: Any, preserve_rng_state: bool, graph: Any
 ) -> Callable[..., Any]:
-    """The function that runs as the op. `graph`: dynamo's graph of the user's function, or a function itself."""
+    """Return the body of the op. `graph`: dynamo's graph of the user's function, or the function itself."""
     function = graph.forward if isinstance(graph, torch.nn.Module) else graph  # remat of a module is a module
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def _as_op(
 
 
 def _marking(policy: Callable[..., CheckpointPolicy]) -> Callable[..., CheckpointPolicy]:
-    """The policy. If it decides about a named value, that also marks the op that computed the value."""
+    """The policy. A decision on a named value also marks the op that computed the value."""
 
     def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         decision = policy(ctx, op, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Functions that carry their own rule for what is kept of them, and for how the rest is made again."""
+"""Functions with their own rules for the values that are kept and recomputed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Template:
     """A tree with slots for its tensors."""
 
     def __init__(self, tree: Any, tensors: list[Tensor]) -> None:
-        """`tensors`: those that have a place already; others are added."""
+        """`tensors`: the tensors that have a position already. New ones are appended."""
         known = {id(t): i for i, t in enumerate(tensors)}
         self.leaves, self._spec = _tree.flatten(tree)
         for i, x in enumerate(self.leaves):
@@ -43,10 +43,10 @@ class _Template:
 
 
 class _Call:
-    """A call: where its tensors are among the inputs of its node, and the rest of what it is given and returns."""
+    """A call: the positions of its tensors among the inputs of its node, and its other arguments and results."""
 
     def __init__(self, rules: Any, args: Sequence[Any], out: Any, residuals: Any, tensors: list[Tensor]) -> None:
-        """`tensors`: gets those of the arguments, then of the result, then of the residuals."""
+        """Append to `tensors` those of the arguments, then of the result, then of the residuals."""
         self._rules = rules
         self._args = [_Template(x, tensors) for x in args]
         self._given = len(tensors)
@@ -58,11 +58,11 @@ class _Call:
         self._saved = sorted(held.union(range(self._given)))
 
     def saved(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Arguments and residuals."""
+        """The tensors that the node saves: arguments and residuals."""
         return [tensors[i] for i in self._saved]
 
     def backward(self, saved: Sequence[Tensor], cotangents: Sequence[Any]) -> list[Any]:
-        """The cotangents of the tensors. Those of results and residuals are no use: f_bwd gives those of arguments."""
+        """The cotangents of the tensors: f_bwd gives those of the arguments, and the others are None."""
         tensors: list[Any] = [None] * self._count
         for i, t in zip(self._saved, saved, strict=True):
             tensors[i] = t
@@ -111,27 +111,28 @@ class _Node(torch.autograd.Function):
 
 
 class custom_remat(Generic[P, R]):  # noqa: N801
-    """Give a function its own rule for what is kept of it, and for how the rest is made again.
+    """Give a function its own rules for the values that are kept and recomputed.
 
-    A policy knows the ops and the names of a function. Its author may know more: a value that is small and saves much,
-    or a cheaper way to make the others again. In a function under `remat` the rules are followed. Elsewhere, and where
-    the forward runs under forward-mode AD or `functionalize`, `f` itself runs and is differentiated.
+    A policy sees the ops and the names in a function. The author of the function may know more: a small value that
+    saves much work, or a cheaper way to recompute the others. `remat` follows the rules. Outside a function under
+    `remat`, and where the forward runs under forward-mode AD or `functionalize`, `f` itself runs and is differentiated.
 
-    Without a policy nothing is kept: then `f_fwd` runs again, too. The rules get all their tensors as arguments: what
-    they capture gets no gradient.
+    Without a policy nothing is kept, and `f_fwd` runs again. The rules must get all their tensors as arguments: tensors
+    that they capture get no gradient.
 
     **Arguments:**
 
-    - `f`: the function. It takes positional arguments: tensors, trees of tensors, and others.
-    - `f_fwd`: `f_fwd(policy, *args) -> (out, residuals)`, for the forward. The residuals are kept, whatever the policy
-      says; None keeps nothing. Policies are values: a rule can compare the one that it gets.
-    - `f_rem`: `f_rem(residuals, *args) -> (out, residuals_2)`, for the backward: what `f_bwd` needs. Its `out` is taken
-      for the sake of `jax.custom_remat`, and may be None: a result that is needed and not kept is made by `f_fwd`.
-    - `f_bwd`: `f_bwd(residuals_2, cotangents) -> gradients`: a tuple, with one for each argument, or None.
+    - `f`: the function. It takes positional arguments: tensors, trees of tensors, and other objects.
+    - `f_fwd`: `f_fwd(policy, *args) -> (out, residuals)`, the forward. Every policy keeps the residuals. If they are
+      None, nothing is kept. Policies are values, so the rule can compare `policy` with others.
+    - `f_rem`: `f_rem(residuals, *args) -> (out, residuals_2)`, the first part of the backward. It computes the input of
+      `f_bwd`. `out` exists for compatibility with `jax.custom_remat`, and may be None: remat calls `f_fwd` if it needs
+      a result that is not kept.
+    - `f_bwd`: `f_bwd(residuals_2, cotangents) -> gradients`, a tuple with one gradient or None for each argument.
 
-    **Returns:** a function that computes what `f` computes.
+    **Returns:** a function with the values of `f`.
 
-    **Raises:** `TypeError` for what can't be called, and where a rule returns something else.
+    **Raises:** `TypeError` if an argument can't be called, or if a rule returns something else than described.
 
     **Source:** `jax.custom_remat`.
 
@@ -158,7 +159,7 @@ class custom_remat(Generic[P, R]):  # noqa: N801
                 raise TypeError(f"custom_remat: {name} must be a function; got {shown(rule)}.")
         functools.update_wrapper(self, f, updated=())
         self.f, self.f_fwd, self.f_rem, self.f_bwd = f, f_fwd, f_rem, f_bwd
-        # Under remat, what the residuals depend on has derivatives of every order, and its graph holds nothing.
+        # A remat'd function has derivatives of every order, and its graph holds nothing.
         self._forward = remat(lambda *args: _checked(self, "f_fwd", f_fwd(*args), 2, "(out, residuals)"))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,9 +1,9 @@
-"""Modules whose `forward` runs again on backward.
+"""Modules whose `forward` runs again in the backward pass.
 
-Such a module gets a subclass of its class, made on the fly, with another `forward`. Nothing is added to the module: its
-parameters, buffers, hooks and attributes are what they were, it is still an instance of its class, and a copy of its
-`__dict__` (as `DataParallel` makes them) runs again as well. The hooks of the module stay outside of what runs again:
-those of FSDP2 gather the parameters once.
+Wrapping changes only the class of the module, to a subclass made on the fly with another `forward`. The module keeps
+its parameters, buffers, hooks and attributes, and is still an instance of its class. A copy of its `__dict__`, as
+`DataParallel` makes one, runs again too. The module's own hooks are not part of the rerun, so FSDP2's hooks gather the
+parameters once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from remat import _torch_internals as internals
 
 M = TypeVar("M", bound=nn.Module)
 How = Callable[[Any], Any]
-"""Makes a `forward` that runs again of one. It is compared, and pickled."""
+"""Takes a `forward` and returns one that runs again. It must support == and pickle."""
 
 
 def _is_made_here(kind: type) -> bool:
@@ -26,13 +26,13 @@ def _is_made_here(kind: type) -> bool:
 
 
 def _class_of(base: type[nn.Module], how: How) -> type[nn.Module]:
-    """The subclass of `base` whose `forward` runs again on backward; always the same one."""
+    """The subclass of `base` whose `forward` runs again, cached in `base.__subclasses__()`."""
     for known in base.__subclasses__():
         if _is_made_here(known) and vars(known)["_remat_how"] == how:
             return known
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
-        # No other process could find this class by its name: an instance of `base` is made, and wrapped.
+        # Another process can't find this class by its name, so it makes an instance of `base` and wraps that.
         reduced: Any = base.__reduce_ex__(self, protocol)
         make, args, *state = reduced
         return _rebuild, (how, make, *(base if a is made else a for a in args)), *state
@@ -56,10 +56,10 @@ def _rebuild(how: How, make: Callable[..., nn.Module], *args: Any) -> nn.Module:
 
 
 def check(module: nn.Module, who: str, what: str) -> None:
-    """Raise unless a module can be wrapped. `who`: the public function; `what`: the module, for the message."""
+    """Raise unless a module can be wrapped. The error names the public function `who` and the module `what`."""
     kind = type(module)
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"{who}: {what} is a ScriptModule, whose forward is no Python: wrap it before that.")
+        raise TypeError(f"{who}: {what} is a ScriptModule, whose forward is not Python code: wrap it before that.")
     if internals.is_compiled(module):
         raise TypeError(f"{who}: {what} is a compiled module: wrap the module before torch.compile.")
     if kind.forward is nn.Module.forward:
@@ -70,23 +70,23 @@ def check(module: nn.Module, who: str, what: str) -> None:
             "there. Wrap the module before that, or call it in a function: remat(lambda x: module(x))."
         )
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
-        raise ValueError(f"{who}: {what} is lazy and will change its class. Run it once before it is wrapped.")
+        raise ValueError(f"{who}: {what} is lazy and will change its class. Run it once before you wrap it.")
     if not _is_made_here(kind) and any(map(_is_made_here, kind.__mro__)):
         raise ValueError(
-            f"{who}: {what} is wrapped already, and has got another class since (by fully_shard or a parametrization), "
-            "so that its policy can't be changed any more."
+            f"{who}: {what} is wrapped already, and fully_shard or a parametrization has changed its class since: its "
+            "policy can't be changed."
         )
 
 
 def wrap(module: nn.Module, how: How) -> None:
-    """Give a module the class that runs again, in place of another such class if it has one."""
+    """Give a module the class that runs again. If it is wrapped already, the new class replaces the old one."""
     kind = type(module)
     module.__class__ = _class_of(kind.__mro__[1] if _is_made_here(kind) else kind, how)
 
 
 def wrapped_twin(module: M, how: How) -> M:
-    """A module that runs again, with the very same attributes as `module`: what is set on one is set on both."""
-    module, attributes = internals.uncompiled_module(module)  # remat goes by the ops
+    """A module that runs again and shares the `__dict__` of `module`: an attribute set on one is set on both."""
+    module, attributes = internals.uncompiled_module(module)  # remat has to see the ops
     check(module, "remat", f"this {type(module).__name__}")
     twin = object.__new__(type(module))  # `__new__` of a GraphModule makes another class
     twin.__dict__ = attributes

@@ -1,4 +1,4 @@
-"""Names for values, by which policies know them."""
+"""Names of values, for policies."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _current: ContextVar[str | None] = ContextVar("remat_name", default=None)
 
 
 def current_name() -> str | None:
-    """The name that is being given, while the op runs that a policy knows it by; else None."""
+    """The name that `checkpoint_name` is giving, while its op runs; else None."""
     return _current.get()
 
 
 class Kept(str):
-    """A name for what is kept whatever the policy says."""
+    """The name of a value that every policy keeps."""
 
     __slots__ = ()
 
 
 def keep(name: str, tree: Any) -> None:
-    """Have a policy keep values, if a backward reads them. They get a name for those who look."""
+    """Make every policy keep these values, if the backward reads them. `name` is for inspection."""
     if internals.dispatch_modes_active() or internals.function_modes():
         _named(Kept(name), _tree.flatten(tree)[0])
 
@@ -39,22 +39,21 @@ def keep(name: str, tree: Any) -> None:
 def checkpoint_name(x: T, /, name: str) -> T:
     """Name a value, so that a policy can say whether it is kept.
 
-    Names do nothing by themselves. `remat(fun, policy=save_only_these_names("attn"))` keeps the values with
-    that name, and any number of values can have it. A value is what the function goes on with: `x =
-    checkpoint_name(x, "attn")`.
+    A name alone has no effect. `remat(fun, policy=save_only_these_names("attn"))` keeps the values with that name, and
+    any number of values can have it. The function has to use the returned value: `x = checkpoint_name(x, "attn")`.
 
-    It works under every transform of `torch.func`, in modules and in the forward of an `autograd.Function`,
-    and under torch's own selective checkpointing. Tensors are not copied: what is returned is an alias of
-    what was given, or, where nothing could see the name, the same tensor.
+    `checkpoint_name` works under every transform of `torch.func`, in modules, in the forward of an
+    `autograd.Function`, and under torch's own selective checkpointing. It copies no tensors: it returns an alias of
+    `x`, or `x` itself if no policy is active.
 
     **Arguments:**
 
-    - `x`: a tensor, or a pytree of tensors, which all get the name. Leaves of other types stay as they are.
+    - `x`: a tensor, or a tree of tensors, which all get the name. Leaves of other types do not change.
     - `name`: the name.
 
     **Returns:** `x` with the same values.
 
-    **Raises:** `TypeError` where `name` is not a string.
+    **Raises:** `TypeError` if `name` is not a string.
 
     **Source:** `jax.ad_checkpoint.checkpoint_name`.
 
@@ -65,7 +64,8 @@ def checkpoint_name(x: T, /, name: str) -> T:
         >>> def f(x):
         ...     y = checkpoint_name(torch.sin(x), "y")
         ...     return torch.cos(y).sum()
-        >>> grad(remat(f, policy=policies.save_only_these_names("y")))(torch.zeros(2))
+        >>> policy = policies.save_only_these_names("y")
+        >>> grad(remat(f, policy=policy))(torch.zeros(2))
         tensor([-0., -0.])
     """
     if not isinstance(name, str):
@@ -83,14 +83,14 @@ def checkpoint_name(x: T, /, name: str) -> T:
 def _named(name: str, leaves: Iterable[Any]) -> list[Any]:
     token = _current.set(name)
     try:
-        # The op is the same in the forward and in the rerun, whether or not a policy looks on: a rerun is
-        # compared with its forward call by call.
+        # The op runs in the forward and in the rerun, with or without a policy, because the two are compared call by
+        # call.
         return [torch.ops.aten.alias.default(t) if isinstance(t, Tensor) else t for t in leaves]
     finally:
         _current.reset(token)
 
 
-# Dynamo, which can't trace the above, takes it as one op of its graph. See `remat._compile`.
+# Dynamo can't trace the functions above, so they are one op of its graph. See NOTE [two compilers].
 
 
 def _same(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Values that wait in CPU memory until the backward pass reads them."""
+"""Values that are held in CPU memory until the backward pass reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def _backend(device: torch.device) -> Any:
-    """The module with the streams of a device (`torch.cuda`), None where there are none."""
+    """The module with the streams of a device (`torch.cuda`), or None if the device has no streams."""
     return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
 
@@ -24,15 +24,15 @@ def _pinned(nbytes: int) -> Tensor:
 
 
 def _in_use_by(tensor: Tensor, stream: Any) -> None:
-    """Do not use the memory of a tensor again before what is queued on `stream` is done."""
+    """Keep the allocator from reusing the memory of a tensor before the work queued on `stream` is done."""
     tensor.record_stream(stream)
 
 
 class Offloaded:
-    """The bytes of a storage, in pinned CPU memory; on a machine with a CPU alone, a plain copy.
+    """A copy of the bytes of a storage: in pinned CPU memory, or in ordinary memory if the device is the CPU.
 
-    They go there and come back on a side stream, while the device goes on computing: `fetch` starts the way back, and
-    `get` has the stream that needs them wait for its end.
+    Copies run on a side stream, while the device keeps computing. `fetch` starts the copy back to the device. `get`
+    makes the current stream wait for it.
     """
 
     def __init__(self, source: Tensor) -> None:
@@ -45,13 +45,13 @@ class Offloaded:
             return
         self.host = _pinned(source.numel())
         side = _side_stream(backend, source.device)
-        side.wait_stream(backend.current_stream(source.device))  # until the value is there
+        side.wait_stream(backend.current_stream(source.device))  # until the value is computed
         with backend.stream(side):
             self.host.copy_(source, non_blocking=True)
         _in_use_by(source, side)
 
     def fetch(self) -> None:
-        """Start the way back."""
+        """Start the copy back to the device."""
         backend = _backend(self._device)
         if backend is None or self._fetched is not None:
             return

@@ -1,4 +1,4 @@
-"""What is known of aten ops and of the tensors that they take, whatever the values."""
+"""Properties of aten ops and of tensors that do not depend on values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 
-# They write to running_mean and running_var, which their schemas do not say.
+# These write to running_mean and running_var, although their schemas do not say so.
 _WRITE_STATISTICS = {
     getattr(torch.ops.aten, name).default
     for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
@@ -22,17 +22,17 @@ DETACH = torch.ops.aten.detach.default
 
 
 class OpFacts:
-    """What is known of an op.
+    """The properties of an op.
 
     **Attributes:**
 
     - `func`: the op.
-    - `is_custom`: whether it is not torch's own: its derivative may read memory in Python.
+    - `is_custom`: whether it is not torch's own. Its derivative may then read memory in Python.
     - `draws`: whether it draws random numbers.
-    - `is_view`: whether it computes nothing: what it returns lies in the memory that it was given.
+    - `is_view`: whether it computes nothing, and its results lie in the memory of its arguments.
     - `writes`: whether it writes to arguments.
-    - `counts_writes`: whether torch counts that under a mode.
-    - `is_opaque`: whether it runs functions that it is given, as `torch.cond` does, and nothing is known of it.
+    - `counts_writes`: whether torch increments the version counters of these arguments under a mode.
+    - `is_opaque`: whether it is a higher-order op, such as `torch.cond`, of which nothing else is known.
     """
 
     draws = is_view = writes = False
@@ -48,7 +48,7 @@ class OpFacts:
         self.func = func
         self.is_custom = not internals.is_of_aten(func)
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
-        # `squeeze_` and the like write nothing.
+        # In-place views, such as `squeeze_`, write nothing.
         self.is_view = torch.Tag.inplace_view in func.tags or not all(r.is_write for r in returns)
         self.counts_writes = "_foreach_" not in func._schema.name
         self._written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -66,11 +66,11 @@ class OpFacts:
 
 
 FACTS: dict[int, OpFacts] = {}
-"""What is known so far, by identity: to hash an op takes longer than all that is asked here."""
+"""The properties so far, by the identity of the op: to hash an op would take longer than the lookup saves."""
 
 
 def facts_of(func: Any) -> OpFacts:
-    """What is known of an op."""
+    """The properties of an op, cached."""
     facts = FACTS.get(id(func))
     if facts is None:
         facts = FACTS[id(func)] = OpFacts(func)
@@ -78,7 +78,7 @@ def facts_of(func: Any) -> OpFacts:
 
 
 def flat(out: Any) -> Sequence[Any]:
-    """What an op takes or returns, as a sequence."""
+    """An argument or result of an op as a sequence."""
     return out if isinstance(out, (list, tuple)) else (out,)
 
 
@@ -95,24 +95,24 @@ def tensors(args: Any, kwargs: Any) -> list[Tensor]:
 
 @functools.cache
 def is_plain(kind: type[Tensor]) -> bool:
-    """Whether tensors of a class are like any other to the ops."""
+    """Whether ops treat tensors of a class as ordinary tensors."""
     return kind is torch.nn.Parameter or kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def plain(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor says what it is: not of a sparse, quantized, lazily zero one or a subclass."""
+    """Whether memory and layout determine a tensor. False for sparse, quantized and zero tensors, and subclasses."""
     if not is_plain(type(tensor)) or tensor.layout is not torch.strided:
         return False
     return not tensor.is_quantized and not tensor._is_zerotensor()
 
 
 def storages(found: Iterable[Tensor]) -> list[Any]:
-    """The storages of those tensors that have one, plain or not."""
+    """The storages of the tensors that have one, plain or not."""
     return [t.untyped_storage() for t in found if t.layout is torch.strided]
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in its storage."""
+    """The layout of a tensor in its storage."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -122,23 +122,23 @@ class Layout(NamedTuple):
     is_neg: bool
 
     def over(self, storage: Any) -> Tensor:
-        """The tensor over a storage."""
+        """A tensor with this layout over a storage."""
         with internals.DisableTorchDispatch():
             empty = torch.empty(0, dtype=self.dtype, device=storage.device)
             return self.flagged(empty.set_(storage, self.offset, self.size, self.stride))
 
     def flagged(self, tensor: Tensor) -> Tensor:
-        """A view that is lazily conjugated and negated as the tensor is."""
+        """A view with the lazy conjugation and negation of this layout."""
         tensor = tensor.conj() if self.is_conj else tensor
         return internals.negative_view(tensor) if self.is_neg else tensor
 
 
 def layout_of(t: Tensor) -> Layout:
-    """How a tensor lies in its storage."""
+    """The layout of a tensor in its storage."""
     return Layout(t.size(), t.stride(), int(t.storage_offset()), t.dtype, t.is_conj(), t.is_neg())
 
 
 def bytes_of(storage: Any) -> Tensor:
-    """A tensor over all of a storage."""
+    """A tensor of bytes over a whole storage."""
     with internals.DisableTorchDispatch():
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,8 +1,9 @@
-"""Which results of ops a run keeps under a policy.
+"""Decide which results of ops a forward keeps under a policy.
 
-The forward runs under a `Recorder`, which finds the value of each op and asks the policy about it. When the run is
-over, its graph shows which values a backward reads: their storages are still alive. From there the ops are walked
-back: a value that is needed is kept if the policy lets it; else its op must run again and needs what it read.
+The forward runs under a `Recorder`, which identifies the value of each op and asks the policy about it. After the run,
+the values that a backward reads are those whose storages are still alive, because the graph holds them. From these
+values, the recorder goes through the ops backwards. A needed value is kept if the policy allows it. Otherwise its op
+has to run again, and the values that the op reads are needed too.
 """
 
 from __future__ import annotations
@@ -34,30 +35,34 @@ _BARE = (
     "needs: let its functions return a tuple, (y,)."
 )
 _NONE: dict[str, Any] = {}
-_NO_OP = facts_of(CONSTANT)  # of memory that holds what Python or a kernel has written
+_NO_OP = facts_of(CONSTANT)  # stands for a write by Python or a kernel
 _NUMBERS = (bool, int, float, complex, type(None))
 
 
 @dataclass(slots=True)
 class SelectiveCheckpointContext:
-    """What a policy is told besides the op and its arguments.
+    """Information for a policy, besides the op and its arguments.
 
     **Attributes:**
 
-    - `is_recompute`: always False: a policy is asked in the forward alone.
-    - `op_output`: what the op returned.
-    - `name`: the name that `checkpoint_name` is giving to it, None where it is giving none.
-    - `call`: `(function, args, kwargs)` of the torch call in the user's code that the op is part of, as seen inside
-        of all transforms; None where there is none.
+    - `is_recompute`: always False: remat asks a policy only in the forward.
+    - `op_output`: the result of the op.
+    - `name`: the name that `checkpoint_name` is giving to the result, or None.
+    - `call`: `(function, args, kwargs)` of the torch call in the user's code that runs the op, as seen inside all
+        transforms; or None.
 
     **Source:** `torch.utils.checkpoint.SelectiveCheckpointContext`.
 
     Examples:
         >>> import torch
         >>> from remat.compat import CheckpointPolicy, SelectiveCheckpointContext
-        >>> def small(ctx: SelectiveCheckpointContext, op, *args, **kwargs):
-        ...     return CheckpointPolicy.MUST_SAVE if ctx.op_output.numel() < 100 else CheckpointPolicy.PREFER_RECOMPUTE
-        >>> small(SelectiveCheckpointContext(is_recompute=False, op_output=torch.ones(3)), torch.ops.aten.sin.default)
+        >>> def small(ctx, op, *args, **kwargs):
+        ...     if ctx.op_output.numel() < 100:
+        ...         return CheckpointPolicy.MUST_SAVE
+        ...     return CheckpointPolicy.PREFER_RECOMPUTE
+        >>> out = torch.ones(3)
+        >>> ctx = SelectiveCheckpointContext(is_recompute=False, op_output=out)
+        >>> small(ctx, torch.ops.aten.sin.default)
         <CheckpointPolicy.MUST_SAVE: 0>
     """
 
@@ -68,12 +73,12 @@ class SelectiveCheckpointContext:
 
 
 def _is_known(x: Any) -> bool:
-    """Whether its memory says what an op has returned."""
+    """Whether the memory of an op's result determines the result."""
     return not isinstance(x, Tensor) or plain(x)
 
 
 class Recorder(OpMode):
-    """Notes the ops of a forward run, and asks the policy about each."""
+    """Records the ops of a forward, and asks the policy about each."""
 
     is_about_functions = True
 
@@ -82,8 +87,8 @@ class Recorder(OpMode):
 
         **Arguments:**
 
-        - `policy`: what decides: `policy.start()`.
-        - `where`: the place in the user's code.
+        - `policy`: the deciding function, `policy.start()`.
+        - `where`: returns the current place in the user's code.
         - `alone`: see `OpMode`.
         """
         super().__init__(alone)
@@ -91,21 +96,21 @@ class Recorder(OpMode):
         self._where = where
         self._by_ops: dict[int, CheckpointPolicy | None] = {}
         self._complaint: str | None = None
-        """The TypeError that the policy has raised."""
+        """The text of a TypeError that the policy has raised."""
         self._since = internals.next_sequence_number()
         self._ops: list[Op] = []
         self._by_key: dict[Key, Op] = {}
         self._again: list[Value] = []
-        """What is read by ops that are not known by what they read, and run again."""
+        """The values that are read by ops which have no key and so always run again."""
         self._pins: dict[Value, Any] = {}
-        """Storages that may have to be kept though no backward reads them: ops that run again may."""
+        """Storages that no backward may read, but ops that run again: they are held until the end of the run."""
         self._saved: dict[Value, Any] | None = None
-        """What a graph that holds nothing would save."""
+        """The values that the graph would save if it held tensors; None if it does hold them."""
         self._outsides: dict[int, tuple[weakref.ref[Any], Value]] = {}
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
-        # Torch takes a TypeError inside of `x @ y` for "not implemented".
+        # Torch takes a TypeError inside `x @ y` for "not implemented", and raises another one.
         if isinstance(error, TypeError) and self._complaint not in (None, str(error)):
             raise TypeError(self._complaint) from None
 
@@ -138,7 +143,7 @@ class Recorder(OpMode):
         if op.is_view:
             self._decide_of_views(outputs, decision)
             return out
-        if before is not None and (before := before.drawn_since()) is not None:  # attention without dropout draws not
+        if before is not None and (before := before.drawn_since()) is not None:  # attention may draw nothing
             op.after = before.now()
         if op.runs or decision not in KEEP:
             for content in reads:
@@ -155,7 +160,7 @@ class Recorder(OpMode):
         return op
 
     def _note(self, op: Op, outputs: Sequence[Any], changed: list[Tensor], decision: CheckpointPolicy) -> None:
-        """Note what an op returned and wrote."""
+        """Record the results and writes of an op."""
         aliases = 0
         found: list[Any] = []
         values: list[Value] = []
@@ -179,7 +184,7 @@ class Recorder(OpMode):
         for t, storage in zip(changed, written, strict=True) if changed else ():
             content = self._content(storage)
             content.value.is_replaced = True
-            # To keep a storage is to keep what is put there later, if nothing is said of that.
+            # A kept storage also keeps a later value in it, unless the policy decides about that value.
             earlier = content.value.decision
             if earlier is None or decision in KEEP or decision in _MUST:
                 earlier = decision
@@ -201,7 +206,7 @@ class Recorder(OpMode):
         return value
 
     def _run_again(self, changed: list[Tensor], args: Any, kwargs: Any) -> None:
-        """Note an op that is not known by what it reads."""
+        """Record an op that has no key, and so always runs again."""
         for content in map(self._content, storages(tensors(args, kwargs))):
             self._read(content)
         for content in map(self._content, storages(changed)):
@@ -223,7 +228,7 @@ class Recorder(OpMode):
             op = self._add(key, Op(_NO_OP, (), _NONE, []))
             op.outputs = (self._content(args[0].untyped_storage()).value,)
         out = func(*args, **kwargs)
-        if func is DETACH:  # how often it runs is up to autograd
+        if func is DETACH:  # autograd decides how often it runs
             return out
         decision, name = self._by_op(func), current_name()
         if isinstance(name, KeptName):
@@ -233,10 +238,10 @@ class Recorder(OpMode):
         return out
 
     def _decide_of_views(self, views: Iterable[Any], decision: CheckpointPolicy) -> None:
-        """A view has no value of its own: to keep it is to keep what it views.
+        """Apply a decision on a view to the value that it views: a view has no value of its own.
 
-        What a policy says of a view counts where it is the stronger word. A name is a word about the value itself: it
-        can also take back what the policy has said of the op that made it.
+        A decision to keep the view applies unless the value already has a `MUST` decision. A decision on a name is
+        about the value itself, so with `MUST` it also replaces the decision on the op that made the value.
         """
         name = current_name()
         for t in views:
@@ -254,7 +259,7 @@ class Recorder(OpMode):
                     self._pin(content)
 
     def _by_op(self, func: Any) -> CheckpointPolicy | None:
-        """What the policy says of an op, where that depends on nothing else."""
+        """The policy's decision on an op, if it depends on the op alone; else None."""
         key = id(func)
         if key not in self._by_ops:
             self._by_ops[key] = self._policy.by_op(func) if isinstance(self._policy, Policy) else None
@@ -275,7 +280,7 @@ class Recorder(OpMode):
             self._pins[content.value] = storage
 
     def saves(self, tensor: Tensor) -> None:
-        """The graph would save a tensor, though it holds nothing. Then these calls tell what a backward reads."""
+        """Record that the graph would save a tensor. Called instead of saving it if the graph holds no tensors."""
         self._saved = {} if self._saved is None else self._saved
         with internals.DisableTorchFunction():
             if plain(tensor):
@@ -284,7 +289,7 @@ class Recorder(OpMode):
                 self._pin(content)
 
     def tape(self, results: list[Tensor]) -> Tape:
-        """What to keep, now that the run is over and its graph still there. `results`: what the run returned."""
+        """Decide what to keep, after the run and while its graph exists. `results`: the results of the run."""
         kept: dict[Value, Kept] = {}
         with internals.DisableTorchFunction():
             memory = {c.value: s for c in self._contents.values() if (s := c.storage()) is not None and c.made}
@@ -301,7 +306,7 @@ class Recorder(OpMode):
         return Tape(self._ops, self._by_key, self._outsides, kept, matched)
 
     def _walk(self, needed: Iterable[Value], memory: dict[Value, Any]) -> dict[Value, Op]:
-        """The needed values that are kept, with their ops. Other ops that are needed are marked to run again."""
+        """Return the needed values that are kept, with their ops. Mark the other needed ops to run again."""
         kept: dict[Value, Op] = {}
         todo = [*needed, *self._again, *(value for op in self._ops if op.runs for value in op.reads)]
         while todo:
@@ -318,16 +323,16 @@ class Recorder(OpMode):
         return kept
 
     def _only_returned(self, results: list[Tensor]) -> set[Value]:
-        """The results that no backward reads: they are alive for the caller."""
+        """The values of results that no backward reads: they are alive only because they are returned."""
         memory = {r: raw.untyped_storage() for r in results if plain(raw := internals.innermost(r))}
         values = {r: self._content(storage).value for r, storage in memory.items()}
         read = {value for op in self._ops for value in op.reads}.intersection(values.values())
         nodes = [n for r in results for n in internals.nodes_of(r)]
         if read:
             nodes = internals.nodes_behind(nodes, self._since)
-        if any(map(internals.packs, nodes)):  # hooks know what they hold
+        if any(map(internals.packs, nodes)):  # hooks may hold any tensor
             return set()
-        tapes = [tape for n in nodes if isinstance(tape := getattr(n, "tape", None), Tape)]  # of calls inside
+        tapes = [tape for n in nodes if isinstance(tape := getattr(n, "tape", None), Tape)]  # of nested calls
         held = [h for n in nodes for h in internals.held_by(n)] + [k.memory for t in tapes for k in t.kept.values()]
         saved = {*map(id, storages(internals.innermost(t) for t in held if isinstance(t, Tensor)))}
         alone = [r for r, storage in memory.items() if id(storage) not in saved]

@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Generic, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -26,16 +26,12 @@ from remat._module import wrapped_twin
 from remat._nested_mode import current_look
 from remat._primitive import attach
 from remat._static import StaticArguments, as_tuple
-from remat.policies import CheckpointPolicy, Policy, as_policy
+from remat.policies import Policy, as_policy
+from remat.policies._policy import PolicyLike
 
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
-
-PolicyLike: TypeAlias = (
-    Callable[..., CheckpointPolicy | bool] | list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any] | None
-)
-"""What `policy=` takes: a policy or a function like one, a collection of ops, or None."""
 
 plainly: ContextVar[bool] = ContextVar("remat_plainly", default=False)
 """True while functions under remat run without it, to list what they would save then."""
@@ -50,7 +46,7 @@ watchers: list[Watch] = []
 
 @dataclass(frozen=True)
 class _Options:
-    policy: Any
+    policy: PolicyLike
     static_argnums: tuple[int, ...]
     static_argnames: tuple[str, ...]
     preserve_rng_state: bool
@@ -276,7 +272,7 @@ def remat(
 def remat(
     fun: Any = None,
     *,
-    policy: Any = None,
+    policy: PolicyLike = None,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     preserve_rng_state: bool = True,

@@ -1,8 +1,9 @@
-"""Reruns that are given what a policy has kept.
+"""Reruns under a policy, with the kept values.
 
-An op whose value is kept returns it. An op that need not run again returns memory full of NaN: it is hollow. What reads
-such memory after all - an op that the forward did not have, the graph of a higher derivative - has it computed first.
-So a rerun with other ops takes longer, and its numbers are right.
+If the value of an op is kept, the op returns it. If nothing needs the value, the op is skipped, and returns hollow
+memory, which is full of NaN. If hollow memory is read after all, its content is computed first. This happens for an op
+that the forward did not have, and for the graph of a higher derivative. So a rerun with other ops takes longer, but its
+numbers are right.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Replay(OpMode):
-    """Gives the ops of a rerun their kept results, and skips those that need not run."""
+    """Returns the kept results of ops, and skips ops that nothing needs."""
 
     def __init__(self, tape: Tape, last: bool, *, alone: bool = False) -> None:
         """A rerun.
 
         **Arguments:**
 
-        - `last`: whether no other rerun follows: then what is given back is kept no longer.
+        - `last`: whether no other rerun follows. Then a kept value is released when it is returned.
         - `alone`: see `OpMode`.
         """
         super().__init__(alone)
@@ -40,12 +41,12 @@ class Replay(OpMode):
         self._tape = tape
         self._last = last
         self._times: dict[Op, int] = {}
-        """How often there was a call, by the first with its values."""
+        """The number of calls with equal keys so far, by the first op with that key."""
         self._fills = False
         self._held: dict[Value, Any] = {}
-        """The memory that skipped ops would have read."""
+        """The storages that skipped ops would have read."""
         self._before: dict[int, RandomState] = {}
-        """By the number of a skipped op, the state of the generators that it would have drawn from."""
+        """The states of the generators before each skipped draw, by the number of the op."""
 
     def __enter__(self) -> Any:
         self._hooks = internals.saved_tensors_hooks()
@@ -56,14 +57,14 @@ class Replay(OpMode):
         super().__exit__(*error)
 
     def stands_for(self, copy: Tensor, origin: Origin | None) -> None:
-        """The rerun is given a copy of a tensor, because the forward has written to it."""
+        """Give a copy the value of the original: the rerun gets a copy of a tensor to which the forward wrote."""
         raw = internals.innermost(copy)
         with internals.DisableTorchFunction():
             if origin is not None and origin == origin_of(raw, origin.value):
                 self._set(raw.untyped_storage(), origin.value)
 
     def settle(self) -> None:
-        """Compute what the rerun's graph holds and was skipped. Called when the results are gone, and it is left."""
+        """Compute the hollow memory that the rerun's graph holds. Called when only the graph is left of the results."""
         self._fill(self._contents.values())
         self._contents.clear()
         self._held.clear()
@@ -80,7 +81,7 @@ class Replay(OpMode):
         return self._tape.outside(storage) or Value()
 
     def _known(self, key: Key) -> Op | None:
-        """The op of the forward with these values, None where there was none."""
+        """The op of the forward with this key, or None."""
         op = self._tape.by_key.get(key)
         if op is None:
             return None
@@ -101,8 +102,8 @@ class Replay(OpMode):
             return self._run(None, map(self._content, storages(tensors(args, kwargs))), facts, args, kwargs)
         key, contents = call
         op = self._known(key)
-        # The user's code may read what goes in and comes out: in hooks for what is saved, in the rules of a custom op,
-        # in memory that it has too.
+        # User code may read the arguments and results of this op: in saved-tensor hooks, in the rules of a custom op,
+        # or through memory that it shares.
         is_exposed = facts.is_custom or internals.saved_tensors_hooks() != self._hooks
         is_exposed |= self._shares and any(c.is_shared for c in contents)
         if is_exposed:
@@ -130,13 +131,13 @@ class Replay(OpMode):
         return out
 
     def _kept(self, op: Op) -> dict[Value, Tensor]:
-        """The values of an op that were kept, and were not changed in place since."""
+        """The kept values of an op that have not been changed in place since."""
         found: dict[Value, Tensor] = {}
         for value in op.values:
             kept = self._tape.kept.get(value)
             if kept is not None and (tensor := kept.get()) is not None:
                 found[value] = tensor
-                if self._last and not op.facts.is_custom:  # it may talk to other processes: it runs once
+                if self._last and not op.facts.is_custom:  # a custom op may communicate, so it must not run again
                     del self._tape.kept[value]
         return found
 
@@ -164,20 +165,20 @@ class Replay(OpMode):
             content.value, content.hollow = value, value not in kept
         return op.returns(results) if op.returns in (list, tuple) else results[0]
 
-    # What was skipped.
+    # Skipped ops.
 
     def _hold(self, content: Content, storage: Any) -> None:
         content.held = content.value
         self._held[content.value] = storage
 
     def _protect(self, content: Content) -> None:
-        """The memory is about to be written to: for skipped ops that would have read it there is a copy."""
+        """Before a write to the memory, copy it for the skipped ops that would have read it."""
         if content.held is not None:
             self._held[content.held] = bytes_of(content.storage()).clone().untyped_storage()
             content.held = None
 
     def _fill(self, contents: Iterable[Content]) -> None:
-        """Compute what storages should contain."""
+        """Compute the content of hollow storages."""
         wanted = [c.value for c in contents if c.hollow and c.storage() is not None]
         if not wanted:
             return
@@ -198,7 +199,7 @@ class Replay(OpMode):
                     self._hold(content, storage)
 
     def _computed(self, wanted: Iterable[Value]) -> dict[Value, Any]:
-        """The memory of values, and of those that they are computed from."""
+        """Compute values, and the values that they depend on. Returns their storages."""
         numbers: set[int] = set()
         todo = [*wanted]
         while todo:
@@ -213,7 +214,7 @@ class Replay(OpMode):
 
 
 def _compute(op: Op, memory: dict[Value, Any], before: RandomState | None) -> None:
-    """Run an op that was skipped. `before`: the state of the generators that it draws from."""
+    """Run a skipped op. `before`: the states of the generators from which it draws."""
     given = {value: memory[value] for value in op.reads}
     written = storages(op.facts.written(*_filled(op, given)))
     given |= {v: bytes_of(s).clone().untyped_storage() for v, s in given.items() if s in written}
@@ -230,7 +231,7 @@ def _compute(op: Op, memory: dict[Value, Any], before: RandomState | None) -> No
 
 
 def _filled(op: Op, memory: dict[Value, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of an op."""
+    """The arguments of an op, with tensors over the memory of its operands."""
     return [_from(x, memory) for x in op.args], {name: _from(x, memory) for name, x in op.kwargs.items()}
 
 
@@ -248,7 +249,7 @@ def _conspicuous(dtype: torch.dtype) -> Any:
 
 
 def _hollow(value: Value) -> Tensor:
-    """A tensor for a value that is not there."""
+    """A tensor full of NaN, in place of a value that is not computed."""
     layout = value.layout
     size, stride, offset, dtype, is_conj, is_neg = layout
     full = torch.full(size, _conspicuous(dtype), dtype=dtype, device=value.device)

@@ -1,4 +1,4 @@
-"""What a policy keeps of a run."""
+"""The values that a policy keeps of a run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Kept:
 
     **Attributes:**
 
-    - `func`, `name`, `where`, `size`, `dtype`: the op that computed it, its name, the place in the user's code, and how
-      the tensor looked.
-    - `offloaded`: whether it waits in CPU memory.
+    - `func`, `name`, `where`: the op that computed it, its name, and the place in the user's code.
+    - `size`, `dtype`: of the tensor that the op returned.
+    - `offloaded`: whether it is held in CPU memory.
     - `memory`: a tensor over the storage that is held.
     """
 
     def __init__(self, func: Any, value: Value, storage: Any, aliases: list[Tensor]) -> None:
-        """`aliases`: what the caller has of the same memory, with version counters of its own."""
+        """`aliases`: results over the same memory, which have their own version counters."""
         self.func, self.name, self.where = func, value.name, value.where
         self.size, self.dtype = value.layout.size, value.layout.dtype
         self.offloaded = value.decision in _OFFLOAD
@@ -44,19 +44,19 @@ class Kept:
         self._versions = internals.memory_versions(self._watched)
 
     def fetch(self) -> None:
-        """It will be asked for soon."""
+        """Start the copy back, if it is offloaded."""
         if self.offloaded:
             self._copy.fetch()
 
     def get(self) -> Tensor | None:
-        """The tensor as it was computed. None if it was changed in place since."""
+        """Return the tensor as it was computed, or None if it was changed in place since."""
         if self.offloaded:
             return self._layout.over(self._copy.get().untyped_storage())
         return self.memory.detach() if internals.memory_versions(self._watched) == self._versions else None
 
 
 class Origin(NamedTuple):
-    """What a tensor from outside contained, and how it lay in its storage."""
+    """The value of a tensor from outside, and its layout in its storage."""
 
     value: Value
     layout: Layout
@@ -75,12 +75,12 @@ _latest = _Latest()
 
 
 class Tape:
-    """What a run kept, and which of its ops need not run again.
+    """The values that a run kept, and its ops, which say whether they have to run again.
 
     **Attributes:**
 
     - `kept`: the kept values.
-    - `matched`: whether the policy lets anything be kept.
+    - `matched`: whether the policy allows any value of the run to be kept.
     - `ops`: the ops of the run, in order.
     - `by_key`: the first op with each key. See `Op.others`.
     """
@@ -99,26 +99,26 @@ class Tape:
             self._before, _latest.offloading = _latest.offloading, weakref.ref(self)
 
     def outside(self, storage: Any) -> Value | None:
-        """What a storage contained, if the run read it and no op made it."""
+        """The value of a storage that the run read and no op made; else None."""
         known = self._outsides.get(id(storage))
         return known[1] if known is not None and known[0]() is storage else None
 
     def origin(self, tensor: Tensor) -> Origin | None:
-        """What tells a tensor from outside, for reruns that are given a copy of it; None where the run did not read it.
+        """The origin of a tensor from outside, for reruns that get a copy of it; None if the run did not read it.
 
-        Its layout counts: the copy must have the same elements at the same places.
+        A copy has the same value only if it has the same layout.
         """
         raw = internals.innermost(tensor)
         value = self.outside(raw.untyped_storage()) if plain(raw) else None
         return None if value is None else origin_of(raw, value)
 
     def was_read(self, tensor: Tensor) -> bool:
-        """Whether the run has read a tensor from outside, or what shares its memory; or that can't be told."""
+        """Whether the run may have read a tensor from outside, or a tensor that shares its memory."""
         raw = internals.innermost(tensor)
         return not plain(raw) or self.outside(raw.untyped_storage()) is not None
 
     def fetch(self) -> None:
-        """Start the way back of what is offloaded, here and for the next rerun."""
+        """Start to copy offloaded values back, for this rerun and the next."""
         # The backward goes from the latest tape to the earliest: the one before this is the next.
         before = None if self._before is None else self._before()
         for tape in (self, before):

@@ -1,6 +1,6 @@
-"""Values: what storages contain, known by what computed it.
+"""Value numbering: identify the content of storages by the op that computed it.
 
-A value is what a storage contains at one time. It is known by the op that computed it: by the values and numbers that
+A `Value` is the content of a storage at one time. Its key is the op that computed it, with the values and numbers that
 the op read. An op that writes in place gives the storage a new value.
 """
 
@@ -24,21 +24,21 @@ from remat._ops import Layout, OpFacts, is_plain, plain, storages, tensors
 from remat.policies._enum import CheckpointPolicy
 
 _STRIDED = torch.strided
-CONSTANT = torch.ops.aten.lift_fresh.default  # is given what `torch.tensor` has made of Python numbers
+CONSTANT = torch.ops.aten.lift_fresh.default  # its argument is a new tensor of Python numbers
 
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """What a storage contains at one time.
+    """The content of a storage at one time.
 
     **Attributes:**
 
-    - `op`: the number of the op that computed it; -1 of what no op has made.
-    - `decision`, `is_saveable`: what the policy says of it, and whether it may be kept.
-    - `name`, `where`: by `checkpoint_name`, and the place in the user's code that computed it.
-    - `is_replaced`: whether its storage was written to, so that it is gone.
-    - `layout`, `nbytes`, `device`: of the tensor that an op returned or wrote to, and of its storage.
-    - `counter`: shares the version counter of that tensor and of all views of it, where the policy lets it be kept.
+    - `op`: the number of the op that computed it; -1 if no op did.
+    - `decision`, `is_saveable`: the decision of the policy, and whether that is to keep it.
+    - `name`, `where`: its `checkpoint_name`, and the place in the user's code that computed it.
+    - `is_replaced`: whether its storage was written to since, so that the value is lost.
+    - `layout`, `nbytes`, `device`: of the tensor that the op returned or wrote to, and of its storage.
+    - `counter`: a tensor that shares the version counter of that tensor and its views, if the value is saveable.
     """
 
     op: int = -1
@@ -55,15 +55,16 @@ class Value:
 
 @dataclass(slots=True, eq=False)
 class Content:
-    """What a storage contains now.
+    """The current content of a storage.
 
     **Attributes:**
 
-    - `storage`: weakly.
+    - `storage`: a weak reference.
+    - `value`: the value in it.
     - `made`: whether an op of the run has made the storage.
-    - `hollow`: whether the memory does not have the value.
-    - `held`: what value the memory has that skipped ops would have read.
-    - `is_shared`: whether others have the memory too, numpy or a kernel, and may change it between any two ops.
+    - `hollow`: whether the value was not computed, so that the memory is full of NaN.
+    - `held`: the value in the memory that a skipped op would have read, or None.
+    - `is_shared`: whether numpy or a kernel shares the memory, and may change it between any two ops.
     """
 
     storage: weakref.ref[Any]
@@ -75,13 +76,13 @@ class Content:
 
 
 class Operand(NamedTuple):
-    """A tensor that an op read: a value, and the layout."""
+    """A tensor that an op read: a value and a layout."""
 
     value: Value
     layout: Layout
 
 
-# Without the calls of Python that the constructors are: this runs for each argument of each op.
+# Faster than the constructors, which are Python calls. This runs for each argument of each op.
 _make_operand: Callable[[Any], Operand] = functools.partial(tuple.__new__, Operand)
 _make_layout: Callable[[Any], Layout] = functools.partial(tuple.__new__, Layout)
 
@@ -92,18 +93,18 @@ class Op:
 
     **Attributes:**
 
-    - `facts`: what is known of the function.
-    - `args`, `kwargs`: what it was given, with an `Operand` in the place of each tensor, and tuples for lists.
+    - `facts`: the properties of the function.
+    - `args`, `kwargs`: its arguments, with an `Operand` for each tensor, and tuples for lists.
     - `reads`: the values that it read.
-    - `dtype`: torch's default then.
-    - `returns`: the type of what it returned.
-    - `outputs`: what it returned, flat: a `Value`, a `Changed` for a tensor that it wrote to, or a number.
+    - `dtype`: torch's default dtype at the time.
+    - `returns`: the type of its result.
+    - `outputs`: its results, flat: a `Value`, a `Changed` for a tensor that it wrote to, or a number.
     - `writes`: the new values of the storages that it wrote to.
-    - `values`: all that it has computed.
-    - `is_view`: whether it returned the memory that it was given, though its schema does not say so.
+    - `values`: all values that it computed.
+    - `is_view`: whether it returned its argument's memory, although its schema does not say so.
     - `runs`: whether it has to run again.
-    - `after`: the state of the generators that it has drawn from, for a rerun that skips it to go on from.
-    - `others`: later calls with the very same values: each has memory of its own.
+    - `after`: the states of its generators after the draw. A rerun that skips the op continues from them.
+    - `others`: later calls with the same key. Each has its own memory.
     """
 
     facts: OpFacts
@@ -122,24 +123,24 @@ class Op:
 
 
 class Changed(NamedTuple):
-    """A tensor that an op was given to write to, returned."""
+    """A result of an op that is an argument to which it wrote."""
 
     position: int
 
 
 Key = tuple[Any, ...]
-"""What tells a call of an op from calls with other values: facts, args, names and values of kwargs, and kinds."""
+"""Identifies a call of an op: its facts, args, names and values of kwargs, and types of args."""
 
 
 class _Calls(Blind, TorchFunctionMode):
-    """Tells of reads of memory where there is no look."""
+    """Reports reads of memory if no `Look` is active."""
 
 
 class OpMode(internals.DispatchMode):
-    """A mode that knows what the storages contain which ops read."""
+    """A mode that knows the value in each storage."""
 
     def __init__(self, alone: bool) -> None:
-        """`alone`: whether no look is active, which tells of the torch calls that read memory without an op."""
+        """`alone`: whether no `Look` is active, which would report the torch calls that read memory without an op."""
         super().__init__()
         self._contents: dict[int, Content] = {}
         self._draws = 0
@@ -157,9 +158,9 @@ class OpMode(internals.DispatchMode):
             self._calls.__exit__(*error)
 
     def accessed(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Note that a torch call reads memory without an op. Some give it away: then others may write to it.
+        """Record that a torch call reads memory without an op. Some calls share it: then user code may write to it.
 
-        What they write they write in each run, so the memory has values that are known by what was there before.
+        User code makes the same writes in each run, so the earlier value is the key of the new one.
         """
         for content in map(self._content, storages(map(internals.innermost, tensors(args, kwargs)))):
             self._read(content)
@@ -167,17 +168,17 @@ class OpMode(internals.DispatchMode):
                 self._shares = content.is_shared = True
                 content.value = self._given_away(content, (None, content.value))
 
-    # What modes do in ways of their own.
+    # Methods for the subclasses to define.
 
     def _read(self, content: Content) -> None:
-        """What a storage contains is read without an op."""
+        """Called if the content of a storage is read without an op."""
 
     def _given_away(self, content: Content, key: Key) -> Value:
-        """What a storage contains from now on. `key`: what tells it from others, as of an op."""
+        """Return the new value of a storage that is now shared. `key` identifies it, like the key of an op."""
         raise NotImplementedError
 
     def _outside(self, storage: Any) -> Value:
-        """What a storage contains that no op of the run has made."""
+        """Return the value of a storage that no op of the run has made."""
         raise NotImplementedError
 
     def _content(self, storage: Any) -> Content:
@@ -195,7 +196,7 @@ class OpMode(internals.DispatchMode):
         return content is not None and content.storage() is storage
 
     def _call(self, facts: OpFacts, args: Any, kwargs: Any) -> tuple[Key, list[Content]] | None:
-        """A call by what it reads, and that. None where that can't be told: a tensor is not `plain`, say."""
+        """The key of a call, and the contents that it reads. None if it has no key: a tensor is not `plain`, say."""
         kinds: list[Any] = []
         reads: list[Content] = []
         items = None if facts.is_opaque else self._described(args, kinds, reads)
@@ -208,7 +209,7 @@ class OpMode(internals.DispatchMode):
         return (facts, items, (*kwargs, *named), tuple(kinds)), reads
 
     def _described(self, args: Iterable[Any], kinds: list[Any], reads: list[Content]) -> tuple[Any, ...] | None:
-        """Arguments, for the key of a call. This runs for each op, so it calls little."""
+        """The arguments as a part of the key. This runs for each op, so it makes few calls."""
         items: list[Any] = []
         for x in args:
             kind: Any = type(x)
@@ -230,7 +231,7 @@ class OpMode(internals.DispatchMode):
                     return None
                 items.append(inner)
             elif kind is float or kind is complex:
-                items.append(x if x == x else torch.nan)  # nan is equal to itself alone
+                items.append(x if x == x else torch.nan)  # one nan object: it compares equal by identity
                 kinds.append(repr(x))  # -0.0 == 0.0
             else:
                 items.append(x)
@@ -238,7 +239,7 @@ class OpMode(internals.DispatchMode):
         return tuple(items)
 
     def _constant(self, tensor: Tensor) -> Key | None:
-        """The key of a new tensor of Python numbers: what they are. None where it is something else."""
+        """The key of a new tensor of Python numbers: a digest of its bytes. None for any other tensor."""
         storage = tensor.untyped_storage() if plain(tensor) and tensor.device.type == "cpu" else None
         if storage is None or not storage.resizable() or self._knows(storage):
             return None

@@ -1,4 +1,4 @@
-"""Measure memory: a meter of the bytes that live tensors hold."""
+"""Measure the memory of live tensors."""
 
 from __future__ import annotations
 
@@ -29,30 +29,29 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
 class LiveBytes(DispatchMode):
     """Measure the live bytes of all tensors made while the context is active.
 
-    Each torch op that runs in the context is seen below every `torch.func` transform and below autograd. A
-    storage that an op makes counts from then on, once, however many tensors view it, until nothing keeps it
-    alive any more: no tensor, no autograd graph, no transform. A storage that was there before never counts.
+    The meter sees each torch op in the context, below every `torch.func` transform and below autograd. It counts each
+    storage that an op makes, once, however many tensors view it. The storage counts until it is freed: until no
+    tensor, no autograd graph and no transform keeps it alive. Storages from before the context never count.
 
-    Unlike the figures of an allocator, these are exact and repeat on every run, and so are fit for a test.
-    Every device counts, and meta tensors count as what they would take. Not seen are what a kernel uses in
-    itself, sparse tensors, ops of other threads (autograd's own are seen) and what runs inside compiled code.
+    The figures are exact and the same on every run, unlike those of an allocator. So they are fit for a test. All
+    devices count. Meta tensors count the bytes that they would take. The meter does not see temporary memory inside a
+    kernel, sparse tensors, ops of other threads (except autograd's), and memory inside compiled code.
 
-    Meters nest, and one may be entered again, when it goes on counting.
+    Meters may be nested. A meter that is entered again continues its count.
 
     **Attributes:**
 
-    - `current`: bytes now held by the storages made so far. It goes on falling as they die, also after the
-      context has ended.
+    - `current`: bytes that the counted storages hold now. It falls as they are freed, also after the context.
     - `peak`: the highest `current` so far, or since `reset_peak`, in bytes.
-    - `history`: one `(seconds, bytes)` for each op, in order: the time since the meter was made and `current`
-      right after the op. The first is `(0.0, 0)`.
+    - `history`: one `(seconds, bytes)` for each op, in order: the time since the meter was made, and `current` right
+      after the op. The first entry is `(0.0, 0)`.
 
     Examples:
         >>> import torch
         >>> from remat.debug import LiveBytes
-        >>> x = torch.ones(1000)  # 4000 bytes, made before: not counted
+        >>> x = torch.ones(1000)  # from before: not counted
         >>> with LiveBytes() as meter:
-        ...     y = x.sin().cos()  # both results live at once, then only the last
+        ...     y = x.sin().cos()  # first both results are live, then only y
         >>> meter.peak, meter.current
         (8000, 4000)
         >>> del y
@@ -70,7 +69,7 @@ class LiveBytes(DispatchMode):
         self._older: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def reset_peak(self) -> None:
-        """Start a new peak from the bytes that are live now.
+        """Set `peak` to the bytes that are live now.
 
         Examples:
             >>> import torch
@@ -89,8 +88,8 @@ class LiveBytes(DispatchMode):
         return self
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # What an op reads and no op has made was there before. The one exception is `torch.tensor(...)`: its
-        # new storage shows first as the argument of `lift_fresh`.
+        # If an op reads a storage that no op has made, the storage is from before. The one exception is
+        # `torch.tensor(...)`, whose new storage appears first as the argument of `lift_fresh`.
         if func is not torch.ops.aten.lift_fresh.default:
             self._older.update(s for s in _storages((args, kwargs)) if id(s) not in self._sizes)
         out = func(*args, **kwargs)

@@ -1,11 +1,11 @@
 """Loops that keep k states for their derivative: `scan`, `fori_loop`, `while_loop`.
 
-NOTE [the schedule]: a segment of n steps with k checkpoints, of which the state that it starts from is one, is a first
-part of m steps and a rest of n - m steps with k - 1 checkpoints. The first part is a remat'd function, so it keeps
-its first state alone, and its rerun is a segment with k checkpoints again: those of the rest are free by then. Parts of
-the right lengths make this the optimal schedule, the revolve of Griewank and Walther: where n <= C(k + r, k), each
-step runs at most r + 1 times. As the derivative of a remat'd function is a remat'd function, nothing here knows about
-derivatives: those of every order, in both modes, are the derivatives of nested functions under remat.
+NOTE [the schedule]: a segment of n steps has k checkpoints, one of which is its first state. It is split into a first
+part of m steps and a rest of n - m steps with k - 1 checkpoints. The first part is a remat'd function, so it keeps only
+its first state. Its rerun is a segment with k checkpoints again, because the rest has freed its own by then. With the
+right m this is the optimal schedule, the revolve of Griewank and Walther: if n <= C(k + r, k), each step runs at most
+r + 1 times. This module needs no rules for derivatives: the derivatives of a loop, of every order and in both modes,
+are those of nested remat'd functions.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from remat._errors import shown
 from remat._look import Look
 from remat._remat import remat
 from remat.policies import as_policy
+from remat.policies._policy import PolicyLike
 from remat.random._keyed import resumed, running
 
 Carry = TypeVar("Carry")
 Body = Callable[[int, Any, Any], tuple[Any, Any]]
-"""(number of the step, carry, its part of xs) -> (carry, y). x and y have a leading dimension of 1."""
+"""(step number, carry, x) -> (carry, y). x, the step's slice of xs, and y have a leading dimension of 1."""
 
 _MOST_REPEATS = 40
-"""How often a step may be repeated. Reruns nest as deep, and torch's autograd changes threads at a depth of 60."""
+"""The most reruns of a step. Reruns nest to this depth, and torch's autograd changes threads at a depth of 60."""
 
 
 # The schedule.
@@ -48,7 +49,7 @@ def _repeats(n: int, k: int) -> int:
 
 
 def _schedule(n: int, k: int) -> list[tuple[int, int]]:
-    """The parts of a segment, NOTE [the schedule]: the steps of each and its checkpoints. The last is a single step."""
+    """The parts of a segment, NOTE [the schedule]: (steps, checkpoints) of each. The last part is a single step."""
     parts = []
     while n > 1:
         r = _repeats(n, k)
@@ -59,9 +60,9 @@ def _schedule(n: int, k: int) -> list[tuple[int, int]]:
 
 
 def _checkpoints(who: str, n: int, k: int | None) -> int:
-    """How many checkpoints a loop of n steps has. None: the fewest with which no step runs more than three times."""
+    """The number of checkpoints for n steps. None: the fewest with which no step runs more than three times."""
     if _compile.tracing():
-        return n  # the loop is unrolled, and the compiler sees a chain of remat'd steps
+        return n  # unrolled: the compiler sees a chain of remat'd steps
     if k is None:
         k = 1
         while comb(k + 2, 2) < n:
@@ -78,15 +79,15 @@ def _checkpoints(who: str, n: int, k: int | None) -> int:
 
 
 def _loop(
-    who: str, user: Any, body: Body, n: int, init: Any, xs: Any, k: int, policy: Any, reverse: bool = False
+    who: str, user: Any, body: Body, n: int, init: Any, xs: Any, k: int, policy: PolicyLike, reverse: bool = False
 ) -> tuple[Any, Any]:
-    """Run `body` n times, at least once, with k checkpoints. Returns the last carry, and all y joined.
+    """Run `body` n times (n >= 1) with k checkpoints. Returns the last carry, and all y joined.
 
     **Arguments:**
 
-    - `user`: the user's own function, to name it in errors.
+    - `user`: the user's function, whose name appears in errors.
     - `xs`: a tree of tensors with the steps as leading dimension, and None.
-    - `reverse`: whether the steps take `xs` from the end.
+    - `reverse`: whether the first step takes the last slice of `xs`.
     """
 
     def segment(again: Any, start: int, n: int, k: int, carry: Any, xs: Any, outermost: bool = False) -> Any:
@@ -96,7 +97,7 @@ def _loop(
                 carry, y = again(again, start, m, slots, carry, x)
             elif slots or outermost:
                 carry, y = once(start, carry, x)
-            else:  # in a rerun its derivative is taken at once
+            else:  # the rerun takes its derivative right away
                 carry, y = body(start, carry, x)
             ys.append(y)
             start += m
@@ -108,13 +109,13 @@ def _loop(
 
 
 def _map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with the results of `function` for its leaves. None stays."""
+    """Apply `function` to the leaves of a tree, except None."""
     leaves, spec = _tree.flatten(tree)
     return _tree.unflatten(spec, [None if x is None else function(x) for x in leaves])
 
 
 def _split(xs: Any, sizes: list[int], reverse: bool) -> list[Any]:
-    """`xs`, taken apart along the leading dimension."""
+    """Split `xs` along the leading dimension."""
     leaves, spec = _tree.flatten(xs)
     sizes = sizes[::-1] if reverse else sizes
     pieces = [[None] * len(sizes) if x is None else x.split(sizes) for x in leaves]
@@ -123,7 +124,7 @@ def _split(xs: Any, sizes: list[int], reverse: bool) -> list[Any]:
 
 
 def _joined(who: str, parts: list[Any], reverse: bool) -> Any:
-    """The results y of several runs of steps, along their leading dimension."""
+    """Join the results y of several parts along their leading dimension."""
     flat = [_tree.flatten(part) for part in parts]
     leaves, spec = flat[0]
     for others, other in flat[1:]:
@@ -143,11 +144,11 @@ def _row(y: Any) -> Tensor:
     return torch.as_tensor(y)[None]
 
 
-# What is checked.
+# Checks.
 
 
 def _kind(leaf: Any, skip: int = 0) -> Any:
-    """What must not change from step to step: shape, without leading dimensions, and dtype; else the type."""
+    """The properties that must not change from step to step: shape (without leading dimensions) and dtype, or type."""
     return (tuple(leaf.shape[skip:]), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
 
 
@@ -168,7 +169,7 @@ def _structure(spec: _tree.PyTreeSpec) -> str:
 
 
 def _carry_check(who: str, what: str, init: Any) -> Callable[[Any], None]:
-    """A function that checks a carry that the body returns. `what`: what the body is called. It holds no tensor."""
+    """Return a function that checks the carries that the body, named `what`, returns. It holds no tensor."""
     leaves, spec = _tree.flatten(init)
     kinds = [_kind(leaf) for leaf in leaves]
     del leaves
@@ -184,14 +185,14 @@ def _carry_check(who: str, what: str, init: Any) -> Callable[[Any], None]:
                 hint = "" if isinstance(kind, tuple) else " Begin with a tensor: torch.tensor(...)."
                 raise TypeError(
                     f"{who}: {what} must return a carry of the shapes and dtypes of init. {path} is {_said(kind)} in "
-                    f"init, and {_said(_kind(leaf))} in what {what} returned."
+                    f"init, and {_said(_kind(leaf))} in the result of {what}."
                     + (hint if isinstance(leaf, Tensor) else "")
                 )
 
     return check
 
 
-def _check_options(who: str, checkpoints: Any, policy: Any, **functions: Any) -> None:
+def _check_options(who: str, checkpoints: Any, policy: PolicyLike, **functions: Any) -> None:
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(f"{who}: {name} must be a function; got {shown(function)}.")
@@ -206,12 +207,12 @@ def _as_int(who: str, name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except (TypeError, RuntimeError):  # torch's, for a tensor that a vmap maps over
-        hint = "For as many steps as a tensor says, write remat.while_loop." if isinstance(value, Tensor) else ""
+        hint = "If a tensor says how many steps there are, write remat.while_loop." if isinstance(value, Tensor) else ""
         raise TypeError(f"{who}: {name} must be an int; got {shown(value)}. {hint}".rstrip()) from None
 
 
 def _steps(xs: Any, length: Any) -> int:
-    """How many steps a scan has."""
+    """The number of steps of a scan."""
     n = None if length is None else _as_int("remat.scan", "length", length)
     if n is not None and n < 0:
         raise ValueError(f"remat.scan: length must not be negative; got {n}.")
@@ -236,7 +237,7 @@ def _steps(xs: Any, length: Any) -> int:
 
 @contextlib.contextmanager
 def _trial(who: str, args: Any) -> Iterator[None]:
-    """Within it nothing is differentiated. Afterwards, what was drawn and what was written in place is undone."""
+    """Run the block without derivatives. Afterwards, undo its random draws and its changes in place."""
     tensors = [t for t in _tree.flatten(args)[0] if isinstance(t, Tensor)]
     keys = running()
     random = RandomState(tensors, keyed=keys is not None)
@@ -252,7 +253,7 @@ def _trial(who: str, args: Any) -> Iterator[None]:
                 look.outside[key].value.copy_(before)
 
 
-# What the user calls.
+# The public functions.
 
 
 def scan(
@@ -263,11 +264,11 @@ def scan(
     reverse: bool = False,
     *,
     checkpoints: int | None = None,
-    policy: Any = None,
+    policy: PolicyLike = None,
 ) -> tuple[Carry, Any]:
-    """Run a function over the leading dimension of tensors, with a state that is handed on, in little memory.
+    """Run a function over the leading dimension of tensors, with a carry from step to step, in little memory.
 
-    It computes what this loop computes, and so do its derivatives of every order, in forward and reverse mode, under
+    Its values are those of the loop below. So are its derivatives, of every order, in forward and reverse mode, under
     every transform of `torch.func` and under plain autograd:
 
         def scan(f, init, xs):
@@ -277,26 +278,27 @@ def scan(
                 ys.append(y)
             return carry, torch.stack(ys)
 
-    Between forward and backward the loop holds `checkpoints` carries and the input of the last step, beside `init`'s
-    and `xs`' own memory and what `f` captures. All others are computed again, by the optimal schedule: with k
-    checkpoints and N <= C(k + r, k) steps, each step runs at most r + 1 times, and all of them together N + rN -
-    C(k + r, k + 1) times, and the last once more.
+    Between forward and backward the loop keeps `checkpoints` carries and the input of the last step, besides `xs` and
+    the tensors that `f` captures. It recomputes the other carries by the optimal schedule. With k checkpoints and
+    N <= C(k + r, k) steps, each step runs at most r + 1 times. All steps together run N + rN - C(k + r, k + 1) times,
+    and the last step runs once more.
 
     **Arguments:**
 
     - `f`: (carry, x) -> (carry, y). The carry keeps its structure, shapes and dtypes. `f` must not change it in place.
     - `init`: the first carry: a tree of tensors, numbers and None.
     - `xs`: a tree of tensors with the steps as leading dimension, or None; `f` gets a slice of each.
-    - `length`: the number of steps; needed where `xs` has no tensors.
+    - `length`: the number of steps; needed if `xs` has no tensors.
     - `reverse`: begin with the last slice. The results y keep the order of `xs`.
-    - `checkpoints`: how many carries may be held, the first among them. None: the fewest with which no step runs more
-        than three times, about the square root of twice the steps.
-    - `policy`: which results of ops in `f` are kept as well, for each of the steps whose carry is held: as of `remat`.
+    - `checkpoints`: the number of carries that are kept, including `init`. None: the fewest with which no step runs
+        more than three times, about the square root of twice the number of steps.
+    - `policy`: which results of ops in `f` are also kept, as for `remat`, for each step whose carry is kept.
 
     **Returns:** the last carry, and the results y, each leaf stacked along a new leading dimension.
 
-    **Raises:** `TypeError` and `ValueError`, naming the leaf: for what `f` returns if it is no pair or its carry is
-    unlike `init`; lengths that differ or are missing; too few checkpoints. On backward, as `remat`.
+    **Raises:** `TypeError` if `f` returns no pair, or a carry unlike `init`; `TypeError` and `ValueError` for lengths
+    that differ or are missing, and for too few checkpoints. The message names the leaf. In the backward pass, as
+    `remat`.
 
     **Source:** `jax.lax.scan`; Griewank and Walther, *Algorithm 799: revolve*, ACM TOMS 26(1), 2000.
 
@@ -308,7 +310,8 @@ def scan(
         ...     def step(h, x):
         ...         h = torch.tanh(w * h + x)
         ...         return h, h.square()
-        ...     h, squares = remat.scan(step, torch.zeros(()), torch.linspace(0, 1, 1000), checkpoints=20)
+        ...     xs = torch.linspace(0, 1, 1000)
+        ...     h, squares = remat.scan(step, torch.zeros(()), xs, checkpoints=20)
         ...     return squares.sum()
         >>> grad(loss)(torch.tensor(0.5))
         tensor(476.7442)
@@ -326,7 +329,7 @@ def scan(
         check(carry)
         return carry, _map(_row, y)
 
-    if n == 0:  # y is as that of a step, with no rows
+    if n == 0:  # y has the structure of a step's y, with no rows
         with _trial(who, (init, xs)):
             _, y = step(0, init, _map(lambda t: t.new_zeros(1, *t.shape[1:]), xs))
         return init, _map(lambda t: t.new_empty(0, *t.shape[1:]), y)
@@ -340,21 +343,21 @@ def fori_loop(
     init_val: Carry,
     *,
     checkpoints: int | None = None,
-    policy: Any = None,
+    policy: PolicyLike = None,
 ) -> Carry:
     """Run a function for each number from `lower` up to `upper`, in little memory: `scan` without `xs` and y.
 
-    It computes what this loop computes, and so do its derivatives:
+    Its values and derivatives are those of this loop:
 
         for i in range(lower, upper):
             val = body_fun(i, val)
 
     **Arguments:**
 
-    - `lower`, `upper`: ints. Where `upper` is not above `lower`, there are no steps.
-    - `body_fun`: (number, value) -> value. The number is an int of Python, so `layers[i]` works.
+    - `lower`, `upper`: ints. If `upper` is not above `lower`, there are no steps.
+    - `body_fun`: (step number, value) -> value. The number is a Python int, so `layers[i]` works.
     - `init_val`: the first value: a tree of tensors, numbers and None.
-    - `checkpoints`, `policy`: as of `scan`.
+    - `checkpoints`, `policy`: as for `scan`.
 
     **Returns:** the last value.
 
@@ -366,7 +369,8 @@ def fori_loop(
         >>> import torch
         >>> import remat
         >>> x = torch.tensor(2.0, requires_grad=True)
-        >>> y = remat.fori_loop(0, 5, lambda i, value: value * x + i, torch.tensor(1.0))
+        >>> one = torch.tensor(1.0)
+        >>> y = remat.fori_loop(0, 5, lambda i, value: value * x + i, one)
         >>> y.backward()
         >>> y.item(), x.grad.item()
         (58.0, 103.0)
@@ -394,30 +398,30 @@ def while_loop(
     init_val: Carry,
     *,
     checkpoints: int | None = None,
-    policy: Any = None,
+    policy: PolicyLike = None,
 ) -> Carry:
-    """Run a function for as long as a condition holds, in little memory. It has derivatives in reverse mode, too.
+    """Run a function while a condition holds, in little memory, with derivatives in reverse mode.
 
-    It computes what this loop computes, and so do its derivatives:
+    Its values and derivatives are those of this loop:
 
         while cond_fun(val):
             val = body_fun(val)
 
-    The steps are counted first, where something may be differentiated: the loop runs once more than `fori_loop`
-    would, without autograd and holding one value. What that run draws and writes in place is undone; its prints are
-    not. Under `vmap` the loop runs until it is over for all elements. Those that are done keep their value: `body_fun`
-    then runs on their first value, and the result is not used.
+    If grad mode is on, a first run without autograd counts the steps. It holds one value, and costs one run of each
+    step. Its random draws and its changes in place are undone; its prints are not. Under `vmap` the loop runs until it
+    is over for all elements. An element that is done keeps its value: `body_fun` then runs on its first value, and the
+    result is not used.
 
     **Arguments:**
 
-    - `cond_fun`: value -> a bool, or a tensor of one element and no dimensions.
+    - `cond_fun`: value -> a bool, or a tensor with no dimensions.
     - `body_fun`: value -> value.
     - `init_val`: the first value: a tree of tensors, numbers and None.
-    - `checkpoints`, `policy`: as of `scan`, for the number of steps that were counted.
+    - `checkpoints`, `policy`: as for `scan`, with the counted steps.
 
     **Returns:** the first value for which the condition does not hold.
 
-    **Raises:** as `scan`; `TypeError` for a condition that is no scalar.
+    **Raises:** as `scan`; `TypeError` if the condition is no scalar.
 
     **Source:** `jax.lax.while_loop`, which has no derivative in reverse mode.
 
@@ -426,7 +430,9 @@ def while_loop(
         >>> from torch.func import grad, vmap
         >>> import remat
         >>> def root(a):  # of a, by Newton's method
-        ...     return remat.while_loop(lambda x: (x * x - a).abs() > 1e-4, lambda x: (x + a / x) / 2, a)
+        ...     return remat.while_loop(
+        ...         lambda x: (x * x - a).abs() > 1e-4, lambda x: (x + a / x) / 2, a
+        ...     )
         >>> vmap(grad(root))(torch.tensor([1.0, 4.0, 100.0]))
         tensor([1.0000, 0.2500, 0.0500])
     """
@@ -444,13 +450,13 @@ def while_loop(
             return holds, False, bool(holds)
         if holds.shape:
             raise TypeError(f"{who}: cond_fun must return a bool or a tensor without dimensions; got {shown(holds)}.")
-        with internals.DisableTorchFunction():  # it is the loop that asks, and not the user's function
+        with internals.DisableTorchFunction():  # the loop asks, not the user's function
             every = internals.innermost(holds)
             is_batched, goes_on = every.dim() > 0, bool(every.any())
         return (holds != 0 if is_batched else holds), is_batched, goes_on
 
     def select(holds: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-        """`new` for the elements of a batch that go on, `old` for those that are done."""
+        """Take `new` for the elements of a batch that go on, and `old` for the elements that are done."""
         for i, leaf in enumerate(old):
             if not isinstance(leaf, (Tensor, type(None))):
                 raise TypeError(

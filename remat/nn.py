@@ -1,4 +1,4 @@
-"""Modules that run again on backward, wrapped where they are: their `forward` goes through `checkpoint`."""
+"""Modules wrapped in place: their `forward` calls `checkpoint`, so they run again in the backward pass."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from remat._errors import shown
 from remat._module import check, wrap
 from remat.compat import checkpoint, create_selective_checkpoint_contexts
 from remat.policies import Policy, as_policy
+from remat.policies._policy import PolicyLike
 
 __all__ = ["RematReport", "WrappedModule", "apply_remat", "remat_module"]
 
@@ -23,26 +24,26 @@ M = TypeVar("M", bound=nn.Module)
 Select = type[nn.Module] | tuple[type[nn.Module], ...] | str | Callable[[str, nn.Module], bool]
 
 
-def checkpoint_with(policy: Any) -> Callable[..., Any]:
-    """`checkpoint` as modules use it: `checkpoint_with(policy)(function, *args)`."""
+def checkpoint_with(policy: PolicyLike) -> Callable[..., Any]:
+    """Return `checkpoint` with the options for modules and a policy: `checkpoint_with(policy)(function, *args)`."""
     if policy is None:
         return functools.partial(checkpoint, use_reentrant=False)
     contexts = functools.partial(
         create_selective_checkpoint_contexts,
         as_policy(policy),
-        allow_cache_entry_mutation=True,  # dropout writes to what it has made
+        allow_cache_entry_mutation=True,  # dropout writes to its own results
     )
     return functools.partial(checkpoint, use_reentrant=False, context_fn=contexts, respect_saved_tensors_hooks=False)
 
 
 @dataclass(frozen=True)
 class _Checkpointed:
-    """Makes the `forward` of a class go through `checkpoint`."""
+    """Makes the `forward` of a class call `checkpoint`."""
 
     policy: Policy | None
 
     def __call__(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The method that takes the place of `forward`."""
+        """Return the method that replaces `forward`."""
         run = checkpoint_with(self.policy)
 
         @functools.wraps(forward)
@@ -53,29 +54,30 @@ class _Checkpointed:
         return again
 
 
-def remat_module(module: M, *, policy: Any = None) -> M:
-    """Wrap a module in place: it runs again on backward instead of storing its activations.
+def remat_module(module: M, *, policy: PolicyLike = None) -> M:
+    """Wrap a module in place: it runs again in the backward pass instead of keeping its intermediate results.
 
-    Its `forward` goes through `remat.checkpoint`, so it works under plain autograd and under every transform of
-    `torch.func`. All else is as before: `state_dict`, `named_parameters`, `isinstance`, hooks, `train()` and `eval()`,
-    `copy.deepcopy`, `pickle`. The module's own hooks run once; those of modules in it run again with them.
+    Its `forward` calls `remat.checkpoint`, so it works under plain autograd and under every transform of `torch.func`.
+    Nothing else changes: `state_dict`, `named_parameters`, `isinstance`, hooks, `train()` and `eval()`,
+    `copy.deepcopy`, `pickle`. The module's own hooks run once. Hooks of modules inside it run again with these modules.
 
     **Arguments:**
 
     - `module`: the module. If it is wrapped already, it gets the new policy.
-    - `policy`: which results of ops are kept instead of computed again, as for `remat`; None keeps nothing.
+    - `policy`: which results of ops are kept instead of recomputed, as for `remat`; None keeps nothing.
 
     **Returns:** the module.
 
-    **Raises:** `TypeError` for what is no module, a `ScriptModule`, or a module without a `forward` (`nn.ModuleList`);
-    `ValueError` where `forward` has been replaced in the instance, as by `torch.compile`, and for a lazy module.
+    **Raises:** `TypeError` if `module` is no module, is a `ScriptModule`, or has no `forward` (`nn.ModuleList`);
+    `ValueError` if `forward` has been replaced in the instance, as by `torch.compile`, or if the module is lazy.
 
     **Source:** `torch.distributed.algorithms._checkpoint.checkpoint_wrapper`, which changes the names of parameters.
 
     Examples:
         >>> import torch
         >>> from remat.nn import remat_module
-        >>> block = remat_module(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.GELU()))
+        >>> block = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.GELU())
+        >>> block = remat_module(block)
         >>> block(torch.ones(2, 3)).sum().backward()
         >>> list(block.state_dict())
         ['0.weight', '0.bias']
@@ -98,7 +100,7 @@ class WrappedModule:
 
     - `name`: its name in the model, as in `named_modules`.
     - `kind`: the name of its class.
-    - `parameters`: how many numbers its parameters have.
+    - `parameters`: the number of elements of all its parameters.
 
     Examples:
         >>> from remat.nn import WrappedModule
@@ -113,17 +115,18 @@ class WrappedModule:
 
 @dataclass(frozen=True)
 class RematReport:
-    """What `apply_remat` has done; `print` it.
+    """A report of `apply_remat`, to be printed.
 
     **Attributes:**
 
-    - `wrapped`: the modules that run again on backward now.
-    - `left`: the names of those that were selected and left out by `every`.
-    - `policy`: what they keep, None for nothing.
+    - `wrapped`: the modules that were wrapped.
+    - `left`: the names of modules that were selected, but skipped because of `every`.
+    - `policy`: the policy of the wrapped modules, or None.
 
     Examples:
         >>> from remat.nn import RematReport, WrappedModule
-        >>> print(RematReport((WrappedModule("layers.0", "Block", 12),), ("layers.1",), None))
+        >>> wrapped = WrappedModule("layers.0", "Block", 12)
+        >>> print(RematReport((wrapped,), ("layers.1",), None))
         remat: wrapped 1 of 2 selected modules, policy None
           layers.0  Block  12 parameters
     """
@@ -170,30 +173,30 @@ def _ask(select: Callable[[str, nn.Module], bool], name: str, module: nn.Module)
         return select(name, module)
     except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # the function's own: it has begun
+            raise  # from inside the function: it has begun to run
         raise TypeError(f"apply_remat: {_shown(select)} can't be called as select(name, module).") from error
 
 
-def apply_remat(model: nn.Module, select: Select, *, policy: Any = None, every: int = 1) -> RematReport:
+def apply_remat(model: nn.Module, select: Select, *, policy: PolicyLike = None, every: int = 1) -> RematReport:
     """Wrap modules of a model in place, as `remat_module` does.
 
-    The model itself is not looked at. Where a selected module is part of another one, both are wrapped: the inner one
-    runs again while the outer one does, and once more for its own backward.
+    The model itself is not wrapped. If a selected module is part of another selected one, both are wrapped: the inner
+    module runs again in the rerun of the outer one, and once more for its own backward.
 
     **Arguments:**
 
     - `model`: the model.
-    - `select`: which modules to wrap: a class or a tuple of classes; a pattern of their names, dot by dot, in which
-        `*`, `?` and `[...]` stand for parts of a name between dots (`"layers.*"` is `layers.0`, not `layers.0.norm`);
-        or a function of name and module.
-    - `policy`: what they keep, as for `remat_module`.
+    - `select`: which modules to wrap: a class or a tuple of classes; a pattern of names, in which `*`, `?` and `[...]`
+        match within one part between dots (`"layers.*"` matches `layers.0`, but not `layers.0.norm`); or a function of
+        name and module that returns a bool.
+    - `policy`: the results that the modules keep, as for `remat_module`.
     - `every`: wrap the first selected module and each `every`-th after it, to trade memory for time.
 
-    **Returns:** a `RematReport` of what was wrapped.
+    **Returns:** a `RematReport`, which lists the wrapped modules.
 
-    **Raises:** `ValueError` where nothing is selected; `TypeError` for a `model` that is no module or a `select` that
-    can't be called so; `TypeError` and `ValueError` for a module that can't be wrapped, as `remat_module` does. Nothing
-    is wrapped then.
+    **Raises:** `ValueError` if nothing is selected; `TypeError` if `model` is no module or `select` can't be called
+    with a name and a module; `TypeError` and `ValueError` for a module that can't be wrapped, as `remat_module` does.
+    Then no module is wrapped.
 
     Examples:
         >>> import torch
@@ -235,9 +238,9 @@ def _shown(select: Any) -> str:
 
 
 def _hint(select: Any, model: nn.Module, modules: list[tuple[str, nn.Module]]) -> str:
-    """What may have been meant."""
+    """A hint for the user who selected nothing."""
     if not modules or (isinstance(select, (type, tuple)) and isinstance(model, select)):
-        return " The model itself is not looked at: remat_module(model) wraps it."
+        return " apply_remat never wraps the model itself: write remat_module(model)."
     if isinstance(select, str):
         close = difflib.get_close_matches(select, [name for name, _ in modules], n=1, cutoff=0)
         return f" Did you mean {close[0]!r}?" if close else ""

@@ -234,7 +234,7 @@ def test_policies_by_name(kept: bool) -> None:
 
 
 def test_a_policy_is_made_outside() -> None:
-    with pytest.raises(Exception, match="make a policy outside of the function that is compiled"):
+    with pytest.raises(Exception, match="make a policy outside the function that is compiled"):
         compiled(lambda x: remat(torch.sin, policy=policies.save_at_most(4))(x))(X)
 
 

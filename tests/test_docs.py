@@ -1,5 +1,6 @@
 """The README and the pages: their Python runs, their links lead somewhere, their pictures say what they show."""
 
+import doctest
 import importlib
 import inspect
 import json
@@ -70,6 +71,22 @@ CODE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 def test_code_fits_on_a_narrow_page(page: Path) -> None:
     wide = [line for block in CODE.findall(page.read_text()) for line in block.splitlines() if len(line) > 76]
     assert not wide
+
+
+PUBLIC = "remat", "remat.debug", "remat.integrations.transformers", "remat.nn", "remat.policies", "remat.random"
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_examples_in_docstrings_fit_on_a_narrow_page(module: str) -> None:
+    public = vars(importlib.import_module(module))
+    # TODO: those of remat.compat as well
+    ours = [public[name] for name in public["__all__"] if "compat" not in getattr(public[name], "__module__", "")]
+    docs = [inspect.getdoc(thing) or "" for thing in ours]
+    examples = [example for doc in docs for example in doctest.DocTestParser().get_examples(doc)]
+    assert examples
+    lines = [f">>> {line}" for example in examples for line in example.source.splitlines()]
+    lines += [line for example in examples for line in example.want.splitlines()]
+    assert not [line for line in lines if len(line) > 76]
 
 
 def test_code_of_the_tutorial_fits_on_a_narrow_page() -> None:

@@ -239,7 +239,7 @@ def test_the_function_may_use_transforms() -> None:
 
 @pytest.mark.parametrize("look", [saved_residuals, print_saved_residuals, list_ops])
 def test_inside_of_a_transform_it_is_an_error(look: Any) -> None:
-    with pytest.raises(RematError, match=rf"{look.__name__}: look from outside of all transforms"):
+    with pytest.raises(RematError, match=rf"{look.__name__}: call it outside all transforms"):
         grad(lambda x: (look(torch.sin, x), x.sum())[1])(W)
 
 
@@ -493,7 +493,7 @@ def test_what_can_not_be_logged() -> None:
 @pytest.mark.parametrize(
     ("loss", "expected"),
     [
-        (remat(lambda x: block(block(x)).sum()), r"remat: .*<lambda>.* is nearly all of what is differentiated"),
+        (remat(lambda x: block(block(x)).sum()), r"remat: .*<lambda>.* is nearly all of the computation"),
         (lambda x: remat(lambda x: block(block(x)))(x).sum(), r".*<lambda>.* is nearly all of"),
         (lambda x: remat(block)(big_head(x) * x).sum(), r"remat: block \(.*\) runs again right after its forward"),
         (lambda x: remat(block)(remat(block)(x)).mean(), r"remat: block \(.*\) runs again right after its forward"),
@@ -536,7 +536,7 @@ def test_mistakes_are_printed_too(capsys: pytest.CaptureFixture[str]) -> None:
     print_saved_residuals(lambda x: wrong(x).sum(), numbers(2, 3))
     out = capsys.readouterr().out
     assert "matches nothing in block" in out
-    assert "is nearly all of what is differentiated" in out
+    assert "is nearly all of the computation" in out
     print_saved_residuals(lambda x: big_head(remat(block)(x)), numbers(2, 3))
     assert "\nremat:" not in capsys.readouterr().out
 
@@ -549,7 +549,7 @@ def test_a_block_by_itself_is_no_mistake(capsys: pytest.CaptureFixture[str], fun
 
 def test_a_loss_by_itself_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     print_saved_residuals(remat(lambda x: block(x).sum()), numbers(2, 3))
-    assert "is nearly all of what is differentiated" in capsys.readouterr().out
+    assert "is nearly all of the computation" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("look", [saved_residuals, print_saved_residuals, list_ops])

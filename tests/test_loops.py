@@ -480,7 +480,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "other shape": (
         lambda: remat.scan(lambda c, x: ({"h": c["h"][None]}, x), {"h": C}, XS),
         TypeError,
-        r"carry\['h'\] is \[3\], torch.float32 in init, and \[1, 3\], torch.float32 in what f returned",
+        r"carry\['h'\] is \[3\], torch.float32 in init, and \[1, 3\], torch.float32 in the result of f",
     ),
     "other dtype": (
         lambda: remat.fori_loop(0, 2, lambda i, c: c.double(), C),

@@ -615,7 +615,7 @@ def test_a_model_that_is_no_module() -> None:
     [(nn.Linear(2, 2), nn.Linear), (nn.Linear(2, 2), "*"), (nn.Sequential(nn.ReLU()), (nn.Sequential, nn.Linear))],
 )
 def test_the_model_itself_is_not_selected(model: nn.Module, select: Any) -> None:
-    with pytest.raises(ValueError, match=r"selects none .* itself is not looked at: remat_module\(model\) wraps it"):
+    with pytest.raises(ValueError, match=r"selects none .* never wraps the model itself: write remat_module\(model\)"):
         apply_remat(model, select)
 
 

@@ -384,7 +384,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: rr.poisson(key(0), (3,), 4.0),
         TypeError,
-        r"poisson: the parameters must be numbers or .*; got \(3,\) of type tuple. A shape is named: shape=\(...\)",
+        r"poisson: the parameters must be numbers or .*; got \(3,\) of type tuple. Pass a shape by name: shape=\(...\)",
     ),
     (lambda: rr.bits(key(0), (2,), torch.int32), ValueError, "bits: dtype must be one of torch.uint8.*got torch.int32"),
     (lambda: rr.bernoulli(key(0), 1.5), ValueError, r"bernoulli: p must be a probability, in \[0, 1\]; got 1.5"),

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.func import grad
 from typing_extensions import assert_type
 
-from remat import policies, remat
-from remat.nn import remat_module
+from remat import fori_loop, policies, remat
+from remat.integrations import transformers
+from remat.nn import RematReport, apply_remat, remat_module
 
 
 @remat
@@ -67,7 +68,11 @@ assert_type(net.of_class(x), Tensor)
 assert_type(remat(net), Net)  # a module keeps its type, too
 assert_type(remat(policy=policies.nothing_saveable)(net), Net)
 assert_type(remat(scaled, policy=keep_large)(x), Tensor)
-assert_type(remat_module(Net()), Net)
+assert_type(remat_module(Net(), policy=keep_large), Net)
+assert_type(apply_remat(nn.Sequential(Net()), Net, policy=["mm"]), RematReport)
+assert_type(fori_loop(0, 3, lambda i, x: x * i, x, policy=policies.dots_saveable), Tensor)
+assert_type(policies.dots_saveable | ["bmm"], policies.Policy)
+assert_type(policies.first_of(keep_large, policies.nothing_saveable), policies.Policy)
 grad(lambda x: net.forward(x).sum())(x)
 
 if TYPE_CHECKING:
@@ -84,3 +89,9 @@ if TYPE_CHECKING:
     remat(layer, policy="dots_saveable")  # type: ignore
     remat(layer, policy=policies.save_ops)  # type: ignore
     remat(layer, static_argnums="x")  # type: ignore
+    remat_module(net, policy="dots_saveable")  # type: ignore
+    apply_remat(net, Net, policy=3)  # type: ignore
+    transformers.enable(net, policy=policies.save_ops)  # type: ignore
+    fori_loop(0, 3, lambda i, x: x * i, x, policy="mm")  # type: ignore
+    policies.dots_saveable | 3  # type: ignore
+    policies.as_policy("mm")  # type: ignore

@@ -1,4 +1,4 @@
-"""A look at what is saved: residuals, the ops that a policy can name, and what `REMAT_LOG=residuals` logs."""
+"""Inspection: residuals, the ops that a policy can name, and the log of `REMAT_LOG=residuals`."""
 
 from remat._inspect._costs import OpCost as OpCost
 from remat._inspect._costs import OpCosts as OpCosts

@@ -1,4 +1,4 @@
-"""What the ops of a function cost: those that a policy can name."""
+"""The costs of the ops in a function that a policy can name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from remat._remat import plainly
 
 
 class _Flops(internals.DispatchMode):
-    """Adds up the floating point operations of the ops that run, as torch's flop counter knows them."""
+    """Adds up the floating point operations of the ops that run, by torch's flop counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def _flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def costs_of_gradient(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[int, float]:
-    """The floating point operations of a function and its backward, and the seconds that they take."""
+    """The floating point operations of a function and its backward, and their time in seconds."""
     _, args, kwargs = forward(fun, args, kwargs)
     with trial(), _Flops() as flops:
         _gradient(fun, args, kwargs)
@@ -62,15 +62,15 @@ def _wait_for(out: Any) -> None:
 
 @dataclass(frozen=True)
 class OpCost:
-    """What an op costs in one run of a function.
+    """The cost of an op in one run of a function.
 
     **Attributes:**
 
-    - `op`: the name by which policies know it: "aten.mm.default".
-    - `count`: how often it runs.
-    - `nbytes`: bytes of all that it returned; none for a view.
-    - `flops`: floating point operations, as far as `torch.utils.flop_counter` knows the op.
-    - `seconds`: the time that it took.
+    - `op`: its name for policies: "aten.mm.default".
+    - `count`: the number of its calls.
+    - `nbytes`: bytes of all its results; 0 for a view.
+    - `flops`: floating point operations; 0 if `torch.utils.flop_counter` does not know the op.
+    - `seconds`: the time of all its calls.
 
     Examples:
         >>> import torch
@@ -122,7 +122,7 @@ class OpCosts(Sequence[OpCost]):
 
 
 class _Costs(internals.DispatchMode):
-    """Weighs the ops that policies are asked about."""
+    """Measures the ops that policies are asked about."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,28 +149,31 @@ class _Costs(internals.DispatchMode):
 
 
 def list_ops(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> OpCosts:
-    """List the ops that a policy can name in a function, with what they cost.
+    """List the ops of a function that a policy can name, with their costs.
 
-    They are the ops of the forward, below autograd and below every transform in the function. Under a `vmap` or `grad`
-    around it they may be others: `mm` becomes `bmm`. List those with `list_ops(vmap(fun), ...)`.
+    These are the ops of the forward, below autograd and below every transform in the function. Under an outer `vmap`
+    or `grad` the ops may differ: `mm` becomes `bmm`. `list_ops(vmap(fun), ...)` lists those.
 
     **Arguments:**
 
     - `fun`: any function, under remat or not.
-    - `args`, `kwargs`: what it is called with. It runs twice or more, and the last run is measured.
+    - `args`, `kwargs`: its arguments. The function runs at least twice, and the last run is measured.
 
-    **Returns:** the ops, those that took the longest first. Printed, they are a table.
+    **Returns:** the ops, the slowest first. They print as a table.
 
-    **Raises:** `TypeError` for what is no function; `RematError` inside of a transform of `torch.func`.
+    **Raises:** `TypeError` if `fun` is no function; `RematError` inside a transform of `torch.func`.
 
     Examples:
         >>> import torch
         >>> from remat import list_ops
-        >>> print(list_ops(lambda w, x: torch.sin(x @ w), torch.eye(64), torch.ones(32, 64)))
+        >>> from remat.policies import save_ops
+        >>> def layer(w, x):
+        ...     return torch.sin(x @ w)
+        >>> ops = list_ops(layer, torch.eye(64), torch.ones(32, 64))
+        >>> print(ops)
         op                count   size        FLOPs     time
         aten...
-        >>> from remat.policies import save_ops
-        >>> save_ops(*[o.op for o in list_ops(torch.mm, torch.eye(3), torch.eye(3)) if o.flops])
+        >>> save_ops(*[o.op for o in ops if o.flops])
         save_ops('aten.mm.default')
     """
     check("list_ops", fun)

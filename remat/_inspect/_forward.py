@@ -1,4 +1,4 @@
-"""Run a function to look at it."""
+"""Run a function for inspection."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def trial() -> Iterator[None]:
-    """Within it, grad mode is on; after it, the generators are as they were."""
+    """Turn grad mode on in the block, and restore the generators after it."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.enable_grad(), torch.random.fork_rng(devices):
         yield
@@ -38,25 +38,25 @@ def root_nodes(out: Any) -> list[Any]:
 
 
 def tensors_behind(nodes: list[Any]) -> list[Tensor]:
-    """The plain tensors that nodes hold, or for which they hold what hooks have made of them."""
+    """The plain tensors that nodes hold, also those that saved-tensor hooks have packed."""
     found = [*tensors_held(nodes), *internals.unpacked_by_hooks(nodes, Holder)]
     return [t for t in found if t.layout == torch.strided]
 
 
 def check(who: str, fun: Any) -> None:
-    """Raise for what can't be looked at, or not from here."""
+    """Raise if `fun` can't be inspected, or not inside a transform."""
     if not callable(fun):
         raise TypeError(f"{who}: the function comes first, then its arguments; got {type(fun).__name__}.")
     if isinstance(fun, type) and issubclass(fun, torch.nn.Module):
         raise TypeError(f"{who}: got a class of modules, {fun.__qualname__}. Make a module of it first.")
     if internals.transforms_active():
-        raise RematError(f"{who}: look from outside of all transforms, not inside of one.")
+        raise RematError(f"{who}: call it outside all transforms, not inside one.")
 
 
 def forward(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """A result that has a graph if any can be had, and the arguments that it was computed from.
+    """Run a function such that its result has a graph, if possible. Returns the result and the arguments.
 
-    Where no argument and no captured tensor requires grad, all arguments do, as under `torch.func.grad`.
+    If no argument and no captured tensor requires grad, all arguments do, as under `torch.func.grad`.
     """
     with trial():
         out = fun(*args, **kwargs)
@@ -73,7 +73,7 @@ def forward(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, 
 
 @contextlib.contextmanager
 def setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """Within it, the variable has the value."""
+    """Set the variable to the value in the block."""
     token = variable.set(value)
     try:
         yield
@@ -82,5 +82,5 @@ def setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 def is_leaf(node: Any) -> bool:
-    """Whether a node is that of a leaf of the graph, which adds to its `.grad`."""
+    """Whether a node is an `AccumulateGrad` node, which adds to the `.grad` of a leaf."""
     return hasattr(node, "variable")

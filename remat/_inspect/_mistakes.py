@@ -1,4 +1,4 @@
-"""What `REMAT_LOG=residuals` logs: what each call keeps and drops, and the classic mistakes."""
+"""The log of `REMAT_LOG=residuals`: the residuals of each call, and common mistakes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _warned: set[str] = set()
 
 
 def _make_visible() -> None:
-    """Who asks for the log wants to see it."""
+    """Make sure that the log is shown: `REMAT_LOG` asked for it."""
     if _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)
     if not _log.hasHandlers():
@@ -42,7 +42,7 @@ def _warn_once(message: str) -> None:
 
 
 class _Tables:
-    """Logs each table once, when the backward comes to its calls, with the number of equal calls until then."""
+    """Logs each table once, when the backward pass reaches its calls, with the number of equal calls until then."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -61,18 +61,18 @@ class _Tables:
 
 
 _tables = _Tables()
-atexit.register(_tables.log)  # of what nobody has differentiated
+atexit.register(_tables.log)  # calls that were never differentiated
 
 
-_SMALL = 4  # what comes after a call is small beside what the call drops: a quarter of it
+_SMALL = 4  # values after a call are small if they take less than a quarter of the memory that the call frees
 
 _WHOLE = (
-    "remat: {name} ({where}) is nearly all of what is differentiated, and runs again right after its forward: at that "
-    "moment all of its values ({size}) are there after all. Put parts of it under remat, one by one."
+    "remat: {name} ({where}) is nearly all of the computation, and runs again right after its forward: at that moment "
+    "all of its values ({size}) are in memory again. Put its parts under remat instead."
 )
 _LAST = (
-    "remat: {name} ({where}) runs again right after its forward: what comes after it is small ({after}), so dropping "
-    "its values ({size}) lowers no peak. Leave the last block without remat."
+    "remat: {name} ({where}) runs again right after its forward: the values after it are small ({after}), so dropping "
+    "its own values ({size}) lowers no peak. Leave the last block without remat."
 )
 _NOTHING = (
     "remat: the policy {policy} matches nothing in {name} ({where}): nothing is kept. `list_ops` lists the ops, and "
@@ -81,7 +81,7 @@ _NOTHING = (
 
 
 class Watched:
-    """A call that is watched: `call -> what sees its result`."""
+    """The watcher of remat's calls: warns about mistakes, and logs residuals if it has `tables`."""
 
     def __init__(self, warn: Callable[[str], None], tables: _Tables | None = None) -> None:
         self.warn = warn
@@ -119,9 +119,8 @@ class Watched:
                         node.register_prehook(lambda cotangents: _tables.log())
                 if drops:
                     self._check_policy(call, where)
-                    if not (
-                        call.nests or call.name.startswith("remat.")
-                    ):  # loops put their steps under remat themselves
+                    # The names of our own loops begin with "remat.": they put their steps under remat.
+                    if not (call.nests or call.name.startswith("remat.")):
                         self._check_place(call.name, where, drops, out)
 
         return see
@@ -131,13 +130,13 @@ class Watched:
             self.warn(_NOTHING.format(policy=call.policy, name=call.name, where=where))
 
     def _check_place(self, name: str, where: str, drops: int, out: Any) -> None:
-        """See, when the backward comes to the call, what came after it."""
+        """When the backward pass reaches the call, compare the values after it with those that it frees."""
         pairs = [(t, n) for t in tensors(out) for n in internals.nodes_of(t)]
         if not pairs:
             return
         result, node = pairs[0]
         elements = sum(t.numel() for t, _ in pairs)
-        batch = internals.innermost(result).numel() // max(result.numel(), 1)  # nodes know nothing of a vmap around
+        batch = internals.innermost(result).numel() // max(result.numel(), 1)  # nodes do not know an outer vmap
         number, thread, warn = internals.sequence_number(node), threading.get_ident(), self.warn
 
         def check(cotangents: Any) -> None:
@@ -149,7 +148,7 @@ class Watched:
             if after * _SMALL < drops:
                 before = any(internals.sequence_number(n) < number for n in nodes)
                 if not (before or later) and elements > 1:
-                    return  # no loss: a block by itself
+                    return  # no loss, but a block by itself
                 message = _LAST if before else _WHOLE
                 warn(message.format(name=name, where=where, size=bytes_text(drops), after=bytes_text(after)))
 
@@ -157,9 +156,9 @@ class Watched:
 
 
 logging_watch = Watched(_warn_once, _tables)
-"""What logs residuals and mistakes."""
+"""The watcher that logs residuals and mistakes."""
 
-# Once: at each call it would cost as much as a small op.
+# Read once, at import: to read it at each call would cost as much as a small op.
 for _wanted in filter(None, os.environ.get("REMAT_LOG", "").split(",")):
     if _wanted == "residuals":
         watchers.append(logging_watch)

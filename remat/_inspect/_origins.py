@@ -1,4 +1,4 @@
-"""Where the tensors that are held come from: the op that made them, or what they are called outside of the function."""
+"""The origins of residuals: the op that made a tensor, or its name outside the function."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from remat._inspect._forward import tensors
 from remat._names import current_name
 from remat._ops import facts_of
 
-# What the function made.
+# Tensors that the function makes.
 
 
 class _Origin:
-    """The op that computed what a storage contains."""
+    """The op that computed the content of a storage."""
 
     def __init__(self, tensor: Tensor, func: Any) -> None:
         self.storage = weakref.ref(tensor.untyped_storage())
@@ -38,7 +38,7 @@ class _Origin:
 
 
 class Origins(internals.DispatchMode):
-    """Sees which storages a function makes, and where it first reads the others."""
+    """Records the storages that a function makes, and where it first reads other storages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ class Origins(internals.DispatchMode):
         self.read: dict[int, tuple[Any, str]] = {}
 
     def of(self, storage: Any) -> _Origin | None:
-        """What a storage contains, if the function made it."""
+        """The origin of a storage, if the function made it."""
         origin = self.made.get(id(storage))
         return origin if origin is not None and origin.storage() is storage else None
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is not torch.ops.aten.lift_fresh.default:  # it is given what `torch.tensor` has just made
+        if func is not torch.ops.aten.lift_fresh.default:  # its argument is new, from `torch.tensor`
             for storage in (t.untyped_storage() for t in tensors((args, kwargs))):
                 if self.of(storage) is None and id(storage) not in self.read:
                     self.read[id(storage)] = storage, call_site()
@@ -70,11 +70,11 @@ class Origins(internals.DispatchMode):
         return out
 
 
-# What tensors from outside are called.
+# Names of tensors from outside.
 
 
 def _argument_names(fun: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, str]]:
-    """The leaves of the arguments of a call, as `x['w']`."""
+    """The leaves of the arguments of a call, each with a name such as `x['w']`."""
     try:
         arguments = inspect.signature(fun).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # some builtins have no signature
@@ -90,7 +90,7 @@ def _globals_of(code: types.CodeType) -> set[str]:
 
 
 def _near(obj: Any, path: str, owner: str) -> Iterator[tuple[Any, str, str]]:
-    """What an object holds: each (object, what it is called, the function that holds it)."""
+    """The contents of an object, each as (content, its name, the function that holds it)."""
     if isinstance(obj, types.FunctionType):
         name = obj.__name__
         named = inspect.getclosurevars(obj).nonlocals if obj.__closure__ else {}
@@ -121,7 +121,7 @@ def _near(obj: Any, path: str, owner: str) -> Iterator[tuple[Any, str, str]]:
 
 
 class Names:
-    """What the tensors are called that a call takes from outside."""
+    """The names of the tensors that a call takes from outside."""
 
     def __init__(self, fun: Any, args: Any, kwargs: Any) -> None:
         self._names: dict[int, tuple[Any, str]] = {}
@@ -140,7 +140,7 @@ class Names:
 
     @staticmethod
     def _reachable(root: Any, path: str) -> Iterator[tuple[Tensor, str, str]]:
-        """The tensors that can be reached from an object, nearest first. This is bounded."""
+        """The tensors that can be reached from an object, nearest first, up to a limit."""
         seen: set[int] = set()
         level = [(root, path, "")]
         for _ in range(8):
@@ -160,7 +160,7 @@ class Names:
             self._names.setdefault(id(storage), (storage, why))
 
     def rank(self, why: str) -> int:
-        """The place of arguments and captured tensors in a list, in the order of the call; the others come after."""
+        """The sort key of a residual: arguments and captured tensors in the order of the call, then the others."""
         found = [i for i, (_, name) in enumerate(self._names.values()) if name == why]
         return found[0] if found else len(self._names)
 

@@ -1,4 +1,4 @@
-"""What is held between forward and backward."""
+"""Residuals: values that are held between forward and backward."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Residual:
 
     **Attributes:**
 
-    - `shape`, `dtype`: of the tensor that was computed, given or captured; or of the largest view that is held.
-    - `device`: where the value is held: the CPU, if it is offloaded.
+    - `shape`, `dtype`: of the tensor that was computed, passed or captured; or of the largest view that is held.
+    - `device`: the device that holds the value: the CPU, if it is offloaded.
     - `nbytes`: bytes of the whole storage.
     - `why`: "from the argument x['w']", "captured w (closure of block)", "named 'attn'" or "output of
         aten.mm.default".
-    - `where`: file:line of the code that computed it; for an argument or a captured tensor, of the code that first
-        read it.
+    - `where`: file:line of the code that computed the value; for an argument or a captured tensor, of the code that
+        first read it.
 
     Examples:
         >>> import torch
@@ -51,19 +51,19 @@ class Residual:
 
     @property
     def computed(self) -> bool:
-        """Whether the function computed it. Arguments and captured tensors are there anyway."""
+        """Whether the function computed it. Arguments and captured tensors would be in memory anyway."""
         return not self.why.startswith(("from the argument ", "captured "))
 
 
 class Held:
-    """What an open graph holds."""
+    """The values that a graph holds."""
 
     def __init__(self, names: Names, origins: Origins | None) -> None:
         self.names = names
         self.origins = origins
         self.residuals: list[Residual] = []
         """Each storage once."""
-        self._seen: dict[int, Any] = {}  # by identity: hooks of the user's may unpack what nobody else holds
+        self._seen: dict[int, Any] = {}  # keeps storages alive that only a user's unpack hook has made
         self._saved: dict[int, Tensor] = {}
         """By storage, the largest view that a node has saved."""
 
@@ -73,7 +73,7 @@ class Held:
             self.residuals.append(Residual(tuple(shape), dtype, storage.device, storage.nbytes(), why, where))
 
     def add_saved(self, tensor: Tensor, where: str) -> None:
-        """A tensor that a node has saved."""
+        """Add a tensor that a node has saved."""
         storage = tensor.untyped_storage()
         known = self._saved.get(id(storage))
         self._saved[id(storage)] = tensor if known is None or known.nbytes < tensor.nbytes else known
@@ -83,15 +83,15 @@ class Held:
             self._add(tensor.shape, tensor.dtype, storage, self.names.of(storage), read)
 
     def add_kept(self, call: Call) -> None:
-        """What a policy has kept of a call."""
+        """Add the values that a policy has kept in a call."""
         for kept in call.tape.kept.values() if call.tape is not None else ():
             if self.origins is not None and not kept.offloaded:
-                continue  # it is what an op returned, and listed with that
+                continue  # `add_made` lists it
             why = f"output of {kept.func}" if kept.name is None else f"named {kept.name!r}"
             self._add(kept.size, kept.dtype, kept.memory.untyped_storage(), why, kept.where)
 
     def add_made(self) -> None:
-        """What the function has made and is still there."""
+        """Add the tensors that the function made and that are still alive."""
         for origin in self.origins.made.values() if self.origins is not None else ():
             if (storage := origin.storage()) is not None:
                 held = self._saved.get(id(storage), origin)
@@ -104,11 +104,11 @@ def _tensor(r: Residual) -> str:
 
 
 def format_residuals(residuals: Sequence[Residual]) -> str:
-    """A table of them."""
+    """Residuals as a table."""
     rows = [(bytes_text(r.nbytes), _tensor(r), str(r.device), r.why, r.where) for r in residuals]
     return table(("size", "tensor", "device", "why", "where"), rows, left=(1, 2, 3, 4))
 
 
 def total_bytes(residuals: Iterable[Residual]) -> int:
-    """Of those that were computed."""
+    """The bytes of the residuals that the function computed."""
     return sum(r.nbytes for r in residuals if r.computed)

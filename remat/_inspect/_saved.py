@@ -1,4 +1,4 @@
-"""List what is held between the forward and the backward of a function."""
+"""List the values that are held between the forward and the backward of a function."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from remat._remat import plainly, watching
 
 
 def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Residual]:
-    """List what is held in memory between the forward and the backward of a function.
+    """List the values that are held in memory between the forward and the backward of a function.
 
-    The function runs, and each storage is listed that its open graph holds: what it computed and saved, and the
-    arguments and captured tensors that the backward reads, which are there anyway. Functions under remat in it, and
-    calls of `remat.checkpoint`, are seen with what their policies keep.
+    The function runs. Then each storage is listed that its graph holds: values that the function computed, and the
+    arguments and captured tensors that the backward reads, which would be in memory anyway. The list includes the
+    values that policies keep in remat'd functions and in calls of `remat.checkpoint`.
 
-    Gradients are those that a `.backward()` would take. Where neither an argument nor a captured tensor requires grad,
-    they are taken of all arguments.
+    The list assumes a `.backward()` to the tensors that require grad. If no argument and no captured tensor requires
+    grad, it assumes the gradients of all arguments.
 
     **Arguments:**
 
-    - `fun`: any function: under remat, with calls of such functions in it, or plain.
-    - `args`, `kwargs`: what it is called with.
+    - `fun`: any function: a remat'd function, one that calls remat'd functions, or a plain one.
+    - `args`, `kwargs`: its arguments.
 
-    **Returns:** the residuals, each storage once: arguments, captured tensors, and what was computed.
+    **Returns:** the residuals, each storage once: arguments, then captured tensors, then computed values.
 
-    **Raises:** `TypeError` for what is no function; `RematError` inside of a transform of `torch.func`.
+    **Raises:** `TypeError` if `fun` is no function; `RematError` inside a transform of `torch.func`.
 
     **Source:** `jax.ad_checkpoint.saved_residuals`.
 
@@ -70,21 +70,20 @@ def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> li
 
 
 def _ignore(message: str) -> None:
-    """Not said."""
+    """Drop the warnings of the watcher."""
 
 
 def print_saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """Print what `saved_residuals` lists, with the total, and what remat wins and costs.
+    """Print the residuals of a function, and compare its memory and time with and without remat.
 
-    Below the table are the bytes that the function computes and holds, and the time of a forward and backward, with and
-    without remat. Then the floating point operations that the backward repeats, as far as
-    `torch.utils.flop_counter` knows the ops, and the classic mistakes, where there are any: see `REMAT_LOG` in the
-    documentation.
+    The table lists the result of `saved_residuals`. The lines below it show the bytes that the function computes and
+    holds, the time of forward and backward, and the floating point operations that the backward repeats (of ops that
+    `torch.utils.flop_counter` knows). Warnings of common mistakes follow: see `REMAT_LOG` in the documentation.
 
     **Arguments:**
 
-    - `fun`: the function, as of `saved_residuals`. It and its backward run several times; no `.grad` changes.
-    - `args`, `kwargs`: what it is called with.
+    - `fun`: the function, as for `saved_residuals`. It and its backward run several times; no `.grad` changes.
+    - `args`, `kwargs`: its arguments.
 
     **Raises:** as `saved_residuals`.
 
@@ -93,7 +92,8 @@ def print_saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any)
     Examples:
         >>> import torch
         >>> from remat import print_saved_residuals, remat
-        >>> print_saved_residuals(remat(lambda w, x: torch.sin(x @ w)), torch.eye(2), torch.ones(3, 2))
+        >>> layer = remat(lambda w, x: torch.sin(x @ w))
+        >>> print_saved_residuals(layer, torch.eye(2), torch.ones(3, 2))
         size  tensor ...
         16 B  float32[2, 2]  cpu     from the argument w  ...
         24 B  float32[3, 2]  cpu     from the argument x  ...

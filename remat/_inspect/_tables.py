@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int]) -> str:
-    """Rows in aligned columns; those in `left` begin, the others end, at the same place."""
+    """Rows in aligned columns: left-aligned for the columns in `left`, right-aligned for the others."""
     columns = []
     for i, column in enumerate(zip(head, *rows, strict=True)):
         width = max(map(len, column))
@@ -15,7 +15,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int
 
 
 def _in_units(n: float, step: int, units: str) -> str:
-    """A number in the least of the units, each `step` times the one before, that leaves it below `step`."""
+    """A number in the smallest unit in which it is below `step`. Each unit is `step` times the one before."""
     for unit in units.split():
         if n < step or unit == units.split()[-1]:
             return f"{n:.0f} {unit}" if float(n).is_integer() and n < step else f"{n:.1f} {unit}"
@@ -24,15 +24,15 @@ def _in_units(n: float, step: int, units: str) -> str:
 
 
 def bytes_text(nbytes: int) -> str:
-    """Bytes in words."""
+    """Bytes as text."""
     return _in_units(nbytes, 1024, "B KiB MiB GiB TiB")
 
 
 def flops_text(flops: int) -> str:
-    """Floating point operations in words."""
+    """Floating point operations as text."""
     return _in_units(flops, 1000, "FLOP kFLOP MFLOP GFLOP TFLOP PFLOP")
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds in words."""
+    """Seconds as text."""
     return _in_units(seconds * 1e9, 1000, "ns us ms s")

@@ -1,3 +1,3 @@
-"""Other libraries, with remat."""
+"""Remat in other libraries."""
 
 from remat.integrations import transformers as transformers

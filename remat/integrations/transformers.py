@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: the library's own switch for gradient checkpointing, with our `checkpoint` behind it."""
+"""Hugging Face Transformers: the library's own switch for gradient checkpointing, with `remat.checkpoint`."""
 
 from __future__ import annotations
 
@@ -6,36 +6,38 @@ import inspect
 from typing import Any
 
 from remat.nn import checkpoint_with
+from remat.policies._policy import PolicyLike
 
 __all__ = ["enable"]
 
 
-def enable(model: Any, *, policy: Any = None, every: int = 1) -> None:
-    """Turn on gradient checkpointing in a model of Transformers, done by `remat.checkpoint`.
+def enable(model: Any, *, policy: PolicyLike = None, every: int = 1) -> None:
+    """Turn on gradient checkpointing in a model of Transformers, by `remat.checkpoint`.
 
-    It is the library's own switch, so all else is as with `model.activation_checkpointing_enable()`, which was called
-    `gradient_checkpointing_enable` before: while the model is in training mode its layers run again on backward, and
-    `model.activation_checkpointing_disable()` ends it. But the model works under the transforms of `torch.func` too,
-    and a policy can say what the layers keep.
+    This uses the library's own switch, `model.activation_checkpointing_enable()` (earlier called
+    `gradient_checkpointing_enable`). While the model is in training mode, its layers run again in the backward pass.
+    `model.activation_checkpointing_disable()` turns it off. With `remat.checkpoint`, the model also works under the
+    transforms of `torch.func`, and a policy can keep some results of the layers.
 
-    When the library turns its switch on again, its own function takes the place of ours: leave `gradient_checkpointing`
-    of `TrainingArguments` at False.
+    If the library turns its switch on again, it replaces our function by its own. So leave `gradient_checkpointing` of
+    `TrainingArguments` at False.
 
     **Arguments:**
 
     - `model`: a `PreTrainedModel`.
-    - `policy`: which results of ops are kept instead of computed again, as for `remat`; None keeps nothing.
+    - `policy`: which results of ops are kept instead of recomputed, as for `remat`; None keeps nothing.
     - `every`: checkpoint the first layer and each `every`-th after it.
 
-    **Raises:** `TypeError` for what is no model of the library; `ValueError` for a model that has no gradient
-    checkpointing, or a way of its own.
+    **Raises:** `TypeError` if `model` is no model of the library; `ValueError` if the model has no gradient
+    checkpointing, or has its own mechanism.
 
     Examples:
         >>> from transformers import GPT2Config, GPT2Model
         >>> from remat import policies
         >>> from remat.integrations import transformers
-        >>> model = GPT2Model(GPT2Config(n_embd=8, n_head=2, n_layer=2, vocab_size=10, bos_token_id=0, eos_token_id=0))
-        >>> transformers.enable(model, policy=policies.dots_with_no_batch_dims_saveable)
+        >>> tokens = {"vocab_size": 10, "bos_token_id": 0, "eos_token_id": 0}
+        >>> model = GPT2Model(GPT2Config(n_embd=8, n_head=2, n_layer=2, **tokens))
+        >>> transformers.enable(model, policy=policies.dots_saveable)
         >>> model.is_activation_checkpointing
         True
     """
@@ -46,7 +48,7 @@ def enable(model: Any, *, policy: Any = None, every: int = 1) -> None:
     if not model.supports_gradient_checkpointing:
         raise ValueError(f"enable: {kind} does not support gradient checkpointing. Use remat.nn.apply_remat.")
     if "gradient_checkpointing_func" not in inspect.signature(switch).parameters:
-        raise ValueError(f"enable: {kind} has a way of its own to checkpoint. Use remat.nn.apply_remat.")
+        raise ValueError(f"enable: {kind} has its own checkpointing mechanism. Use remat.nn.apply_remat.")
     if not isinstance(every, int) or every < 1:
         raise ValueError(f"enable: every must be a positive number; got {every!r}.")
     options = {} if every == 1 else {"every_n_layers": every}

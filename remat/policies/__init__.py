@@ -1,4 +1,4 @@
-"""Policies: which results of ops are kept between forward and backward, instead of being computed again."""
+"""Policies: they decide which results of ops are kept between forward and backward instead of recomputed."""
 
 import difflib as _difflib
 

@@ -1,4 +1,4 @@
-"""Policies that look at the names that `checkpoint_name` gives."""
+"""Policies that decide by the names that `checkpoint_name` gives."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def save_any_names_but_these(*names: str) -> Policy:
 def save_anything_except_these_names(*names: str) -> Policy:
     """Save all values, with a name or without, except those with one of these names.
 
-    JAX's policy of this name saves the excepted values too: they are saved before they get the name.
+    JAX's policy of this name saves the excepted values too, because it saves them before they get the name.
 
     **Arguments:**
 
@@ -139,22 +139,23 @@ def save_and_offload_only_these_names(
 
     **Arguments:**
 
-    - `names_which_can_be_saved`: names of the values that stay where they are.
-    - `names_which_can_be_offloaded`: names of the values that are moved away.
-    - `offload_src`: where they are moved from; always "device".
-    - `offload_dst`: where they are moved to; always "pinned_host".
+    - `names_which_can_be_saved`: names of the values that stay on their device.
+    - `names_which_can_be_offloaded`: names of the values that are moved to CPU memory.
+    - `offload_src`: the source of the move; always "device".
+    - `offload_dst`: the target of the move; always "pinned_host".
 
     **Returns:** the policy.
 
-    **Raises:** `ValueError` where a name is in both, or for any other place; `TypeError` where a name is not
-    a string.
+    **Raises:** `ValueError` if a name is in both, or for another source or target; `TypeError` if a name is not a
+    string.
 
     **Source:** `jax.checkpoint_policies.save_and_offload_only_these_names`.
 
     Examples:
         >>> from remat.policies import save_and_offload_only_these_names
         >>> policy = save_and_offload_only_these_names(
-        ...     names_which_can_be_saved=["attn"], names_which_can_be_offloaded=["hidden"]
+        ...     names_which_can_be_saved=["attn"],
+        ...     names_which_can_be_offloaded=["hidden"],
         ... )
     """
     who = "save_and_offload_only_these_names"
@@ -169,7 +170,7 @@ def save_and_offload_only_these_names(
 
 
 def check_places(who: str, src: str, dst: str) -> None:
-    """Check the places that JAX's offloading policies name."""
+    """Check the source and target of JAX's offloading policies."""
     if (src, dst) != ("device", "pinned_host"):
         raise ValueError(
             f"{who}: offloading goes from offload_src='device' to offload_dst='pinned_host'; got {src!r} to {dst!r}."

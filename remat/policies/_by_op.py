@@ -1,4 +1,4 @@
-"""Policies that look at the op and at what it returned."""
+"""Policies that decide by the op and its result."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from remat.policies._policy import (
 
 
 def save_ops(*ops: Any) -> Policy:
-    """Save what these ops return.
+    """Save the results of these ops.
 
     **Arguments:**
 
-    - `ops`: each an overload (`torch.ops.aten.mm.default`), a packet, which is all its overloads
+    - `ops`: each is an overload (`torch.ops.aten.mm.default`), a packet, which stands for all its overloads
         (`torch.ops.aten.mm`), or the name of either ("aten.mm.default", "aten.mm", "aten::mm", "mm").
 
     **Returns:** the policy.
 
-    **Raises:** `TypeError` for what is no op; `ValueError` for an op that does not exist or that no policy
-    ever sees, such as `matmul`, which becomes `mm` or `bmm` before.
+    **Raises:** `TypeError` if an argument is no op; `ValueError` for an op that does not exist, or that no policy ever
+    sees: `matmul` runs `mm` or `bmm`, and policies see these.
 
     Examples:
         >>> import torch
@@ -47,13 +47,13 @@ def save_ops(*ops: Any) -> Policy:
         save_ops('aten.bmm.default', 'aten.mm')
         >>> save_ops("matmul")
         Traceback (most recent call last):
-        ValueError: save_ops: aten.matmul is never seen... Name what it becomes: aten.mm, aten.bmm, ...
+        ValueError: save_ops: aten.matmul is never seen... aten.mm, aten.bmm, ...
     """
     return ByOp(_ops.spell_all("save_ops", ops), MUST_SAVE, PREFER_RECOMPUTE)
 
 
 def recompute_ops(*ops: Any) -> Policy:
-    """Compute again what these ops return, and save everything else: the same as `~save_ops(*ops)`.
+    """Recompute the results of these ops, and save all others: the same as `~save_ops(*ops)`.
 
     **Arguments:**
 
@@ -65,19 +65,19 @@ def recompute_ops(*ops: Any) -> Policy:
 
     Examples:
         >>> from remat.policies import dots_saveable, first_of, recompute_ops
-        >>> first_of(recompute_ops("bmm"), dots_saveable)  # dots, but not this one
+        >>> first_of(recompute_ops("bmm"), dots_saveable)  # all dots but bmm
         first_of(recompute_ops('aten.bmm'), dots_saveable)
     """
     return ByOp(_ops.spell_all("recompute_ops", ops), MUST_RECOMPUTE, PREFER_SAVE)
 
 
 def offload_ops(*ops: Any, device: str = "cpu") -> Policy:
-    """Move what these ops return to CPU memory until the backward pass reads it.
+    """Move the results of these ops to CPU memory until the backward pass reads them.
 
     **Arguments:**
 
     - `ops`: as for `save_ops`.
-    - `device`: where to; only "cpu".
+    - `device`: the device to move to; only "cpu".
 
     **Returns:** the policy.
 
@@ -94,16 +94,16 @@ def offload_ops(*ops: Any, device: str = "cpu") -> Policy:
 
 
 def save_if(predicate: Callable[..., bool]) -> Policy:
-    """Save what a function says.
+    """Save the results that a function selects.
 
     **Arguments:**
 
-    - `predicate`: called as `predicate(ctx, op, *args, **kwargs)` with an op that has run, and its result in
-        `ctx.op_output`; whether to save that.
+    - `predicate`: called as `predicate(ctx, op, *args, **kwargs)` after an op has run, with its result in
+        `ctx.op_output`. Returns whether to save the result.
 
     **Returns:** the policy.
 
-    **Raises:** `TypeError` where `predicate` is not a function, or, when it is asked, does not return a bool.
+    **Raises:** `TypeError` if `predicate` is not a function, or later, if it does not return a bool.
 
     Examples:
         >>> import torch
@@ -121,7 +121,7 @@ def save_if(predicate: Callable[..., bool]) -> Policy:
 
 
 class _Counting:
-    """`save_every` in one run."""
+    """The decisions of `save_every` in one run."""
 
     looks_at_calls = False
 
@@ -142,8 +142,8 @@ class _SaveEvery(Policy):
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         raise RuntimeError(
-            f"{self!r} counts the ops of one run, so it has to know where one begins. Give policy.start() to "
-            "create_selective_checkpoint_contexts, inside of the context_fn."
+            f"{self!r} counts the ops of one run, so it has to be told where a run begins. Pass policy.start() to "
+            "create_selective_checkpoint_contexts, inside the context_fn."
         )
 
     def start(self) -> Decide:
@@ -154,22 +154,21 @@ class _SaveEvery(Policy):
 
 
 def save_every(n: int, *ops: Any) -> Policy:
-    """Save what the first of these ops returns in a run, and then every n-th.
+    """Save the result of the first of these ops in a run, and then of every n-th.
 
-    A middle way between saving all matrix multiplications and none: `save_every(2, "mm")` saves every second.
+    This saves some of the matrix multiplications: `save_every(2, "mm")` saves every second one.
 
-    Each run counts from the beginning. `remat` sees to that; with torch's selective checkpointing write
+    The count starts anew in each run. `remat` does this itself. With torch's selective checkpointing, write
     `context_fn=lambda: create_selective_checkpoint_contexts(policy.start())`.
 
     **Arguments:**
 
-    - `n`: one in how many, at least 1.
-    - `ops`: the ops that are counted, together; as for `save_ops`, at least one.
+    - `n`: save one result in `n`; at least 1.
+    - `ops`: the ops to count together, at least one, as for `save_ops`.
 
     **Returns:** the policy.
 
-    **Raises:** as `save_ops`; `TypeError` where `n` is not an int; `ValueError` where it is below 1, or
-    without ops.
+    **Raises:** as `save_ops`; `TypeError` if `n` is not an int; `ValueError` if it is below 1, or without ops.
 
     **Source:** selective activation checkpointing in torchtitan.
 
@@ -204,12 +203,12 @@ class _BySize(Policy):
 
 
 def save_at_least(nbytes: int) -> Policy:
-    """Save what ops return where it is large.
+    """Save large results of ops.
 
     **Arguments:**
 
-    - `nbytes`: the least size, in bytes of all tensors that the op returned. Below a `vmap` that is the whole
-        batch.
+    - `nbytes`: the least size, in bytes of all tensors that the op returns. Under a `vmap`, this is the size of the
+        whole batch.
 
     **Returns:** the policy.
 
@@ -217,7 +216,7 @@ def save_at_least(nbytes: int) -> Policy:
 
     Examples:
         >>> from remat.policies import dots_saveable, save_at_least
-        >>> dots_saveable - save_at_least(1_000_000)  # the small ones
+        >>> dots_saveable - save_at_least(1_000_000)  # small dots
         dots_saveable - save_at_least(1000000)
     """
     _check_int("save_at_least", "nbytes", nbytes, 0)
@@ -225,11 +224,11 @@ def save_at_least(nbytes: int) -> Policy:
 
 
 def save_at_most(nbytes: int) -> Policy:
-    """Save what ops return where it is small.
+    """Save small results of ops.
 
     **Arguments:**
 
-    - `nbytes`: the greatest size, in bytes of all tensors that the op returned. Below a `vmap` that is the
+    - `nbytes`: the greatest size, in bytes of all tensors that the op returns. Under a `vmap`, this is the size of the
         whole batch.
 
     **Returns:** the policy.

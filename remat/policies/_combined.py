@@ -1,8 +1,8 @@
-"""Policies made of policies.
+"""Combinations of policies.
 
-NOTE [the order of decisions]: a decision has two parts: how much a value is wanted (not at all, rather not, rather,
-must), and where it is kept. Both are ordered, so policies form a lattice: `|` takes the greater of each, `&` the
-smaller. There is no "where" for a value that is not kept, and the smallest stands for that.
+NOTE [the order of decisions]: a decision has two parts: how much a value is wanted (0 to 3), and where it is kept (0:
+in CPU memory, 1: on its device). Both are ordered, so policies form a lattice: `|` takes the greater of each part, `&`
+the smaller. A value that is not kept has the place 0.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from remat.policies._policy import (
     PREFER_SAVE,
     Decide,
     Policy,
+    PolicyLike,
     as_policy,
     call,
     everything_saveable,
@@ -64,7 +65,7 @@ def _first(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
 def _without(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
     kept, dropped = decisions
     if dropped in (MUST_RECOMPUTE, PREFER_RECOMPUTE):
-        return kept  # `kept & ~dropped` would want it less
+        return kept  # `kept & ~dropped` could turn a MUST into a PREFER
     return _all([kept, _OPPOSITE[dropped]])
 
 
@@ -83,7 +84,7 @@ class _Combined(Policy):
     parts: tuple[Decide, ...]
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        # Every part is asked about every op, whatever the others say: it may count.
+        # Ask every part about every op, whatever the others say: a part may count ops.
         return _COMBINE[self.how]([p(ctx, op, *args, **kwargs) for p in self.parts])
 
     @property
@@ -106,8 +107,8 @@ class _Combined(Policy):
         return f"~{shown[0]}" if self.how == "~" else " - ".join(shown)
 
 
-def _combined(how: str, policies: tuple[Any, ...], alone: Policy) -> Policy:
-    """Policies with those of this kind taken apart: how they were grouped makes no difference."""
+def _combined(how: str, policies: tuple[PolicyLike, ...], alone: Policy) -> Policy:
+    """A combination, flattened: `(p | q) | r` equals `p | (q | r)`."""
     parts: list[Any] = []
     for policy in map(as_policy, policies):
         parts += policy.parts if isinstance(policy, _Combined) and policy.how == how else [policy]
@@ -115,23 +116,23 @@ def _combined(how: str, policies: tuple[Any, ...], alone: Policy) -> Policy:
 
 
 def opposite(policy: Policy) -> Policy:
-    """Keep what the policy does not keep: `~policy`."""
+    """Keep the values that the policy does not keep: `~policy`."""
     return _Combined("~", (policy,))
 
 
-def without(policy: Policy, other: Any) -> Policy:
-    """Keep what the policy keeps and the other does not: `policy - other`."""
+def without(policy: Policy, other: PolicyLike) -> Policy:
+    """Keep the values that the policy keeps and the other does not: `policy - other`."""
     return _Combined("-", (policy, as_policy(other)))
 
 
-def any_of(*policies: Any) -> Policy:
-    """Keep what at least one of the policies keeps; `p | q` is `any_of(p, q)`.
+def any_of(*policies: PolicyLike) -> Policy:
+    """Keep the values that at least one of the policies keeps; `p | q` is `any_of(p, q)`.
 
-    Where one offloads a value and another saves it, it is saved.
+    If one policy offloads a value and another saves it, it is saved.
 
     **Arguments:**
 
-    - `policies`: policies, or what `as_policy` makes one of. None at all is `nothing_saveable`.
+    - `policies`: policies, or other arguments of `as_policy`. Without arguments, the result is `nothing_saveable`.
 
     **Returns:** the policy.
 
@@ -145,14 +146,14 @@ def any_of(*policies: Any) -> Policy:
     return _combined("any_of", policies, nothing_saveable)
 
 
-def all_of(*policies: Any) -> Policy:
-    """Keep what all of the policies keep; `p & q` is `all_of(p, q)`.
+def all_of(*policies: PolicyLike) -> Policy:
+    """Keep the values that all of the policies keep; `p & q` is `all_of(p, q)`.
 
-    Where one of them offloads such a value, it is offloaded.
+    If one of the policies offloads the value, it is offloaded.
 
     **Arguments:**
 
-    - `policies`: policies, or what `as_policy` makes one of. None at all is `everything_saveable`.
+    - `policies`: policies, or other arguments of `as_policy`. Without arguments, the result is `everything_saveable`.
 
     **Returns:** the policy.
 
@@ -166,15 +167,15 @@ def all_of(*policies: Any) -> Policy:
     return _combined("all_of", policies, everything_saveable)
 
 
-def first_of(*policies: Any) -> Policy:
-    """Do what the first policy with an opinion says.
+def first_of(*policies: PolicyLike) -> Policy:
+    """Follow the first policy that has an opinion.
 
-    A policy has an opinion where it says `MUST`: save, offload or recompute. `save_ops("mm")` has one on `mm`
-    alone, `recompute_ops("exp")` on `exp` alone. Where none of the policies has one, the last decides.
+    An opinion is a decision with `MUST`: save, offload or recompute. `save_ops("mm")` has an opinion only on `mm`, and
+    `recompute_ops("exp")` only on `exp`. If no policy has an opinion, the last one decides.
 
     **Arguments:**
 
-    - `policies`: policies, or what `as_policy` makes one of; at least one.
+    - `policies`: policies, or other arguments of `as_policy`; at least one.
 
     **Returns:** the policy.
 
@@ -182,10 +183,14 @@ def first_of(*policies: Any) -> Policy:
 
     Examples:
         >>> import torch
-        >>> from remat.policies import everything_saveable, first_of, offload_ops, recompute_ops
-        >>> policy = first_of(recompute_ops("exp"), offload_ops("mm"), everything_saveable)
+        >>> from remat.policies import everything_saveable, first_of
+        >>> from remat.policies import offload_ops, recompute_ops
+        >>> policy = first_of(
+        ...     recompute_ops("exp"), offload_ops("mm"), everything_saveable
+        ... )
         >>> aten = torch.ops.aten
-        >>> [policy(None, op).name for op in (aten.exp.default, aten.mm.default, aten.sin.default)]
+        >>> ops = aten.exp.default, aten.mm.default, aten.sin.default
+        >>> [policy(None, op).name for op in ops]
         ['MUST_RECOMPUTE', 'MUST_CPU_OFFLOAD', 'MUST_SAVE']
     """
     if not policies:
@@ -193,12 +198,12 @@ def first_of(*policies: Any) -> Policy:
     return _combined("first_of", policies, nothing_saveable)
 
 
-def save_from_both_policies(policy_1: Any, policy_2: Any) -> Policy:
-    """Save what either of two policies saves: JAX's name for `policy_1 | policy_2`.
+def save_from_both_policies(policy_1: PolicyLike, policy_2: PolicyLike) -> Policy:
+    """Save the values that at least one of two policies saves: JAX's name for `policy_1 | policy_2`.
 
     **Arguments:**
 
-    - `policy_1`, `policy_2`: policies, or what `as_policy` makes one of. Unlike JAX's, they may offload too.
+    - `policy_1`, `policy_2`: policies, or other arguments of `as_policy`. Unlike in JAX, they may offload.
 
     **Returns:** the policy.
 
@@ -207,9 +212,11 @@ def save_from_both_policies(policy_1: Any, policy_2: Any) -> Policy:
     **Source:** `jax.checkpoint_policies.save_from_both_policies`.
 
     Examples:
-        >>> from remat.policies import dots_saveable, save_from_both_policies, save_only_these_names
-        >>> policy = save_from_both_policies(dots_saveable, save_only_these_names("attn"))
-        >>> policy == dots_saveable | save_only_these_names("attn")
+        >>> from remat.policies import dots_saveable, save_from_both_policies
+        >>> from remat.policies import save_only_these_names
+        >>> attention = save_only_these_names("attn")
+        >>> policy = save_from_both_policies(dots_saveable, attention)
+        >>> policy == dots_saveable | attention
         True
     """
     return any_of(policy_1, policy_2)

@@ -1,4 +1,4 @@
-"""Policies that keep what matrix multiplications compute: what costs the most."""
+"""Policies that keep the results of matrix multiplications, the most expensive ops."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def dots() -> frozenset[Any]:
     return frozenset(getattr(packet, overload) for packet in packets for overload in packet.overloads())
 
 
-# The calls in a user's code that say what their dots go over. Other calls may be made of several dots.
+# Calls in the user's code that make one dot, so their arguments show its batch dimensions. Others may make several.
 _CALLS = """
     matmul rmatmul imatmul linalg_matmul mm bmm mv dot vdot addmm baddbmm addbmm addmv linear bilinear
     tensordot inner einsum chain_matmul linalg_multi_dot scaled_dot_product_attention
     conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
 """
 _NEVER_BATCHED = ("tensordot", "inner", "bilinear", "trilinear", "addbmm", "chain_matmul", "linalg_multi_dot")
-_ADDED_TO = ("addmm", "addmm_activation", "baddbmm", "addmv")  # the first tensor is no factor
+_ADDED_TO = ("addmm", "addmm_activation", "baddbmm", "addmv")  # the first tensor is added, not multiplied
 
 
 def _name(func: Any) -> str:
@@ -52,7 +52,7 @@ def _name(func: Any) -> str:
 
 
 def _has_batch_dims(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
-    """Whether a call multiplies several pairs of matrices, not one pair.
+    """Whether a call multiplies several pairs of matrices instead of one.
 
     As in `jax.numpy.matmul`, a dimension of size 1 is no batch dimension.
     """
@@ -68,7 +68,7 @@ def _has_batch_dims(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | Non
 
 
 def _einsum_has_batch_dims(equation: str, operands: Sequence[Any]) -> bool:
-    """Whether an index is in several operands and in the result; in an implicit result, only `...` is."""
+    """Whether an index is in several operands and in the result. Without `->`, only `...` can be."""
     inputs, arrow, result = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     if any(sum(index in term for term in terms) > 1 for index in set(result) - {"."}):
@@ -80,13 +80,12 @@ def _einsum_has_batch_dims(equation: str, operands: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True, repr=False)
 class _Dots(Policy):
-    """Keeps what dots return: matrix multiplications, convolutions and fused attention.
+    """Keeps the results of dots: matrix multiplications, convolutions and fused attention.
 
-    `dots_saveable` keeps all of them. `dots_with_no_batch_dims_saveable` leaves out those that multiply many
-    pairs of matrices at once, as attention does: their results are often larger than what went in. That is
-    decided by the call in the user's function: a `vmap` over the function makes no difference. In a
-    composition of several dots, such as `multi_head_attention_forward`, and under torch's selective
-    checkpointing, the op below it decides.
+    `dots_saveable` keeps all of them. `dots_with_no_batch_dims_saveable` leaves out dots that multiply many pairs of
+    matrices at once, as in attention: their results are often larger than their arguments. The call in the user's
+    function decides, so a `vmap` over the function makes no difference. For a call that makes several dots, such as
+    `multi_head_attention_forward`, and under torch's selective checkpointing, the aten op decides.
 
     **Source:** `jax.checkpoint_policies`.
 
@@ -99,7 +98,9 @@ class _Dots(Policy):
         ... def attention(w, x):
         ...     q, k, v = (x @ w).chunk(3, -1)  # kept
         ...     return (q @ k.mT).softmax(-1) @ v  # computed again
-        >>> grad(lambda w: attention(w, torch.ones(2, 4, 3)).sum())(torch.ones(3, 6)).shape
+        >>> def loss(w):
+        ...     return attention(w, torch.ones(2, 4, 3)).sum()
+        >>> grad(loss)(torch.ones(3, 6)).shape
         torch.Size([3, 6])
     """
 
@@ -111,7 +112,7 @@ class _Dots(Policy):
             raise TypeError(CALLED.format(self))
         if (decision := self.by_op(op)) is not None:
             return decision
-        # Below a vmap every op may have batch dimensions: what counts is the call as the user wrote it.
+        # Under a vmap every op may have batch dimensions, so look at the call that the user wrote.
         call = getattr(ctx, "call", None)
         if call is None or _name(call[0]) not in _CALLS.split():
             call = op, args, kwargs
@@ -139,16 +140,16 @@ checkpoint_dots_with_no_batch_dims: Policy = dots_with_no_batch_dims_saveable
 
 
 def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str = "pinned_host") -> Policy:
-    """Offload to CPU memory what `dots_with_no_batch_dims_saveable` saves.
+    """Offload the values that `dots_with_no_batch_dims_saveable` saves to CPU memory.
 
     **Arguments:**
 
-    - `offload_src`: where the values are moved from; always "device".
-    - `offload_dst`: where they are moved to; always "pinned_host".
+    - `offload_src`: the source of the move; always "device".
+    - `offload_dst`: the target of the move; always "pinned_host".
 
     **Returns:** the policy.
 
-    **Raises:** `ValueError` for any other place.
+    **Raises:** `ValueError` for another source or target.
 
     **Source:** `jax.checkpoint_policies.offload_dot_with_no_batch_dims`.
 

@@ -1,4 +1,4 @@
-"""What a policy decides: torch's enum, with offloading also where torch does not have it yet."""
+"""The decisions of a policy: torch's enum, with offloading also for versions of torch without it."""
 
 from __future__ import annotations
 

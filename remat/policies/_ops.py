@@ -1,4 +1,4 @@
-"""Ops by name: which ones a spelling means, and whether they can ever be seen by a policy."""
+"""Ops by name: the ops that a spelling stands for, and whether a policy can ever see them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from remat._errors import shown
 OpOverload: Any = type(torch.ops.aten.mm.default)
 OpOverloadPacket: Any = type(torch.ops.aten.mm)
 
-# What a composite op runs below autograd, for the ones that people name most.
+# The ops that a composite op runs below autograd, for the composite ops that people name most.
 _MADE_OF = {
     name: made_of.split()
     for line in """
@@ -69,9 +69,9 @@ def _look_up(dotted: str) -> Any:
 
 
 def _matching(dotted: str, known: set[str]) -> list[Any]:
-    """The overloads that a spelling stands for, or none if no policy would ever see them.
+    """The overloads that a spelling stands for, or none if no policy ever sees them.
 
-    TorchScript's own are not among the known. Whether a packet is composite is not up to its `out=` overload.
+    TorchScript's own ops are not known. The `out=` overload of a packet does not decide whether it is composite.
     """
     names = [dotted] if dotted in known else [k for k in known if k.rpartition(".")[0] == dotted]
     ops = [_look_up(name) for name in names]
@@ -87,8 +87,8 @@ def spell(who: str, op: Any) -> str:
     - `who`: the function that the user called, for errors.
     - `op`: an overload, a packet, or a name.
 
-    **Raises:** `TypeError` for what is not an op; `ValueError` for one that does not exist, can't be told
-    from another, or is never seen.
+    **Raises:** `TypeError` if it is not an op; `ValueError` for an op that does not exist, is ambiguous, or is never
+    seen.
     """
     known = set(map(_dotted, internals.op_names()))
     if not isinstance(op, (str, OpOverload, OpOverloadPacket)):
@@ -98,7 +98,7 @@ def spell(who: str, op: Any) -> str:
         )
     dotted = _find(who, op.replace("::", "."), known) if isinstance(op, str) else str(op)
     if dotted in ("aten.detach", "aten.detach.default"):
-        raise ValueError(f"{who}: a policy is never asked about {dotted}: name what it detaches.")
+        raise ValueError(f"{who}: a policy is never asked about {dotted}: name the op whose result it detaches.")
     if not _matching(dotted, known):
         made_of = ", ".join(f"aten.{name}" for name in _MADE_OF.get(dotted.split(".")[1], []))
         raise ValueError(
@@ -109,7 +109,7 @@ def spell(who: str, op: Any) -> str:
 
 
 def _hint(op: Any, known: set[str]) -> str:
-    """What is meant by something that is no op."""
+    """A hint for an object that is no op."""
     if isinstance(op, (list, tuple, set, frozenset)):
         return f" Unpack it: *{op!r}."
     name = getattr(op, "__name__", "")
@@ -126,7 +126,7 @@ def _find(who: str, name: str, known: set[str]) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise ValueError(f"{who}: {name!r} may be {', '.join(found)}. Write which one.")
+        raise ValueError(f"{who}: {name!r} may be {', '.join(found)}. Write one of them.")
     close = difflib.get_close_matches(name, spellings) or difflib.get_close_matches(f"aten.{name}", spellings)
     hint = f"Did you mean {' or '.join(map(repr, close))}?" if close else "Import the library that defines it."
     if "." not in name:

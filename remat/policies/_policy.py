@@ -1,4 +1,4 @@
-"""What a policy is, and the ones that are given by ops or functions."""
+"""The base class of policies, and policies that are given by ops or functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.utils.checkpoint
 
@@ -27,23 +27,27 @@ PREFER_CPU_OFFLOAD = CheckpointPolicy.PREFER_CPU_OFFLOAD
 
 Decide = Callable[..., CheckpointPolicy]
 
+PolicyLike: TypeAlias = (
+    Callable[..., CheckpointPolicy | bool] | list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any] | None
+)
+"""The type of `policy=`: a policy, a function with the same signature, a collection of ops, or None."""
 
 policy_around: ContextVar[Policy | None] = ContextVar("remat_policy_around", default=None)
-"""The policy of the function under remat that is running, for `custom_remat`; None where its rules are not followed."""
+"""The policy of the function under remat that is running, for `custom_remat`; None where `f` itself runs."""
 
 by_identity: weakref.WeakValueDictionary[int, Policy] = weakref.WeakValueDictionary()
-"""All policies, by `id`: a number is all that torch.compile lets through."""
+"""All policies, by `id`: torch.compile passes on numbers, but not objects."""
 
 
 class Policy(abc.ABC):
-    """Says of each result of an op whether it is kept or computed again.
+    """Decides for each result of an op whether it is kept or recomputed.
 
-    Policies are values: they can be compared, hashed, printed and pickled. The functions of this module make
-    them, and they combine to new ones: `p | q` keeps what either keeps, `p & q` what both keep, `~p` what `p`
-    does not keep, and `p - q` what `p` keeps without what `q` keeps.
+    Policies are values: they can be compared, hashed, printed and pickled. The functions of this module make policies,
+    and operators combine them: `p | q` keeps a value if `p` or `q` keeps it, `p & q` if both keep it, `~p` if `p` does
+    not keep it, and `p - q` if `p` keeps it and `q` does not.
 
-    `policy(ctx, op, *args, **kwargs)` is the decision on one op that has run, a `CheckpointPolicy`. It is the
-    protocol of `torch.utils.checkpoint.create_selective_checkpoint_contexts`, which takes these policies too.
+    `policy(ctx, op, *args, **kwargs)` returns the decision on one op that has run, a `CheckpointPolicy`. This is also
+    the signature of torch's selective checkpointing, so `create_selective_checkpoint_contexts` takes these policies.
 
     Examples:
         >>> from remat.policies import dots_saveable, save_ops
@@ -57,9 +61,7 @@ class Policy(abc.ABC):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         del args, kwargs
         if torch.compiler.is_dynamo_compiling():
-            raise RuntimeError(
-                "remat: make a policy outside of the function that is compiled, and use it there by name."
-            )
+            raise RuntimeError("remat: make a policy outside the function that is compiled, and use it there by name.")
         policy = super().__new__(cls)
         by_identity[id(policy)] = policy
         return policy
@@ -70,24 +72,24 @@ class Policy(abc.ABC):
 
         **Arguments:**
 
-        - `ctx`: torch's `SelectiveCheckpointContext`, or one with the same attributes: `op_output` is what
-            the op returned, a tensor, a tuple or list of tensors, or a number.
+        - `ctx`: torch's `SelectiveCheckpointContext`, or an object with the same attributes: `op_output` is the result
+            of the op, a tensor, a tuple or list of tensors, or a number.
         - `op`: the op, an overload such as `torch.ops.aten.mm.default`.
-        - `args`, `kwargs`: what the op was called with, below all transforms.
+        - `args`, `kwargs`: the arguments of the op, below all transforms.
         """
 
     @property
     def looks_at_calls(self) -> bool:
-        """Whether a decision may depend on `ctx.call`, which it takes time to have ready."""
+        """Whether a decision may depend on `ctx.call`, which takes time to prepare."""
         return True
 
     def by_op(self, op: Any) -> CheckpointPolicy | None:
-        """The decision on all that an op returns, where nothing but the op counts; else None."""
+        """The decision on an op if it depends on the op alone; else None."""
         del op
         return None
 
     def start(self) -> Decide:
-        """What decides on the ops of one run: the policy itself, unless it counts.
+        """Return the function that decides in one run: the policy itself, unless it counts ops.
 
         `remat` calls it for each run. With torch's selective checkpointing, call it yourself in the
         `context_fn`: `lambda: create_selective_checkpoint_contexts(policy.start())`.
@@ -96,32 +98,31 @@ class Policy(abc.ABC):
         """
         return self
 
-    def __or__(self, other: Any) -> Policy:
+    def __or__(self, other: PolicyLike) -> Policy:
         return _combined.any_of(self, other)
 
-    def __and__(self, other: Any) -> Policy:
+    def __and__(self, other: PolicyLike) -> Policy:
         return _combined.all_of(self, other)
 
     def __invert__(self) -> Policy:
         return _combined.opposite(self)
 
-    def __sub__(self, other: Any) -> Policy:
+    def __sub__(self, other: PolicyLike) -> Policy:
         return _combined.without(self, other)
 
 
 CALLED = "{0} is a policy already: leave out the ()."
-"""For who makes a policy of one that JAX, too, has as a value."""
+"""The error for calling a policy that is a value, as in JAX."""
 
-# Policies that look at nothing, at the op, or ask a function.
+# Policies that are constant, decide by op, or ask a function.
 
 
 @dataclass(frozen=True, repr=False)
 class Constant(Policy):
     """The same decision for every op: `everything_saveable` and `nothing_saveable`.
 
-    To save everything is not to go without remat: values that neither the backward pass nor the rerun reads
-    are not kept. To save nothing is to keep what a function without a policy keeps, and not to compute again what
-    nobody needs.
+    `everything_saveable` is not the same as no remat: it keeps only values that the backward pass or the rerun reads.
+    `nothing_saveable` keeps what a function without a policy keeps, but its rerun skips ops that nothing needs.
 
     **Source:** `jax.checkpoint_policies`.
 
@@ -176,17 +177,17 @@ class ByOp(Policy):
 
 
 def name_of(fun: Any) -> str:
-    """How a function that decides is called in messages and reprs."""
+    """The name of a deciding function, for messages and reprs."""
     return getattr(fun, "__qualname__", None) or repr(fun)
 
 
 def ask(fun: Callable[..., Any], ctx: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a user's function says of an op."""
+    """Ask the user's function about an op."""
     try:
         return fun(ctx, op, *args, **kwargs)
     except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # the function's own: it has begun
+            raise  # from inside the function: it has begun to run
         raise TypeError(
             f"remat: {name_of(fun)} can't be called as policy(ctx, op, *args, **kwargs), with the arguments of {op}."
         ) from error
@@ -194,7 +195,7 @@ def ask(fun: Callable[..., Any], ctx: Any, op: Any, args: tuple[Any, ...], kwarg
 
 @dataclass(frozen=True, repr=False)
 class Function(Policy):
-    """What a user's function says. That of `save_if` says yes or no."""
+    """A policy that asks a user's function. For `save_if`, it returns a bool."""
 
     fun: Callable[..., Any]
     maker: str = "as_policy"
@@ -215,16 +216,16 @@ class Function(Policy):
         return f"{self.maker}({name_of(self.fun)})"
 
 
-def as_policy(value: Any) -> Policy:
-    """Make a policy of what the `policy` argument of `remat` takes.
+def as_policy(value: PolicyLike) -> Policy:
+    """Make a policy from any argument that `remat(policy=...)` takes.
 
     **Arguments:**
 
-    - `value`: a policy; a function `(ctx, op, *args, **kwargs)` that returns a `CheckpointPolicy` or a bool
-        (True: `MUST_SAVE`, False: `PREFER_RECOMPUTE`), as torch's selective checkpointing takes it; a
-        collection of ops to be saved; or None, which saves nothing.
+    - `value`: a policy; a function `(ctx, op, *args, **kwargs)` that returns a `CheckpointPolicy` or a bool (True:
+        `MUST_SAVE`, False: `PREFER_RECOMPUTE`), as for torch's selective checkpointing; a collection of ops to save; or
+        None, which saves nothing.
 
-    **Returns:** the policy. One made of a function checks each of its results.
+    **Returns:** the policy. If it asks a function, it checks the type of each result.
 
     **Raises:** `TypeError` for anything else, and as `save_ops`.
 
@@ -234,7 +235,8 @@ def as_policy(value: Any) -> Policy:
         >>> as_policy(["aten.mm", "aten.bmm"])
         save_ops('aten.bmm', 'aten.mm')
         >>> def big(ctx, op, *args, **kwargs):
-        ...     return isinstance(ctx.op_output, torch.Tensor) and ctx.op_output.numel() > 1000
+        ...     out = ctx.op_output
+        ...     return isinstance(out, torch.Tensor) and out.numel() > 1000
         >>> as_policy(big) | ["aten.mm"]
         any_of(as_policy(big), save_ops('aten.mm'))
     """
@@ -271,7 +273,7 @@ def as_policy(value: Any) -> Policy:
 
 
 def _written(value: Any) -> str | None:
-    """How a policy is written that was given by its name or in a list; None for what is no policy."""
+    """The expression for a policy that was given by name or in a list; None if it is no policy."""
     if isinstance(value, Policy):
         return repr(value)
     module = sys.modules[__package__]
@@ -285,4 +287,4 @@ def call(maker: str, *args: Any) -> str:
     return f"{maker}({', '.join(map(repr, args))})"
 
 
-from remat.policies import _combined  # noqa: E402  # it needs what is above
+from remat.policies import _combined  # noqa: E402  # it needs the names above

@@ -1,4 +1,4 @@
-"""Random numbers from explicit keys: the functions and bits of `jax.random`, and torch's stateful code made pure."""
+"""Random numbers from explicit keys: the functions and bits of `jax.random`, and keys for stateful code."""
 
 from remat.random._continuous import cauchy as cauchy
 from remat.random._continuous import exponential as exponential

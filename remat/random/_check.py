@@ -1,4 +1,4 @@
-"""What the functions of `remat.random` ask of their arguments, and the errors they raise otherwise."""
+"""Checks of the arguments of `remat.random`, and their errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def what(x: object) -> str:
-    """How an error names an argument."""
+    """Describe an argument in an error."""
     if isinstance(x, Tensor):
         dtype = str(x.dtype).removeprefix("torch.")
         return f"{'an' if dtype.startswith('int') else 'a'} {dtype} tensor of shape {tuple(x.shape)}"
@@ -56,12 +56,12 @@ def check_size(who: str, size: int, name: str) -> int:
 
 
 def check_float(who: str, dtype: torch.dtype | None) -> torch.dtype:
-    """A floating dtype; torch's default one for None."""
+    """Check a floating dtype. None stands for torch's default dtype."""
     return check_dtype(who, torch.get_default_dtype() if dtype is None else dtype, FLOATS)
 
 
 def check_integer(who: str, dtype: torch.dtype | None) -> torch.dtype:
-    """An integer dtype; as in JAX, int32 for None."""
+    """Check an integer dtype. None stands for int32, as in JAX."""
     return check_dtype(who, torch.int32 if dtype is None else dtype, INTEGERS)
 
 
@@ -74,8 +74,8 @@ def check_dtype(who: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) 
 def broadcast(
     who: str, key: Tensor, shape: Shape | None, dtype: torch.dtype, *parameters: Real
 ) -> tuple[tuple[int, ...], list[Tensor]]:
-    """The shape to draw (that of the parameters for None) and the parameters as tensors of `dtype`."""
-    if any(isinstance(p, (list, tuple)) for p in parameters):  # a shape, perhaps, where torch has it
+    """Return the shape to draw (for None, that of the parameters) and the parameters as tensors of `dtype`."""
+    if any(isinstance(p, (list, tuple)) for p in parameters):  # perhaps a shape in the position where torch has it
         raise _no_numbers(who, parameters)
     try:
         tensors = [
@@ -101,12 +101,12 @@ def broadcast(
 def _no_numbers(who: str, parameters: tuple[object, ...]) -> TypeError:
     got = ", ".join(map(what, parameters))
     return TypeError(
-        f"remat.random.{who}: the parameters must be numbers or tensors; got {got}. A shape is named: shape=(...)."
+        f"remat.random.{who}: the parameters must be numbers or tensors; got {got}. Pass a shape by name: shape=(...)."
     )
 
 
 def sampler(fun: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Concatenate[Tensor, P], Tensor]:
-    """Checks the key, and maps a batch of keys: `fun` itself always has a single one."""
+    """Check the key, and map over a batch of keys, so that `fun` always gets a single key."""
 
     @functools.wraps(fun)
     def sample(key: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor:

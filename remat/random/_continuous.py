@@ -1,4 +1,4 @@
-"""Continuous distributions that are a formula of one or two uniform or normal draws."""
+"""Continuous distributions that are a formula on one or two uniform or normal draws."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from remat.random._uniform import uniform
 
 @sampler
 def exponential(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> Tensor:
-    """Exponential with rate 1; divide by another rate.
+    """Exponential with rate 1. Divide the result by another rate.
 
     **Arguments:**
 
     - `key`: a key.
     - `shape`: the shape to draw.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, within rounding that of `jax.random.exponential`.
+    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.exponential`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -48,12 +48,13 @@ def gumbel(
 
     - `key`: a key.
     - `shape`: the shape to draw.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
-    - `mode`: "low" (the default) reaches up to about 16 in float32, "high" to about 32 with twice the bits.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
+    - `mode`: "low" (the default) draws values up to about 16 in float32; "high" draws up to about 32, with twice the
+        bits.
 
-    **Returns:** a tensor of `shape` and `dtype`, within rounding that of `jax.random.gumbel`.
+    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.gumbel`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape`, `dtype` or `mode`.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape`, `dtype` or `mode`.
 
     Examples:
         >>> import remat.random
@@ -79,11 +80,11 @@ def laplace(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) ->
 
     - `key`: a key.
     - `shape`: the shape to draw.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, within rounding that of `jax.random.laplace`.
+    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.laplace`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -103,11 +104,11 @@ def logistic(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -
 
     - `key`: a key.
     - `shape`: the shape to draw.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, within rounding that of `jax.random.logistic`.
+    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.logistic`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -127,11 +128,11 @@ def cauchy(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> 
 
     - `key`: a key.
     - `shape`: the shape to draw.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, within rounding that of `jax.random.cauchy`.
+    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.cauchy`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -151,11 +152,11 @@ def pareto(key: Tensor, b: Real, shape: Shape | None = None, dtype: torch.dtype 
     - `key`: a key.
     - `b`: the exponent, a number or a tensor. Differentiable.
     - `shape`: the shape to draw, by default that of `b`.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, within rounding that of `jax.random.pareto`.
+    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.pareto`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -169,18 +170,18 @@ def pareto(key: Tensor, b: Real, shape: Shape | None = None, dtype: torch.dtype 
 
 @sampler
 def rayleigh(key: Tensor, scale: Real, shape: Shape | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Rayleigh: the length of a vector of two normals with deviation `scale`.
+    """Rayleigh: the length of a vector of two normals with standard deviation `scale`.
 
     **Arguments:**
 
     - `key`: a key.
     - `scale`: a number or a tensor. Differentiable.
     - `shape`: the shape to draw, by default that of `scale`.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, within rounding that of `jax.random.rayleigh`.
+    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.rayleigh`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -196,18 +197,18 @@ def rayleigh(key: Tensor, scale: Real, shape: Shape | None = None, dtype: torch.
 def weibull_min(
     key: Tensor, scale: Real, concentration: Real, shape: Shape = (), dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Weibull, the distribution of the least of many.
+    """Weibull, the distribution of the minimum of many variables.
 
     **Arguments:**
 
     - `key`: a key.
     - `scale`, `concentration`: numbers or tensors. Differentiable.
-    - `shape`: the shape to draw. As in JAX it is not taken from the parameters: the draws broadcast with them.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `shape`: the shape to draw. As in JAX, the default is (), and the draws then broadcast with the parameters.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `dtype`, within rounding that of `jax.random.weibull_min`.
+    **Returns:** a tensor of `dtype`, up to rounding that of `jax.random.weibull_min`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -228,13 +229,13 @@ def triangular(
     **Arguments:**
 
     - `key`: a key.
-    - `left`, `mode`, `right`: numbers or tensors, in this order of size. Differentiable.
+    - `left`, `mode`, `right`: numbers or tensors, in ascending order. Differentiable.
     - `shape`: the shape to draw, by default that of the parameters.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, within rounding that of `jax.random.triangular`.
+    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.triangular`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or shapes that do not fit.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or shapes that do not fit.
 
     Examples:
         >>> import remat.random
@@ -258,11 +259,11 @@ def wald(key: Tensor, mean: Real, shape: Shape | None = None, dtype: torch.dtype
     - `key`: a key.
     - `mean`: a number or a tensor. Differentiable.
     - `shape`: the shape to draw, by default that of `mean`.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, within rounding that of `jax.random.wald`.
+    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.wald`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Source: Michael, Schucany, Haas, "Generating random variates using transformations with multiple roots", 1976.
 

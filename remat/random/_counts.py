@@ -1,7 +1,7 @@
 """Counts: geometric, Poisson, binomial and multinomial.
 
-The loops draw for a whole tensor at a time, from keys (b, 2) for parameters (b, n), until the row is done: as JAX's do,
-so that a batch of keys gives what its keys give one by one, and the counts are those that JAX gives.
+As in JAX, the loops draw for a whole tensor at a time, from keys (b, 2) for parameters (b, n), until a row is done. So
+a batch of keys gives the same counts as its keys one by one, and the counts are JAX's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _poisson_op(key: Tensor, lam: Tensor) -> Tensor:
 
 
 def _poisson_by_products(keys: Tensor, rate: Tensor) -> Tensor:
-    """Knuth, The Art of Computer Programming, 3.4.1: how many uniforms have a product above exp(-rate)."""
+    """Knuth, The Art of Computer Programming, 3.4.1: count the uniforms whose product is above exp(-rate)."""
     count, log_product = torch.zeros_like(rate), torch.zeros_like(rate)
     while (going := log_product > -rate).any():
         keys, once = split(keys).unbind(1)
@@ -64,7 +64,7 @@ def _poisson_by_rejection(keys: Tensor, rate: Tensor) -> Tensor:
         log_ratio = (v * inverse_alpha / (a / (edge * edge) + b)).log()
         accepted = ~impossible & (log_ratio <= -rate + k * rate.log() - torch.lgamma(k + 1))
         accepted |= (edge >= 0.07) & (v <= v_r)
-        # As in JAX, a row's last accepted proposal counts, up to where all of the row is accepted.
+        # As in JAX, the last accepted proposal of an element counts, until all of its row is accepted.
         counts = torch.where(accepted & open_row, k, counts)
         done |= accepted
     return counts
@@ -89,7 +89,7 @@ def _binomial_op(key: Tensor, n: Tensor, p: Tensor) -> Tensor:
 
 
 def _binomial_by_waiting(keys: Tensor, trials: Tensor, p: Tensor) -> Tensor:
-    """Devroye, Non-Uniform Random Variate Generation, 1986, X.4.3: how many waits for a success fit the trials."""
+    """Devroye, Non-Uniform Random Variate Generation, 1986, X.4.3: count the waits for a success within the trials."""
     count, waited = torch.zeros_like(p), torch.zeros_like(p)
     while (going := waited <= trials).any():
         once, keys = split(keys).unbind(1)
@@ -128,7 +128,7 @@ def _binomial_by_rejection(keys: Tensor, trials: Tensor, p: Tensor) -> Tensor:
 
 
 def _tail(k: Tensor) -> Tensor:
-    """What Stirling's formula leaves of log(k!); beyond 9 that of 9, as in JAX, which clamps k."""
+    """The error of Stirling's formula for log(k!). As in JAX, k is clamped to at most 9."""
     k = k.clamp(0, 9)
     return torch.lgamma(k + 1) - (k + 0.5) * (k + 1).log() + (k + 1) - 0.5 * math.log(2 * math.pi)
 
@@ -142,10 +142,10 @@ _binomial = _threefry.define_op(
 
 
 def _to_integer(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """A cast as XLA's: what `dtype` can't hold becomes the nearest number that it can, nan becomes 0."""
+    """Cast as XLA does: a number out of range becomes the nearest one of `dtype`, and nan becomes 0."""
     limits = torch.iinfo(dtype)
     counts = counts.to(torch.promote_types(counts.dtype, torch.float32)).nan_to_num()
-    # The largest number of a wide dtype is none of the floats, of which the nearest would overflow.
+    # The largest number of a wide dtype is not a float, and the nearest float would overflow.
     return torch.where(counts < limits.max, counts.clamp(limits.min, limits.max).to(dtype), limits.max)
 
 
@@ -164,7 +164,7 @@ def geometric(key: Tensor, p: Real, shape: Shape | None = None, dtype: torch.dty
     rounding of a logarithm decides: 3 in 100,000 at p = 1e-3, 2 in 100 at 1e-6). A count that `dtype` can't hold is its
     largest number.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -190,11 +190,11 @@ def poisson(key: Tensor, lam: Real, shape: Shape | None = None, dtype: torch.dty
     - `shape`: the shape to draw, by default that of `lam`.
     - `dtype`: an integer dtype, by default int32.
 
-    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.poisson` (but where rounding decides
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.poisson` (except where rounding decides
     whether a proposal is rejected: 2 in 10,000 at a rate of 1000, 3 in 100 at 1e6); -1 where `lam` is negative or nan.
-    A count that `dtype` can't hold is its largest number.
+    A count that is too large for `dtype` becomes the largest number of `dtype`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -204,25 +204,25 @@ def poisson(key: Tensor, lam: Real, shape: Shape | None = None, dtype: torch.dty
     dtype = check_integer("poisson", dtype)
     sizes, (rate,) = broadcast("poisson", key, shape, torch.float32, lam)
     counts = _poisson(key, rate.detach().expand(sizes))
-    return torch.where(counts == -1, -1, _to_integer(counts, dtype))  # a -1 that wraps where there is no sign
+    return torch.where(counts == -1, -1, _to_integer(counts, dtype))  # -1 wraps in an unsigned dtype
 
 
 @sampler
 def binomial(key: Tensor, n: Real, p: Real, shape: Shape | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Binomial: the successes in `n` trials.
+    """Binomial: the number of successes in `n` trials.
 
     **Arguments:**
 
     - `key`: a key.
-    - `n`: the trials, a number or a tensor >= 0.
+    - `n`: the number of trials, a number or a tensor >= 0.
     - `p`: the probability of success, a number or a tensor in [0, 1].
     - `shape`: the shape to draw, by default that of the parameters.
     - `dtype`: a floating dtype, by default torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.binomial` (but where rounding decides
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.binomial` (except where rounding decides
     whether a proposal is rejected: 1 in 10,000 at n = 1e8); nan where a parameter is out of range.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or shapes that do not fit.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or shapes that do not fit.
 
     Examples:
         >>> import remat.random
@@ -240,24 +240,25 @@ def binomial(key: Tensor, n: Real, p: Real, shape: Shape | None = None, dtype: t
 def multinomial(
     key: Tensor, n: Real, p: Tensor, *, shape: Shape | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Multinomial: `n` trials counted by their category.
+    """Multinomial: the number of trials, out of `n`, in each category.
 
     **Arguments:**
 
     - `key`: a key.
-    - `n`: the trials, a number or a tensor >= 0 that broadcasts to `shape[:-1]`.
+    - `n`: the number of trials, a number or a tensor >= 0 that broadcasts to `shape[:-1]`.
     - `p`: the probabilities of the categories, of shape (..., k).
     - `shape`: the shape to draw with the categories in its last dimension, by default that of `p`.
     - `dtype`: a floating dtype, by default torch's default dtype.
 
     **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.multinomial` as far as `binomial` is.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or shapes that do not fit.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or shapes that do not fit.
 
     Examples:
         >>> import remat.random
         >>> import torch
-        >>> remat.random.multinomial(remat.random.key(0), 10, torch.tensor([0.2, 0.3, 0.5])).sum()
+        >>> p = torch.tensor([0.2, 0.3, 0.5])
+        >>> remat.random.multinomial(remat.random.key(0), 10, p).sum()
         tensor(10.)
     """
     dtype = check_float("multinomial", dtype)

@@ -1,4 +1,4 @@
-"""Choosing: permutations, choices, categories."""
+"""Discrete choices: permutations, choices, categories."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def permutation(key: Tensor, x: int | Tensor, axis: int = 0, independent: bool =
     - `key`: a key.
     - `x`: a tensor, or an int n (also as a tensor with no dimensions) for the int64 tensor 0 … n - 1.
     - `axis`: the axis to shuffle along.
-    - `independent`: whether each vector along the axis is shuffled by itself.
+    - `independent`: whether each vector along the axis gets its own permutation.
 
     **Returns:** a tensor with the shape and dtype of `x`, ordered as `jax.random.permutation` orders it.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for an `axis` that `x` has not, or an `x` that is neither a
-    tensor nor an int >= 0.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` if `x` has no such `axis`, or is neither a tensor nor an
+    int >= 0.
 
     Examples:
         >>> import remat.random
@@ -44,8 +44,7 @@ def permutation(key: Tensor, x: int | Tensor, axis: int = 0, independent: bool =
         raise ValueError(f"remat.random.permutation: axis must be in [-{x.ndim}, {x.ndim}) for {what(x)}; got {axis}.")
     if not independent and x.ndim > 1:
         return x.index_select(axis, permutation(key, x.shape[axis]).to(x.device))
-    # Sorting by random 32-bit words, as often as it takes for ties to be no matter. The sign flip orders them
-    # as unsigned.
+    # Sort by random 32-bit words, often enough that ties do not matter. The sign flip orders the words as unsigned.
     for _ in range(math.ceil(3 * math.log(max(1, x.numel())) / math.log(2**32 - 1))):
         key, once = split(key)
         words = _threefry.bits(once, x.shape, 32).view(torch.int32) ^ -(2**31)
@@ -70,21 +69,22 @@ def choice(
     - `key`: a key.
     - `a`: a tensor, or an int n (also as a tensor with no dimensions) for 0 … n - 1.
     - `shape`: the shape to draw.
-    - `replace`: whether an element can be chosen again.
-    - `p`: the probabilities, of shape (n,); by default all equal.
+    - `replace`: whether an element can be chosen more than once.
+    - `p`: the probabilities, of shape (n,); equal by default.
     - `axis`: the axis of `a` to choose along.
-    - `mode`: that of `gumbel`, for choosing by `p` without replacement.
+    - `mode`: as for `gumbel`, to choose by `p` without replacement.
 
     **Returns:** a tensor of shape (*a.shape[:axis], *shape, *a.shape[axis + 1:]), equal to that of `jax.random.choice`
-    (with `p`, but where rounding decides); int64 if `a` is an int.
+    (with `p`, except where rounding decides); int64 if `a` is an int.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `a`, `shape` or `axis`, a `p` that does not fit,
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `a`, `shape` or `axis`, a `p` that does not fit,
     nothing to choose from, or more to choose than there is.
 
     Examples:
         >>> import remat.random
         >>> import torch
-        >>> remat.random.choice(remat.random.key(0), torch.tensor([2.0, 3.0, 5.0]), (4,))
+        >>> a = torch.tensor([2.0, 3.0, 5.0])
+        >>> remat.random.choice(remat.random.key(0), a, (4,))
         tensor([3., 2., 5., 3.])
     """
     who, sizes = "remat.random.choice", check_shape("choice", shape)
@@ -120,7 +120,7 @@ def _population(who: str, name: str, x: int | Tensor) -> int | Tensor:
         return x
     try:
         n = operator.index(x)
-    except (TypeError, RuntimeError):  # no integer, or one that a transform hides
+    except (TypeError, RuntimeError):  # no integer, or one inside a transform
         n = -1
     if n < 0:
         raise ValueError(
@@ -139,28 +139,29 @@ def categorical(
     replace: bool = True,
     mode: Literal["low", "high"] | None = None,
 ) -> Tensor:
-    """Categories by their logits.
+    """Draw categories by their logits.
 
     **Arguments:**
 
     - `key`: a key.
     - `logits`: a floating tensor of unnormalized log probabilities.
     - `axis`: the axis of the categories.
-    - `shape`: the shape to draw, by default that of `logits` without the axis; it may have dimensions in front of that.
-    - `replace`: without replacement, the draws along those dimensions in front are all different.
-    - `mode`: that of `gumbel`; "high" for probabilities below 1e-7 (in float32).
+    - `shape`: the shape to draw, by default that of `logits` without the axis. It may have more leading dimensions.
+    - `replace`: if False, the draws along these leading dimensions are all different.
+    - `mode`: as for `gumbel`; "high" for probabilities below 1e-7 (in float32).
 
-    **Returns:** an int64 tensor of `shape`, equal to that of `jax.random.categorical` (but where rounding decides).
+    **Returns:** an int64 tensor of `shape`, equal to that of `jax.random.categorical` (except where rounding decides).
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for bad `logits`, an `axis` that they have not, a
-    `shape` that does not fit, or more draws without replacement than categories.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for bad `logits`, a missing `axis`, a `shape` that does not
+    fit, or more draws without replacement than categories.
 
     Source: Kool, van Hoof, Welling, "Stochastic beams and where to find them", ICML 2019, arXiv:1903.06059.
 
     Examples:
         >>> import remat.random
         >>> import torch
-        >>> remat.random.categorical(remat.random.key(0), torch.tensor([0.0, 1.0, 2.0]), shape=(5,))
+        >>> logits = torch.tensor([0.0, 1.0, 2.0])
+        >>> remat.random.categorical(remat.random.key(0), logits, shape=(5,))
         tensor([1, 1, 2, 1, 2])
     """
     who = "remat.random.categorical"
@@ -174,7 +175,7 @@ def categorical(
     front = sizes[: len(sizes) - (logits.ndim - 1)]
     axis %= logits.ndim
     if replace:
-        # The noise is drawn in the layout that the logits came with.
+        # Draw the noise in the original layout of the logits.
         layout = list(sizes[len(front) :])
         layout.insert(axis, logits.shape[-1])
         noise = gumbel(key, (*front, *layout), dtype, mode).movedim(len(front) + axis, -1)

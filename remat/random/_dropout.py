@@ -13,20 +13,20 @@ from remat.random._uniform import bernoulli
 
 @sampler
 def dropout(key: Tensor, x: Tensor, rate: float = 0.5, *, broadcast_dims: Sequence[int] = ()) -> Tensor:
-    """`x` with a fraction of its elements set to zero and the others scaled up, so that the mean stays.
+    """Set a random fraction of the elements of `x` to zero, and scale the others up to keep the mean.
 
     **Arguments:**
 
     - `key`: a key.
     - `x`: a floating tensor. Differentiable.
-    - `rate`: the probability of zero, in [0, 1]: at 0 the result is `x`, at 1 it is 0.
-    - `broadcast_dims`: dimensions along which all is kept or all dropped: `(-2, -1)` drops whole channels, as
-        `torch.nn.Dropout2d` does.
+    - `rate`: the probability of zero, in [0, 1]. With 0 the result is `x`, with 1 it is 0.
+    - `broadcast_dims`: dimensions along which all elements are kept or dropped together: `(-2, -1)` drops whole
+        channels, as `torch.nn.Dropout2d` does.
 
     **Returns:** a tensor like `x`.
 
     **Raises:** `TypeError` if `key` is no key or `x` is not floating, `ValueError` for a `rate` outside [0, 1]
-    or a dimension that `x` has not.
+    or a dimension that `x` does not have.
 
     Source: Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 2014.
 

@@ -1,4 +1,4 @@
-"""The gamma distribution and what is made of it."""
+"""The gamma distribution, and distributions made of gamma draws."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from remat.random._uniform import rademacher
 
 
 def _gamma_op(key: Tensor, a: Tensor, log: bool) -> Tensor:
-    """Marsaglia and Tsang's rejection, each element with a key of its own, until all are accepted."""
+    """Marsaglia and Tsang's rejection, with a key for each element, until all are accepted."""
     flat = a.flatten()
     keys = split(key, math.prod(a.shape[key.ndim - 1 :])).reshape(-1, 2)
     d = torch.where(flat < 1, flat + 1, flat) - 1 / 3
@@ -35,7 +35,7 @@ def _gamma_op(key: Tensor, a: Tensor, log: bool) -> Tensor:
         exact = u.log() >= x.square() / 2 + d[open_] * (1 - cube + cube.log())
         rejected = squeeze & exact
         open_, keys = open_[rejected], keys[rejected]
-    # A gamma of a < 1 is that of a + 1 times u**(1 / a).
+    # A gamma draw for a < 1 is a draw for a + 1 times u**(1 / a).
     u = _threefry.uniform(keys_to_boost, (), d.dtype)
     if log:
         boost = torch.where((flat >= 1) | (u == 0), 0, torch.log1p(-u) / flat)
@@ -44,7 +44,7 @@ def _gamma_op(key: Tensor, a: Tensor, log: bool) -> Tensor:
 
 
 def _normal_above(keys: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """Normals x, one for each key, such that 1 + c * x > 0; and 1 + c * x."""
+    """Return normals x, one for each key, with 1 + c * x > 0, and 1 + c * x."""
     x = torch.empty_like(c)
     open_ = torch.arange(len(c), device=c.device)
     while len(open_):
@@ -75,7 +75,7 @@ _slope_op = _threefry.define_op(
 
 
 class _Slope(torch.autograd.Function):
-    """The derivative of a gamma sample in `a` at fixed quantile: Figurnov, Mohamed, Mnih, arXiv:1805.08498."""
+    """The derivative of a gamma sample by `a` at a fixed quantile: Figurnov, Mohamed, Mnih, arXiv:1805.08498."""
 
     generate_vmap_rule = True
 
@@ -90,8 +90,8 @@ class _Slope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
         raise NotImplementedError(
-            "remat.random.gamma: the implicit derivative of a gamma sample can be taken once; its own derivative was "
-            "asked for, for which torch has no formula."
+            "remat.random.gamma: the implicit derivative of a gamma sample can be taken once; torch has no formula for "
+            "its own derivative."
         )
 
     @staticmethod
@@ -100,7 +100,7 @@ class _Slope(torch.autograd.Function):
 
 
 class _Implicit(torch.autograd.Function):
-    """A sample as the function of its parameter that keeps the quantile."""
+    """A sample as a function of its parameter, at a fixed quantile."""
 
     generate_vmap_rule = True
 
@@ -141,19 +141,19 @@ def _sample(who: str, key: Tensor, a: Real, shape: Shape | None, dtype: torch.dt
 
 @sampler
 def gamma(key: Tensor, a: Real, shape: Shape | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Gamma with shape parameter `a` and scale 1; multiply by another scale.
+    """Gamma with shape parameter `a` and scale 1. Multiply the result by another scale.
 
     **Arguments:**
 
     - `key`: a key.
     - `a`: a number or a tensor > 0. Differentiable, implicitly, once.
     - `shape`: the shape to draw, by default that of `a`.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, for float32 and float64 within rounding that of `jax.random.gamma`
-    (but where rounding decides whether a proposal is rejected, about once in a million).
+    **Returns:** a tensor of `shape` and `dtype`, for float32 and float64 up to rounding that of `jax.random.gamma`
+    (except where rounding decides whether a proposal is rejected, about once in a million).
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Source: Marsaglia, Tsang, "A simple method for generating gamma variables", 2000.
 
@@ -167,18 +167,18 @@ def gamma(key: Tensor, a: Real, shape: Shape | None = None, dtype: torch.dtype |
 
 @sampler
 def loggamma(key: Tensor, a: Real, shape: Shape | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """The logarithm of a gamma draw, precise where the draw itself would be too small for its dtype.
+    """The logarithm of a gamma draw, also where the draw itself would be too small for its dtype.
 
     **Arguments:**
 
     - `key`: a key.
     - `a`: a number or a tensor > 0. Differentiable, implicitly, once.
     - `shape`: the shape to draw, by default that of `a`.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
     **Returns:** a tensor of `shape` and `dtype`: the logarithm of `gamma` with the same key.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -197,11 +197,11 @@ def beta(key: Tensor, a: Real, b: Real, shape: Shape | None = None, dtype: torch
     - `key`: a key.
     - `a`, `b`: numbers or tensors > 0. Differentiable, implicitly, once.
     - `shape`: the shape to draw, by default that of the parameters.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
     **Returns:** a tensor of `shape` and `dtype`, that of `jax.random.beta` as far as `gamma` is JAX's.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or shapes that do not fit.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or shapes that do not fit.
 
     Examples:
         >>> import remat.random
@@ -223,11 +223,11 @@ def dirichlet(key: Tensor, alpha: Tensor, shape: Shape | None = None, dtype: tor
     - `key`: a key.
     - `alpha`: the concentrations, > 0, of shape (..., n). Differentiable, implicitly, once.
     - `shape`: the batch shape to draw, by default that of `alpha`.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
     **Returns:** a tensor of shape (*shape, n), that of `jax.random.dirichlet` as far as `gamma` is JAX's.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for an `alpha` of no dimension, a bad `dtype`, or a `shape`
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for an `alpha` of no dimension, a bad `dtype`, or a `shape`
     that does not fit.
 
     Examples:
@@ -252,11 +252,11 @@ def chisquare(key: Tensor, df: Real, shape: Shape | None = None, dtype: torch.dt
     - `key`: a key.
     - `df`: a number or a tensor > 0. Differentiable, implicitly, once.
     - `shape`: the shape to draw, by default that of `df`.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
     **Returns:** a tensor of `shape` and `dtype`, that of `jax.random.chisquare` as far as `gamma` is JAX's.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -277,11 +277,11 @@ def f(key: Tensor, dfnum: Real, dfden: Real, shape: Shape | None = None, dtype: 
     - `key`: a key.
     - `dfnum`, `dfden`: the degrees of freedom, numbers or tensors > 0. Differentiable, implicitly, once.
     - `shape`: the shape to draw, by default that of the parameters.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
     **Returns:** a tensor of `shape` and `dtype`, that of `jax.random.f` as far as `gamma` is JAX's.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or shapes that do not fit.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or shapes that do not fit.
 
     Examples:
         >>> import remat.random
@@ -303,11 +303,11 @@ def t(key: Tensor, df: Real, shape: Shape | None = None, dtype: torch.dtype | No
     - `key`: a key.
     - `df`: a number or a tensor > 0. Differentiable, implicitly, once.
     - `shape`: the shape to draw, by default that of `df`.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
     **Returns:** a tensor of `shape` and `dtype`, that of `jax.random.t` as far as `gamma` is JAX's.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -330,11 +330,11 @@ def generalized_normal(key: Tensor, p: Real, shape: Shape = (), dtype: torch.dty
     - `key`: a key.
     - `p`: the exponent, a number > 0. Differentiable, implicitly, once.
     - `shape`: the shape to draw.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
     **Returns:** a tensor of `shape` and `dtype`, that of `jax.random.generalized_normal` as far as `gamma` is JAX's.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -357,18 +357,19 @@ def ball(key: Tensor, d: int, p: float = 2, shape: Shape = (), dtype: torch.dtyp
     - `d`: the dimension of the ball.
     - `p`: the norm, > 0.
     - `shape`: the batch shape to draw.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
     **Returns:** a tensor of shape (*shape, d), that of `jax.random.ball` as far as `gamma` is JAX's.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `d`, `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `d`, `shape` or `dtype`.
 
     Source: Barthe, Guedon, Mendelson, Naor, "A probabilistic approach to the geometry of the l_p^n-ball", 2005,
     arXiv:math/0503650.
 
     Examples:
         >>> import remat.random
-        >>> bool(remat.random.ball(remat.random.key(0), 3, shape=(100,)).norm(dim=-1).max() <= 1)
+        >>> points = remat.random.ball(remat.random.key(0), 3, shape=(100,))
+        >>> bool(points.norm(dim=-1).max() <= 1)
         True
     """
     sizes, dtype = check_shape("ball", shape), check_float("ball", dtype)

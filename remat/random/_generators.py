@@ -26,7 +26,7 @@ def set_global_state(device: torch.device, state: Tensor) -> None:
 
 def same_state(a: Tensor, b: Tensor) -> bool:
     """Whether two states are the same: bytes of the CPU, compared in a fifth of the time of `torch.equal`."""
-    with internals.DisableTorchFunction():  # a run around this one reads no states
+    with internals.DisableTorchFunction():  # an outer run must not see these reads
         return ctypes.string_at(a.data_ptr(), a.numel()) == ctypes.string_at(b.data_ptr(), b.numel())
 
 

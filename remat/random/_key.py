@@ -1,7 +1,7 @@
-"""Keys: making them, and making keys from keys.
+"""Keys, and new keys from keys.
 
-A key is a plain tensor of two uint32 words on any device; a batch of keys has leading dimensions. It is used like any
-other tensor (indexed, stacked, sent to a device, mapped over with `torch.vmap`), and each value is used once.
+A key is a plain tensor of two uint32 words on any device. A batch of keys has leading dimensions. Keys can be indexed,
+stacked, sent to a device and mapped over with `torch.vmap`, like any other tensor. Use each key only once.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from remat.random._check import Shape, check_key, check_shape, what
 
 
 def key(seed: int | Tensor, *, device: torch.device | str | int | None = None) -> Tensor:
-    """A key from a seed.
+    """Make a key from a seed.
 
     **Arguments:**
 
-    - `seed`: an int or an integer tensor with no dimensions. As in JAX's default mode only its low 32 bits count, so -1
-        is 2**32 - 1; an int has to fit in 64 bits.
-    - `device`: where the key lives, and with it all that is drawn from it; by default the seed's device, or torch's
-        default one.
+    - `seed`: an int, or an integer tensor with no dimensions. As in JAX's default mode, only its low 32 bits are used:
+        -1 is 2**32 - 1. An int has to fit in 64 bits.
+    - `device`: the device of the key and of all draws from it; by default the seed's device, or torch's default
+        device.
 
     **Returns:** a uint32 tensor of shape (2,), equal to `jax.random.key_data(jax.random.key(seed))`.
 
@@ -55,16 +55,16 @@ PRNGKey = key
 
 
 def split(key: Tensor, num: Shape = 2) -> Tensor:
-    """New keys from one, which is then used up.
+    """Make new keys from a key. Do not use the old key again.
 
     **Arguments:**
 
     - `key`: a key, or a batch of shape (..., 2).
-    - `num`: how many, or the shape of the batch of them.
+    - `num`: the number of new keys, or the shape of a batch of them.
 
     **Returns:** keys of shape (..., *num, 2). The i-th of them is `fold_in(key, i)`, whatever `num` is.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a negative `num`.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a negative `num`.
 
     Examples:
         >>> import remat.random
@@ -80,13 +80,13 @@ def split(key: Tensor, num: Shape = 2) -> Tensor:
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
-    """A new key from a key and a number, such as a step, a rank or a layer's index.
+    """Make a new key from a key and a number, such as a step, a rank or the index of a layer.
 
     **Arguments:**
 
     - `key`: a key, or a batch of shape (..., 2).
-    - `data`: an int of 32 bits, signed or unsigned (-1 is 2**32 - 1), or an integer tensor that broadcasts with the
-        batch of keys, whose low 32 bits count.
+    - `data`: an int of 32 bits, signed or unsigned (-1 is 2**32 - 1); or an integer tensor that broadcasts with the
+        batch of keys, of which the low 32 bits are used.
 
     **Returns:** a key for each element: shape (broadcast of `key.shape[:-1]` and `data.shape`, 2).
 
@@ -124,11 +124,11 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
 
 def clone(key: Tensor) -> Tensor:
-    """A copy of a key, for using one key twice on purpose.
+    """Copy a key, to use it twice on purpose.
 
     **Arguments:** `key`: a key or a batch of keys.
 
-    **Returns:** an equal tensor with memory of its own.
+    **Returns:** a copy of the tensor.
 
     **Raises:** `TypeError` if `key` is no key.
 
@@ -141,7 +141,7 @@ def clone(key: Tensor) -> Tensor:
 
 
 def key_data(keys: Tensor) -> Tensor:
-    """The words of keys, as `jax.random.key_data` gives them: for saving, and for leaving to JAX.
+    """Return the words of keys, as `jax.random.key_data` does, to save them or to pass them to JAX.
 
     **Arguments:** `keys`: keys of shape (..., 2).
 
@@ -158,7 +158,7 @@ def key_data(keys: Tensor) -> Tensor:
 
 
 def wrap_key_data(key_bits_array: Tensor) -> Tensor:
-    """Keys from their words, such as `torch.from_numpy(numpy.array(jax.random.key_data(k)))`.
+    """Make keys from their words, such as `torch.from_numpy(numpy.array(jax.random.key_data(k)))`.
 
     **Arguments:** `key_bits_array`: a uint32 tensor of shape (..., 2).
 

@@ -1,8 +1,8 @@
 """Key threading: code that draws from torch's global generators, as a pure function of a key.
 
-NOTE [Two modes] `Threading`, a torch-function mode, sees torch's functions above all transforms: it makes each draw
-from a subkey. What it does not know reaches the ops below all transforms; there `_Guard`, a dispatch mode, stops it
-with an error.
+NOTE [two modes]: `Threading`, a torch-function mode, sees torch's functions above all transforms, and makes each draw
+from a subkey. A random function that it does not know reaches the ops below all transforms. There `_Guard`, a dispatch
+mode, raises an error.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ R = TypeVar("R")
 
 
 class Position(NamedTuple):
-    """How far the threading of a key has come: with the key, all that the draws from here on depend on.
+    """The progress of a threading. Position and key determine all later draws.
 
-    `remat` takes it down when a forward run begins, and begins the rerun `resumed` from it. The key is a tensor like
-    others that the run reads: it may belong to a transform, and is replaced by the operand that stands for it.
+    `remat` records the position at the start of a forward, and resumes the rerun from it. The key is a tensor that the
+    run reads, like any other: it may belong to a transform, and the rerun replaces it by its operand.
     """
 
     drawn: int
     vmaps: int
-    """How many of the active vmaps were begun inside of `keyed`: the draws differ along them."""
+    """The number of active vmaps that began inside `keyed`: draws may differ along them."""
 
 
 class Threading(TorchFunctionMode):
-    """Within it, each draw from a global generator is one from a subkey of a key."""
+    """A mode under which each draw from a global generator is a draw from a subkey."""
 
     def __init__(self, key: Tensor, position: Position) -> None:
         super().__init__()
@@ -57,18 +57,18 @@ class Threading(TorchFunctionMode):
         return Position(self._drawn, len(internals.vmap_levels()) - self._outer_vmaps)
 
     def next_key(self, who: str) -> Tensor:
-        """The next subkey, with one for each element along the vmaps begun inside that ask for different draws."""
+        """The next subkey. It differs along the vmaps inside `keyed` with `randomness="different"`."""
         if _torch_checkpoints() > self._outer_checkpoints:
             raise RematError(
-                f"remat.random.keyed: {who} draws in a function under torch.utils.checkpoint, whose rerun knows no "
-                "keys and would draw something else. Use remat.remat in its place."
+                f"remat.random.keyed: {who} draws in a function under torch.utils.checkpoint, whose rerun has no "
+                "keys and would draw other numbers. Use remat.remat instead."
             )
         key = fold_in(self.key, self._drawn)
         self._drawn += 1
         for level, size, randomness in internals.vmap_levels()[self._outer_vmaps :]:
             if randomness == "error":
                 raise RematError(
-                    f"remat.random.keyed: {who} draws under a vmap that does not say how: write "
+                    f"remat.random.keyed: {who} draws under a vmap that does not allow it: write "
                     "vmap(..., randomness='different') or 'same'."
                 )
             if randomness == "different":
@@ -90,13 +90,13 @@ class Threading(TorchFunctionMode):
                 return COMPOSITES[func](*args, **kwargs)
         out = func(*args, **kwargs)
         if func in FRESH and self._outer_vmaps:
-            # There may be a copy for each key: it may be filled in place with what depends on the key.
+            # Make a copy for each key, because code may fill the tensor in place with values that depend on the key.
             return torch.where(self.key.view(torch.int32)[0] == 0, out, out)
         return out
 
 
 def _torch_checkpoints() -> int:
-    """How many frames of torch.utils.checkpoint the running code is called by."""
+    """The number of frames of torch.utils.checkpoint on the stack."""
     if torch.compiler.is_compiling():
         return 0
     count, frame = 0, sys._getframe()
@@ -107,12 +107,14 @@ def _torch_checkpoints() -> int:
 
 
 def _from_explicit_generator(args: Any, kwargs: Any) -> bool:
-    given = (arg for arg in (*args, *kwargs.values()) if not isinstance(arg, torch.Tensor))  # dynamo asks no tensor
+    given = (
+        arg for arg in (*args, *kwargs.values()) if not isinstance(arg, torch.Tensor)
+    )  # dynamo can't inspect a tensor
     return any(isinstance(arg, torch.Generator) and not is_global(arg) for arg in given)
 
 
 class _Guard(internals.DispatchMode):
-    """Stops an op that has drawn from a global generator, and undoes the draw."""
+    """Raises an error if an op has drawn from a global generator, and undoes the draw."""
 
     supports_higher_order_operators = True
 
@@ -123,7 +125,7 @@ class _Guard(internals.DispatchMode):
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._threading.suspended or not _may_draw(func) or _from_explicit_generator(args, kwargs):
             return func(*args, **kwargs)
-        # Whether it draws depends on its arguments, such as dropout_p=0: look if it did.
+        # Its arguments decide whether it draws (dropout_p=0), so run it and look.
         devices = {arg.device for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)}
         devices |= {torch.device(kwargs["device"])} if kwargs.get("device") is not None else {torch.device("cpu")}
         before = {device: global_state(device) for device in devices if device.type != "meta"}
@@ -134,14 +136,14 @@ class _Guard(internals.DispatchMode):
             set_global_state(device, before[device])
             raise RematError(
                 f"remat.random.keyed: {func} drew from the global generator of {device}, and there is no rule that "
-                "makes it draw from a key. Draw with next_key() and a function of remat.random, or give the op a "
-                "generator=."
+                "makes it draw from a key. Draw with next_key() and a function of remat.random, or pass a "
+                "generator= to the op."
             )
         return out
 
 
 def _may_draw(func: Any) -> bool:
-    """Whether an op is one of torch's random ones, or one with ops inside that no mode sees."""
+    """Whether an op is random, or has ops inside that no mode sees."""
     if getattr(func, "namespace", None) in ("aten", "prims", "remat"):
         return torch.Tag.nondeterministic_seeded in func.tags
     return True
@@ -155,13 +157,13 @@ def _active() -> list[Threading]:
 
 
 def running() -> Threading | None:
-    """The innermost active threading, None outside of `keyed`."""
+    """The innermost active threading, or None outside `keyed`."""
     return next(reversed(_active()), None)
 
 
 @contextlib.contextmanager
 def resumed(key: Tensor, position: Position) -> Iterator[None]:
-    """Within it, draws are from the subkeys of `key` that come after a position."""
+    """Draw from the subkeys of `key` after a position, in the block."""
     threading = Threading(key, position)
     guard = contextlib.nullcontext() if torch.compiler.is_compiling() else _Guard(threading)
     with guard, threading:
@@ -169,7 +171,7 @@ def resumed(key: Tensor, position: Position) -> Iterator[None]:
 
 
 def suspended() -> contextlib.AbstractContextManager[None]:
-    """Within it, draws are as they are outside of `keyed`."""
+    """Draw as outside `keyed`, in the block."""
     active = _active()
     return _suspended(active) if active else contextlib.nullcontext()
 
@@ -186,15 +188,15 @@ def _suspended(active: list[Threading]) -> Iterator[None]:
 
 
 def keyed(fun: Callable[P, R]) -> Callable[Concatenate[Tensor, P], R]:
-    """A function whose code draws in torch's usual, stateful way, as a pure function of a key.
+    """Make a function that draws from torch's global generators a pure function of a key.
 
-    `keyed(fun)(key, *args, **kwargs)` runs `fun(*args, **kwargs)`. Each draw in it, such as that of `nn.Dropout`,
-    `torch.rand`, `x.normal_()` or a `torch.distributions` sample, takes a subkey of its own: `fold_in(key, 0)`,
-    `fold_in(key, 1)` and so on in the order of execution. The global generators are neither read nor advanced; a draw
-    from a `generator=` is left alone. The numbers are not those that torch would have drawn.
+    `keyed(fun)(key, *args, **kwargs)` runs `fun(*args, **kwargs)`. Each draw in it, by `nn.Dropout`, `torch.rand`,
+    `x.normal_()` or `torch.distributions` for example, takes its own subkey: `fold_in(key, 0)`, `fold_in(key, 1)` and
+    so on, in the order of execution. The global generators are neither read nor advanced. A draw with an explicit
+    `generator=` is not changed. The numbers are not those that torch would have drawn.
 
-    The result is a function like any other: under `torch.func` transforms, in `remat` and around it. `vmap` over keys
-    is the loop over keys. Under a vmap inside of `fun`, its `randomness` decides as usual.
+    The result works under `torch.func` transforms, under `remat` and around remat'd functions. `vmap` over keys equals
+    the loop over keys. For a `vmap` inside `fun`, `randomness=` decides as usual.
 
     **Arguments:**
 
@@ -202,8 +204,8 @@ def keyed(fun: Callable[P, R]) -> Callable[Concatenate[Tensor, P], R]:
 
     **Returns:** a function of a key and the arguments of `fun`.
 
-    **Raises:** `TypeError` if `fun` can't be called; when called: `TypeError` if the first argument is no single key;
-    `RematError` if `fun` draws in a way for which there is no rule, naming the op.
+    **Raises:** `TypeError` if `fun` can't be called. At the call, `TypeError` if the first argument is no single key;
+    `RematError` if `fun` draws by an op for which there is no rule. The message names the op.
 
     Examples:
         >>> import torch
@@ -233,13 +235,13 @@ def keyed(fun: Callable[P, R]) -> Callable[Concatenate[Tensor, P], R]:
 
 
 def _describe(of_key: Callable[..., Any], fun: Callable[..., Any]) -> None:
-    """Name and document `of_key` as `fun`, with the signature that has the key in front."""
+    """Give `of_key` the name and documentation of `fun`, and its signature with the key in front."""
     functools.update_wrapper(of_key, fun, updated=())
     try:
         signature = inspect.signature(fun)
         key = inspect.Parameter("key", inspect.Parameter.POSITIONAL_ONLY, annotation=Tensor)
         of_key.__signature__ = signature.replace(parameters=[key, *signature.parameters.values()])  # type: ignore[attr-defined]
-    except (TypeError, ValueError):  # no signature to be found, or one with a key of its own
+    except (TypeError, ValueError):  # no signature, or one with a parameter `key`
         del of_key.__wrapped__  # type: ignore[attr-defined]
 
 
@@ -247,20 +249,20 @@ _ANY = (torch.empty(()),)
 
 
 def next_key() -> Tensor:
-    """The next subkey of the running `keyed` function, for code that draws with keys itself.
+    """Return the next subkey of the running `keyed` function, for code that draws with keys itself.
 
     **Returns:** a key that no other draw in the function uses.
 
-    **Raises:** `RematError` outside of `keyed`.
+    **Raises:** `RematError` outside `keyed`.
 
     Examples:
         >>> from remat.random import key, keyed, next_key, normal
         >>> keyed(lambda: normal(next_key(), (2,)))(key(0))
         tensor([ 1.0040, -0.9063])
     """
-    if has_torch_function(_ANY):  # a mode is active: offer it the call, as torch's own functions do
+    if has_torch_function(_ANY):  # offer the call to the active modes, as torch's own functions do
         return handle_torch_function(next_key, _ANY)
     raise RematError(
-        "remat.random.next_key: there is no key to take the next one of, because no keyed function is running. "
-        "Call it in a function f that runs as keyed(f)(key)."
+        "remat.random.next_key: there is no next key, because no keyed function is running. Call it in a function f "
+        "that runs as keyed(f)(key)."
     )

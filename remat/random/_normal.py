@@ -1,4 +1,4 @@
-"""The normal distribution and what is made of it by arithmetic."""
+"""The normal distribution, and distributions that are arithmetic on normal draws."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def normal(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> 
 
     - `key`: a key.
     - `shape`: the shape to draw.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype. In complex64 and complex128 the
-        two parts have the variance 1/2.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype. In complex64 and complex128,
+        each of the two parts has variance 1/2.
 
-    **Returns:** a tensor of `shape` and `dtype`, within rounding that of `jax.random.normal`. For another mean and
-    deviation write `mean + deviation * normal(key, shape)`, which is differentiable in both.
+    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.normal`. For another mean and
+    standard deviation write `mean + deviation * normal(key, shape)`, which is differentiable in both.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -68,12 +68,12 @@ def truncated_normal(
     - `key`: a key.
     - `lower`, `upper`: the bounds, numbers or tensors. Differentiable.
     - `shape`: the shape to draw, by default that of the bounds.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
     **Returns:** a tensor of `shape` and `dtype` in the open interval (lower, upper), within rounding that of
     `jax.random.truncated_normal`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or bounds and `shape` that do not fit.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or bounds and `shape` that do not fit.
 
     Examples:
         >>> import remat.random
@@ -84,7 +84,7 @@ def truncated_normal(
     sizes, (low, high) = broadcast("truncated_normal", key, shape, dtype, lower, upper)
     root = math.sqrt(2)
     u = uniform(key, sizes, dtype, minval=_erf(low / root), maxval=_erf(high / root))
-    # Rounding can reach the bounds; the next numbers inside of them are the last ones to return.
+    # Rounding can reach the bounds, so clamp to the next numbers inside them.
     first = torch.nextafter(low.detach(), torch.full_like(low, math.inf))
     last = torch.nextafter(high.detach(), torch.full_like(high, -math.inf))
     return torch.erfinv(u).mul(root).clamp(first, last)
@@ -106,7 +106,7 @@ _ERF_IS_ONE = 3.832506856900711
 
 
 def _erf(x: Tensor) -> Tensor:
-    """erf, for float32 with XLA's rounding: far from 0, the last bit of a bound moves all draws."""
+    """erf, in float32 with XLA's rounding: far from 0, the last bit of a bound changes all draws."""
     erf = torch.erf(x)
     if x.dtype != torch.float32:
         return erf
@@ -142,15 +142,16 @@ def multivariate_normal(
     - `dtype`: float32 or float64; by default the dtype of `mean` and `cov`.
     - `method`: how to factor `cov`; "eigh" and "svd" also take a singular one.
 
-    **Returns:** a tensor of shape (*shape, n), within rounding that of `jax.random.multivariate_normal`.
+    **Returns:** a tensor of shape (*shape, n), up to rounding that of `jax.random.multivariate_normal`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for an unknown `method`, a bad `dtype`, or shapes that do
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for an unknown `method`, a bad `dtype`, or shapes that do
     not fit.
 
     Examples:
         >>> import remat.random
         >>> import torch
-        >>> remat.random.multivariate_normal(remat.random.key(0), torch.zeros(2), torch.eye(2), (3,)).shape
+        >>> key, mean, cov = remat.random.key(0), torch.zeros(2), torch.eye(2)
+        >>> remat.random.multivariate_normal(key, mean, cov, (3,)).shape
         torch.Size([3, 2])
     """
     who = "remat.random.multivariate_normal"
@@ -182,18 +183,18 @@ def _svd_factor(cov: Tensor) -> Tensor:
 
 @sampler
 def lognormal(key: Tensor, sigma: Real = 1.0, shape: Shape | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """The exponential of a normal with mean 0 and deviation sigma.
+    """The exponential of a normal with mean 0 and standard deviation `sigma`.
 
     **Arguments:**
 
     - `key`: a key.
-    - `sigma`: the deviation, a number or a tensor. Differentiable.
+    - `sigma`: the standard deviation, a number or a tensor. Differentiable.
     - `shape`: the shape to draw, by default that of `sigma`.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, within rounding that of `jax.random.lognormal`.
+    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.lognormal`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -213,11 +214,11 @@ def maxwell(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) ->
 
     - `key`: a key.
     - `shape`: the shape to draw.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, within rounding that of `jax.random.maxwell`.
+    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.maxwell`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -238,17 +239,18 @@ def double_sided_maxwell(
 
     - `key`: a key.
     - `loc`, `scale`: numbers or tensors. Differentiable.
-    - `shape`: the shape in front of that of `loc` and `scale`, which comes once more if `shape` is (): so JAX does.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `shape`: the leading shape. The shape of `loc` and `scale` follows it, twice if `shape` is (), as in JAX.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
     **Returns:** a tensor of shape (*shape, *shape of loc and scale), within rounding that of
     `jax.random.double_sided_maxwell`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
-        >>> remat.random.double_sided_maxwell(remat.random.key(0), 0.0, 2.0, (3,)).shape
+        >>> key = remat.random.key(0)
+        >>> remat.random.double_sided_maxwell(key, 0.0, 2.0, (3,)).shape
         torch.Size([3])
     """
     dtype = check_float("double_sided_maxwell", dtype)
@@ -262,18 +264,18 @@ def double_sided_maxwell(
 def orthogonal(
     key: Tensor, n: int, shape: Shape = (), dtype: torch.dtype | None = None, m: int | None = None
 ) -> Tensor:
-    """Orthogonal matrices, uniform over the group; for m != n, semi-orthogonal ones.
+    """Orthogonal matrices, uniform over the group; semi-orthogonal matrices if m != n.
 
     **Arguments:**
 
     - `key`: a key.
     - `n`, `m`: the rows and the columns; `m` is `n` by default.
     - `shape`: the batch shape to draw.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of shape (*shape, n, m), within rounding that of `jax.random.orthogonal`.
+    **Returns:** a tensor of shape (*shape, n, m), up to rounding that of `jax.random.orthogonal`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape`, `n`, `m` or `dtype`.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape`, `n`, `m` or `dtype`.
 
     Source: Mezzadri, "How to generate random matrices from the classical compact groups", 2007, arXiv:math-ph/0609050.
 

@@ -1,7 +1,7 @@
-"""The table of torch's random functions, each with the rule by which it draws from a key.
+"""The table of torch's random functions, each with a rule to draw from a key.
 
-A rule is called with `next_key`, torch's function, and the arguments that torch's function was called with. The rules
-are in `_stateful` and `_stateful_layers`.
+A rule is called with `next_key`, torch's function and its arguments. The rules are in `_stateful` and
+`_stateful_layers`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COMPOSITES = (
     "torch.nn.functional.rrelu",
     "torch.Tensor.backward",
 )
-"""Functions of torch in Python that are random by what they call."""
+"""Python functions of torch that call random functions."""
 
 _MAKERS = ("empty", "zeros", "ones", "full")
 _FRESH = (
@@ -47,7 +47,7 @@ _FRESH = (
     *(f"torch.{maker}_like" for maker in _MAKERS),
     *(f"torch.Tensor.new_{maker}" for maker in _MAKERS),
 )
-"""Functions that make tensors of constants, which code then fills in place."""
+"""Functions that make constant tensors, which code may then fill in place."""
 
 
 def _find(name: str) -> Any:
@@ -55,9 +55,9 @@ def _find(name: str) -> Any:
 
 
 def _past_the_modes(func: FunctionType) -> Callable[..., Any]:
-    """A copy of `func` that does not begin, as torch's functions in Python do, by offering itself to the modes.
+    """A copy of `func` that does not offer itself to the modes, as torch's Python functions do.
 
-    That would hide from them all that it calls.
+    Otherwise the modes would not see the functions that it calls.
     """
     checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     scope = {**func.__globals__, **dict.fromkeys(checks, lambda *_: False)}
@@ -88,7 +88,7 @@ def _default_device() -> torch.device:
 
 
 def require(function: str, rule: str, holds: bool | Tensor) -> None:
-    """Refuse parameters that torch's function refuses; those of a tensor, where its values can be read."""
+    """Refuse the parameters that torch's function refuses. The values of a tensor are checked if they can be read."""
     if isinstance(holds, Tensor):
         holds = torch.compiler.is_compiling() or holds.is_meta or bool(internals.vmap_levels()) or bool(holds.all())
     if not holds:
@@ -100,7 +100,7 @@ def write(self: Tensor, value: Tensor) -> Tensor:
         return self.copy_(value)
     except RuntimeError as error:
         raise RematError(
-            "remat.random.keyed: a draw in place, into a tensor that is the same for all keys: under a vmap over keys "
+            "remat.random.keyed: a draw in place into a tensor that is the same for all keys: under a vmap over keys "
             "it would have to become different for each. Draw out of place: inplace=False, or torch.rand instead of "
             "x.uniform_()."
         ) from error

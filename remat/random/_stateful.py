@@ -1,4 +1,4 @@
-"""Rules for torch's samplers: factories, draws by a tensor's parameters, draws into a tensor."""
+"""Rules for torch's samplers: factories, draws with tensors as parameters, draws into a tensor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _finish(
     generator: None = None,
     **unknown: Any,
 ) -> Tensor:
-    """What is left of a factory's arguments, applied to its result."""
+    """Apply the other arguments of a factory to its result."""
     if unknown or layout != torch.strided:
         raise NotImplementedError(
             f"remat.random.keyed: a random factory function was given layout={layout} and {unknown}, for which there "
@@ -57,7 +57,7 @@ def _floats(
     sampler: Callable[..., Tensor], next_key: NextKey, shape: Sequence[int], dtype: torch.dtype, device: Any
 ) -> Tensor:
     key = key_on(device, next_key)
-    if dtype.is_complex:  # real and imaginary part; a normal's variance is that of both together
+    if dtype.is_complex:  # a normal's variance is the sum of those of both parts
         parts = sampler(key, (*shape, 2), dtype.to_real())
         return torch.view_as_complex(parts * math.sqrt(0.5) if sampler is normal else parts)
     return sampler(key, shape, dtype)
@@ -245,7 +245,7 @@ def _normal_(key: Tensor, like: Tensor, mean: float = 0.0, std: float = 1.0) -> 
 @_in_place
 def _exponential_(key: Tensor, like: Tensor, lambd: float = 1.0) -> Tensor:
     require("exponential_", f"lambd > 0; got {lambd}", lambd > 0)
-    # never 0, as torch's never is: code takes the logarithm
+    # like torch's, never 0, because code takes the logarithm
     return exponential(key, like.shape, like.dtype).clamp(min=torch.finfo(like.dtype).eps / 2) / lambd
 
 
@@ -284,7 +284,7 @@ def _random_(key: Tensor, like: Tensor, *args: int | None, **by_name: int | None
     numbers = [arg for arg in (*args, by_name.get("from"), by_name.get("to")) if arg is not None]
     if numbers:
         low, high, _ = _bounds(numbers, None, None)
-    elif like.dtype.is_floating_point:  # up to where each integer has its own float
+    elif like.dtype.is_floating_point:  # up to the largest range in which each integer is a float
         low, high = 0, 2 ** round(1 - math.log2(torch.finfo(like.dtype).eps)) + 1
     else:
         low, high = 0, 2 if like.dtype == torch.bool else min(torch.iinfo(like.dtype).max + 1, 2**63 - 1)

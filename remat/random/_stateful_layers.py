@@ -1,4 +1,4 @@
-"""Rules for what layers call: initialization, dropout, attention, recurrence, pooling."""
+"""Rules for functions that layers call: initialization, dropout, attention, recurrence, pooling."""
 
 from __future__ import annotations
 

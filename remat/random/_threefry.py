@@ -17,8 +17,8 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 _MASK = 0xFFFFFFFF
 
-# The right shift and the mask of each rotation, as 0-dim tensors: eager torch wraps a Python number anew for
-# each op, which takes as long as a small op itself.
+# The right shift and the mask of each rotation, as 0-dim tensors: eager torch converts a Python number for each op,
+# which takes as long as a small op.
 _SCALARS = {
     distance: torch.tensor([32 - distance, (1 << distance) - 1], dtype=torch.int32, device="cpu").unbind()
     for distance in sum(_ROTATIONS, ())
@@ -26,13 +26,13 @@ _SCALARS = {
 
 
 def threefry2x32(k0: Tensor, k1: Tensor, c0: Tensor | int, c1: Tensor, buffers: Tensor) -> tuple[Tensor, Tensor]:
-    """The hash of the counters `(c0, c1)` under the key `(k0, k1)`: two of three `buffers`, the third is scratch.
+    """Hash the counters `(c0, c1)` under the key `(k0, k1)`. Returns two of the three `buffers`; the third is scratch.
 
-    All are int32: torch's uint32 has no arithmetic, and int32 wraps the same way.
+    All tensors are int32: torch's uint32 has no arithmetic, and int32 wraps in the same way.
     """
     if torch.compiler.is_compiling():
         return _threefry2x32_wide(k0, k1, c0, c1)
-    # Five passes over memory per round, none of which allocates: that is where the speed comes from.
+    # For speed, a round has five passes over memory, and none of them allocates.
     x0, x1, spare = buffers
     keys = (k0, k1, k0 ^ k1 ^ _PARITY)
     torch.add(c1, k1, out=x1)
@@ -41,7 +41,7 @@ def threefry2x32(k0: Tensor, k1: Tensor, c0: Tensor | int, c1: Tensor, buffers: 
         for i, distance in enumerate(_ROTATIONS[group % 2]):
             if group or i:
                 x0.add_(x1)
-            # rotate left: the mask removes the sign that int32's >> drags in, `alpha` is the left shift
+            # rotate left: the mask removes the sign bits that int32's >> shifts in; `alpha` is the left shift
             shift, mask = _SCALARS[distance]
             rotated = torch.bitwise_right_shift(x1, shift, out=spare).bitwise_and_(mask)
             rotated.add_(x1, alpha=1 << distance).bitwise_xor_(x0)
@@ -52,16 +52,16 @@ def threefry2x32(k0: Tensor, k1: Tensor, c0: Tensor | int, c1: Tensor, buffers: 
 
 
 def _threefry2x32_wide(k0: Tensor, k1: Tensor, c0: Tensor | int, c1: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for torch.compile, which fuses it, and in whose C++ an int32 must not overflow: in int64."""
+    """The same in int64, for torch.compile: it fuses the ops, and in its C++ code an int32 must not overflow."""
     k0, k1, c1 = (x.to(torch.int64) & _MASK for x in (k0, k1, c1))
-    # Makes the compiler store the values (in registers, once it has fused all). It would rather put in the place of
-    # each use the expression that it stands for, and double that with each round.
+    # `as_strided` makes the compiler store each value (in a register, after fusion). Otherwise it would inline the
+    # expression at each use, and its size would double with each round.
     x0, x1 = _rounds(k0, k1, c0, c1, lambda x: x.as_strided(x.shape, x.stride()))
     return x0.to(torch.int32), x1.to(torch.int32)
 
 
 def _rounds(k0: Any, k1: Any, c0: Any, c1: Any, store: Callable[[Any], Any] = lambda x: x) -> tuple[Any, Any]:
-    """The hash of Python's ints, or of int64 tensors, that are in [0, 2**32)."""
+    """The hash of Python ints or int64 tensors in [0, 2**32)."""
     keys = (k0, k1, k0 ^ k1 ^ _PARITY)
     x0, x1 = (c0 + k0) & _MASK, (c1 + k1) & _MASK
     for group in range(5):
@@ -74,9 +74,9 @@ def _rounds(k0: Any, k1: Any, c0: Any, c1: Any, store: Callable[[Any], Any] = la
 
 
 def _fill(key: Tensor, shape: list[int], dtype: torch.dtype, write: Callable[[Tensor, Tensor, Tensor], Any]) -> Tensor:
-    """A new tensor of `key.shape[:-1] + shape`, block by block: `write(block, high words, low words)`.
+    """Make a tensor of shape `key.shape[:-1] + shape`, block by block: `write(block, high words, low words)`.
 
-    Element i of a key's draw is made of the hash of the 64-bit counter i.
+    Element i of a draw comes from the hash of the 64-bit counter i.
     """
     n = math.prod(shape)
     keys = key.view(torch.int32).reshape(-1, 2)
@@ -96,17 +96,17 @@ def _fill(key: Tensor, shape: list[int], dtype: torch.dtype, write: Callable[[Te
 
 
 def _block_size(nbytes: int, device: torch.device) -> int:
-    # An element of a block takes up to 32 bytes while it is made: together, at most three times the result. The caps
-    # are what a CPU's caches hold (the hash's three buffers take 3 MB, more where more cores share the work), and what
-    # keeps a GPU's launches few. A power of two, so that no block crosses a multiple of 2**32, where the high word of
-    # the counter changes.
+    # While a block is made, an element takes up to 32 bytes. A block takes at most three times the memory of the
+    # result. On a CPU, the cap keeps the hash's three buffers in the caches (3 MB, more if more cores share the work).
+    # On a GPU, it keeps the number of launches small. The size is a power of two, so that no block crosses a multiple
+    # of 2**32, where the high word of the counter changes.
     cap = max(18, 15 + torch.get_num_threads().bit_length()) if device.type == "cpu" else 24
     return 1 << min(max(16, (3 * nbytes // 32).bit_length() - 1), cap)
 
 
 def _fold_in(key: Tensor, data: Tensor) -> Tensor:
     if data.numel() <= 16 and data.device.type == "cpu" and not torch.compiler.is_compiling():
-        # Python hashes one number in the time of ten ops of torch, of which the hash of any number of them takes 100.
+        # Python hashes one number in the time of ten torch ops. The hash by torch takes 100 ops for any number of them.
         pairs = zip(key.reshape(-1, 2).tolist(), data.flatten().tolist(), strict=True)
         hashes = [_rounds(k0, k1, 0, number & _MASK) for (k0, k1), number in pairs]
         return torch.tensor(hashes, dtype=torch.uint32, device="cpu").reshape(key.shape)
@@ -129,12 +129,12 @@ def _bits(key: Tensor, shape: list[int], width: int) -> Tensor:
     return _fill(key, shape, signed, write).view(_WORDS[width])
 
 
-# dtype: bits drawn for one element (for bfloat16 a byte is enough), how many of them make the fraction
+# dtype: bits drawn for one element (for bfloat16 a byte is enough), and the number of these in the fraction
 _FRACTION = {torch.float16: (16, 10), torch.bfloat16: (8, 7), torch.float32: (32, 23), torch.float64: (64, 52)}
 
 
 def _fraction(dtype: torch.dtype, high: Tensor, low: Tensor) -> Tensor:
-    """The integers in [0, 2**digits) whose quotient by 2**digits is uniform in [0, 1)."""
+    """Uniform integers in [0, 2**digits): divided by 2**digits, they are uniform in [0, 1)."""
     width, digits = _FRACTION[dtype]
     if width == 64:
         high = high.to(torch.int64).bitwise_left_shift_(32)
@@ -155,10 +155,10 @@ def _bernoulli(key: Tensor, shape: list[int], dtype: torch.dtype, p: float) -> T
 
 
 # NOTE [Draws are torch ops]
-# A draw is one op of our own and not a hundred of torch's: below every transform the op sees plain tensors,
-# so it may work in place and block by block, and loop until all is accepted; a mode that watches a function
-# (remat's, a policy) pays for one op; and a batch of keys is one call. Where torch.compile traces, what can
-# be is inlined instead, because an op is a wall to fusion.
+# A draw is one op of our own, not a hundred ops of torch. Below every transform the op sees plain tensors, so it can
+# work in place and block by block, and loop until all proposals are accepted. A mode that sees each op (remat's, a
+# policy's) sees only one, and a batch of keys is one call. Under torch.compile, draws are inlined where possible,
+# because the compiler can't fuse an op of ours with others.
 
 
 def define_op(
@@ -169,7 +169,7 @@ def define_op(
     name: str | None = None,
     inline: bool = True,
 ) -> Callable[..., Tensor]:
-    """`fun` as a torch op of `signature`. A batch dimension that `vmap` adds comes first in all its tensors."""
+    """Define `fun` as a torch op of `signature`. `vmap` adds its batch dimension in front of all tensors."""
     name = name or f"threefry{fun.__name__}"
     torch.library.define(f"remat::{name}", signature)
     torch.library.impl(f"remat::{name}", "default", fun)

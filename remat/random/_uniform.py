@@ -1,4 +1,4 @@
-"""Bits, and what is one step from them: uniform, Bernoulli and Rademacher draws, and integers of a range."""
+"""Random bits, and the draws made directly from them: uniform, Bernoulli, Rademacher, integers of a range."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def bits(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> Te
 
     **Arguments:**
 
-    - `key`: a key; for a batch of keys, here as in all samplers, the result has its dimensions in front.
+    - `key`: a key. As in all samplers, for a batch of keys the result has the batch dimensions in front.
     - `shape`: the shape to draw.
     - `dtype`: `torch.uint8`, `uint16`, `uint32` (the default) or `uint64`.
 
     **Returns:** a tensor of `shape` and `dtype`, bit for bit that of `jax.random.bits`.
 
-    **Raises:** as all samplers, `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -59,13 +59,13 @@ def uniform(
 
     - `key`: a key.
     - `shape`: the shape to draw.
-    - `dtype`: float16, bfloat16, float32 or float64; by default torch's default dtype.
+    - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
     - `minval`, `maxval`: the bounds, numbers or tensors that broadcast to `shape`. Differentiable.
 
     **Returns:** a tensor of `shape` and `dtype`, bit for bit that of `jax.random.uniform`. A float32 has 23 random
     bits, a bfloat16 has 7.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`, or bounds that do not fit.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`, or bounds that do not fit.
 
     Examples:
         >>> import remat.random
@@ -91,10 +91,10 @@ def bernoulli(key: Tensor, p: Real = 0.5, shape: Shape | None = None, mode: Lite
     **Arguments:**
 
     - `key`: a key.
-    - `p`: the probability, a number in [0, 1], or a floating tensor, of which what is above 1 is as good as 1, what is
-        below 0 as 0.
+    - `p`: the probability, a number in [0, 1], or a floating tensor. Elements above 1 count as 1, elements below 0 as
+        0.
     - `shape`: the shape to draw, by default that of `p`.
-    - `mode`: "high" spends twice the bits, for p below 1e-7 (in float32), where "low" has no resolution.
+    - `mode`: "high" draws twice the bits, for p below 1e-7 (in float32), which "low" can't resolve.
 
     **Returns:** a bool tensor of `shape`, equal to that of `jax.random.bernoulli`.
 
@@ -124,7 +124,7 @@ def bernoulli(key: Tensor, p: Real = 0.5, shape: Shape | None = None, mode: Lite
 
 @sampler
 def rademacher(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> Tensor:
-    """-1 or 1, with equal chances.
+    """-1 or 1 with equal probability.
 
     **Arguments:**
 
@@ -134,7 +134,7 @@ def rademacher(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None)
 
     **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.rademacher`.
 
-    **Raises:** `TypeError` if `key` is no key, `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -151,18 +151,18 @@ def randint(
 ) -> Tensor:
     """Integers in [minval, maxval).
 
-    The modulus of twice as many random bits as the result has: for a range that is no power of two the bias is about
-    `(maxval - minval) / 2**32` (2**64 for int64).
+    The result is the remainder of a random number with twice as many bits. If the range is no power of two, the bias
+    is about `(maxval - minval) / 2**32` (2**64 for int64).
 
     **Arguments:**
 
     - `key`: a key.
     - `shape`: the shape to draw.
-    - `minval`, `maxval`: the bounds, ints or integer tensors that broadcast to `shape`. Ints must be of 32 bits (for
-        int64 of 64) and are clamped to what `dtype` can hold, as tensors are. Where `maxval <= minval` the result is
+    - `minval`, `maxval`: the bounds, ints or integer tensors that broadcast to `shape`. Ints must fit in 32 bits (for
+        int64, in 64). Ints and tensors are clamped to the range of `dtype`. Where `maxval <= minval`, the result is
         `minval`.
-    - `dtype`: an integer dtype but uint64. The default is int32 as in JAX, not torch's int64: the width decides
-        which bits are drawn.
+    - `dtype`: an integer dtype except uint64. The default is int32 as in JAX, not torch's int64, because the random
+        bits depend on the width.
 
     **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.randint`.
 
@@ -188,13 +188,13 @@ def randint(
                 f"remat.random.randint: {name} must be in [{first}, {last}] for {dtype}; got {bound}. A wider dtype "
                 "takes wider bounds."
             )
-    # JAX clips the bounds to the dtype, with room for the maximum itself to be drawn.
+    # JAX clips the bounds to the dtype, but such that the maximum itself can be drawn.
     sizes, (low, high) = broadcast("randint", key, check_shape("randint", shape), torch.int64, minval, maxval)
     low = low.clamp(limits.min, limits.max)
     high = high.clamp(limits.min, min(limits.max + 1, 2**63 - 1))
     span = torch.where(high > low, high - low, 1)  # of 64 bits: unsigned, by wrapping
 
-    # The remainder of a number with twice the bits we have, from its two halves, all of it modulo 2**width.
+    # The remainder of a number with twice the bits, computed from its two halves modulo 2**width.
     width, offset = (64, _offset64) if dtype == torch.int64 else (32, _offset32)
     higher, lower = (_as_int64(_threefry.bits(k, sizes, width)) for k in split(key))
     return (offset(higher, lower, span.expand(sizes)) + low).to(dtype)
@@ -220,7 +220,7 @@ def _remainder64(a: Tensor, n: Tensor) -> Tensor:
     """`a % n` for int64 tensors read as unsigned."""
     lowest = -(2**63)
     half = (a >> 1) & ~lowest
-    # Twice the quotient of the half is the quotient or one less; for n >= 2**63 the quotient is 0 or 1.
+    # Twice the quotient of the half is the quotient, or one less. For n >= 2**63 the quotient is 0 or 1.
     rest = torch.where(n > 0, a - torch.div(half, n.clamp(min=1), rounding_mode="floor") * 2 * n, a)
     return torch.where(rest ^ lowest >= n ^ lowest, rest - n, rest)
 
