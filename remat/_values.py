@@ -18,7 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
 from remat._context import RandomState
+from remat._dispatch_mode import DispatchMode
 from remat._effects import GIVES_MEMORY_AWAY
+from remat._memory import digest
 from remat._nested_mode import Blind
 from remat._ops import Layout, OpFacts, is_plain, plain, storages, tensors
 from remat.policies._enum import CheckpointPolicy
@@ -136,7 +138,7 @@ class _Calls(Blind, TorchFunctionMode):
     """Reports reads of memory if no `Look` is active."""
 
 
-class OpMode(internals.DispatchMode):
+class OpMode(DispatchMode):
     """A mode that knows the value in each storage."""
 
     def __init__(self, alone: bool) -> None:
@@ -243,4 +245,4 @@ class OpMode(internals.DispatchMode):
         storage = tensor.untyped_storage() if plain(tensor) and tensor.device.type == "cpu" else None
         if storage is None or not storage.resizable() or self._knows(storage):
             return None
-        return CONSTANT, internals.digest(storage)
+        return CONSTANT, digest(storage)

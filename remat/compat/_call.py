@@ -21,6 +21,7 @@ from remat._context import Ambient, Modes, RandomState, replayed
 from remat._errors import CheckpointError, note_rerun
 from remat._graph import is_made_since
 from remat._look import Look
+from remat._memory import two_that_share_memory
 from remat._nested_mode import current_look, unseen
 from remat._places import Place, filled, item, places_in_modules
 from remat._tape import Origin, Tape
@@ -206,7 +207,7 @@ class Call:
             self.random = self.random.drawn_since(look.drew)
         if look.copies:
             self.written = self._written_by(look)
-            shared = internals.two_that_share_memory([look.outside[key][0] for key in look.copies])
+            shared = two_that_share_memory([look.outside[key][0] for key in look.copies])
             if shared is not None:
                 self._shared = CheckpointError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
         if len(look.outside) > self.arguments:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from remat import _torch_internals as internals
 from remat import _tree
+from remat._dispatch_mode import DispatchMode
 from remat._errors import CheckpointError
 from remat.compat._region import Region
 
@@ -61,7 +61,7 @@ def _describe(value: Any) -> str:
     return repr(value)
 
 
-class _Trace(internals.DispatchMode):
+class _Trace(DispatchMode):
     """Notes the ops of one run."""
 
     is_about_functions = True

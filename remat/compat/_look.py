@@ -21,6 +21,7 @@ from remat import _torch_internals as internals
 from remat._effects import Effects, effects_of, tensors_in
 from remat._graph import is_made_since
 from remat._look import CONTAINERS, LOOKED_AT, SCALARS, Look
+from remat._memory import memory_of
 
 is_wrapper = internals.is_wrapper
 
@@ -138,9 +139,9 @@ class ForwardLook(Look):
             return  # what FSDP2's hooks write, they write again
         memory = self._memory = {} if self._memory is None else self._memory
         for key, (_, value) in itertools.islice(self.outside.items(), self._indexed, None):
-            memory.setdefault(internals.memory_of(value), []).append(key)
+            memory.setdefault(memory_of(value), []).append(key)
         self._indexed = len(self.outside)
-        for key in memory.get(internals.memory_of(written), ()):
+        for key in memory.get(memory_of(written), ()):
             if key not in self.copies:
                 self.copies[key] = self._copied(self.outside[key][1])
         if self.outer is not None:

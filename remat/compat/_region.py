@@ -20,6 +20,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError
 from remat._holder import Holder
+from remat._saved import held_in
 from remat.compat._call import NOTHING, Call, Context, modified
 from remat.compat._group import recomputed_in
 
@@ -207,7 +208,7 @@ class Region:
     def held(self) -> Sequence[Any]:
         """What it holds to run again: tensors, or what hooks have put in their place."""
         saved = [*self._saved, *(o.saved for o in self._call.outside)]
-        return [s if isinstance(s, Tensor) else internals.held_in(s) for s in saved if s is not None]
+        return [s if isinstance(s, Tensor) else held_in(s) for s in saved if s is not None]
 
     def unpack(self, index: int) -> Tensor:
         """The saved tensor with this number."""
