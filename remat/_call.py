@@ -16,7 +16,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import ATOMS, Closure, Operand, Rebuilder
-from remat._context import NOTHING, Ambient, KeptDraws, Modes, OwnCasts, RandomState, all_of, replayed
+from remat._context import NOTHING, Ambient, Modes, OwnCasts, RandomState, all_of, replayed
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, prove
 from remat._look import Look
@@ -29,6 +29,7 @@ from remat._saved import forget_saved
 from remat._signature import Signature
 from remat._tail import Remembered, keep_no_tensors
 from remat._tape import Tape
+from remat._traced import Traced
 from remat.policies import nothing_saveable
 from remat.policies._policy import policy_around
 from remat.random._keyed import Position, resumed, running, suspended
@@ -98,7 +99,7 @@ class Call:
     last_rerun = False
     _has_custom = False
     tape: Tape | None = None
-    random: RandomState | KeptDraws | None = None
+    random: RandomState | Traced | None = None
     _drew_from: Position | None = None
     _key = 0
     _recorder: Recorder | None = None
@@ -156,9 +157,11 @@ class Call:
             keys = running()
             position = None if keys is None else keys.position()
             random: Any = None
-            if preserve_rng_state:
-                random = KeptDraws() if tracing else RandomState(given, keyed=keys is not None)
-            recorder: Any = random if tracing and random is not None else NOTHING
+            recorder: Any = NOTHING
+            if tracing:
+                random = recorder = Traced(None if policy is None else policy.start(), preserve_rng_state)
+            elif preserve_rng_state:
+                random = RandomState(given, keyed=keys is not None)
             if policy is not None and not tracing:
                 self.policy = policy
                 recorder = self._recorder = Recorder(policy.start(), where)

@@ -7,7 +7,7 @@ the function, with the captured tensors as arguments. When that op runs, this mo
 | derivative by | recomputed by |
 |---|---|
 | the compiler, for a later `.backward()` | the compiler's partitioner, which repeats the ops that the policy marks |
-| `torch.func`, in the compiled code | `remat` itself; the rerun is recorded with the other ops |
+| `torch.func`, in the compiled code | `remat` itself; the rerun is recorded with the other ops (see `_traced.py`) |
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def _as_op(
         if (internals.differentiating() or not internals.compiling()) and internals.uses_transforms(graph):
             internals.allow_saved_tensors_hooks()
             raise RematError(_TRANSFORMS_INSIDE)
-        if internals.compiling() and internals.differentiating():
-            return remat(function, preserve_rng_state=preserve_rng_state)(*args)
         decides = by_identity[policy] if isinstance(policy, int) else policy_of(policy)
+        if internals.compiling() and internals.differentiating():
+            return remat(function, policy=decides, preserve_rng_state=preserve_rng_state)(*args)
         if internals.compiling():
             if not any(isinstance(a, Tensor) and internals.requires_grad_at_any_level(a) for a in args):
                 return graph(*args)  # without a backward graph, torch refuses draws that are marked

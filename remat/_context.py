@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._dispatch_mode import DispatchMode
-from remat._errors import CheckpointError
-from remat._ops import facts_of, flat, tensors
+from remat._ops import tensors
 from remat.random._generators import global_state, same_state, set_global_state
 from remat.random._keyed import Threading
 
@@ -174,57 +172,6 @@ def drawn_from(args: Any, kwargs: Any) -> RandomState:
     return state
 
 
-class KeptDraws(DispatchMode):
-    """The results of a run's random ops under a tracer (`make_fx`): traced ops would draw other numbers in a rerun.
-
-    The forward runs in this mode. `replayed` returns the results again, to the same ops in the same order.
-    """
-
-    is_about_functions = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._drawn: list[tuple[Any, list[Tensor]]] = []
-
-    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out = func(*args, **kwargs)
-        if facts_of(func).draws:
-            self._drawn.append((func, [t.clone() for t in flat(out)]))
-        return out
-
-    def drawn_since(self, drew: bool = False) -> KeptDraws | None:
-        """These draws, None where there are none."""
-        return self if self._drawn else None
-
-    def notice(self, generator: torch.Generator) -> None:
-        """Nothing to do, unlike in `RandomState`: this mode sees all draws."""
-
-    def replayed(self) -> _Redraw:
-        """A context that repeats the draws."""
-        return _Redraw(self._drawn)
-
-
-class _Redraw(DispatchMode):
-    is_about_functions = True
-
-    def __init__(self, drawn: Iterable[tuple[Any, list[Tensor]]]) -> None:
-        super().__init__()
-        self._left = iter(drawn)
-
-    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        facts = facts_of(func)
-        if not facts.draws:
-            return func(*args, **kwargs)
-        expected, results = next(self._left, (None, []))
-        if func is not expected:
-            raise CheckpointError(f"remat: a rerun draws from {func}, where the forward run drew from {expected}.")
-        changed = facts.written(args, kwargs)
-        for tensor, result in zip(changed, results, strict=False):
-            tensor.copy_(result)
-        results = changed or [t.clone() for t in results]  # the function may write to them
-        return results[0] if len(results) == 1 else tuple(results)
-
-
 class Modes(NamedTuple):
     """The user's modes that are active around a call: torch-function modes and torch-dispatch modes."""
 
@@ -263,12 +210,12 @@ def _is_of_user(mode: Any) -> bool:
 _replaying = threading.RLock()
 
 
-def replayed(state: RandomState | KeptDraws | None) -> contextlib.AbstractContextManager[None]:
+def replayed(state: Any) -> contextlib.AbstractContextManager[None]:
     """`state.replayed()`, if there is anything to repeat."""
     return NOTHING if state is None else _replayed(state)
 
 
 @contextlib.contextmanager
-def _replayed(state: RandomState | KeptDraws) -> Iterator[None]:
+def _replayed(state: Any) -> Iterator[None]:
     with _replaying, state.replayed():  # the global generators belong to all threads: one at a time
         yield

@@ -18,7 +18,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from remat import RematError, checkpoint, checkpoint_name, policies, random, remat
+from remat import CheckpointError, RematError, checkpoint, checkpoint_name, policies, random, remat
 from remat.compat import create_selective_checkpoint_contexts
 from remat.debug import LiveBytes
 
@@ -204,6 +204,61 @@ def test_policies_are_honoured(kind: str, inside: bool) -> None:
     assert saving.ops("backward")["mm"] == 23  # the derivatives alone
     assert nothing.ops("backward")["mm"] > 23 + 4
     assert saving.saved > nothing.saved
+
+
+@pytest.mark.parametrize("what", ["grad", "vmap(grad)"])
+@pytest.mark.parametrize("kind", POLICIES)
+def test_policies_are_honoured_under_transforms(kind: str, what: str) -> None:
+    products = {}
+    ways = {"no remat": plain, "remat": remat, "policy": remat(policy=POLICIES[kind])}
+    for name, way in ways.items():
+        backend = Backend()
+        run = COMPILED[what](loss_of(way), lambda f, b=backend: compiled(f, b))
+        assert_same(run(WS, X), COMPILED[what](loss_of(plain), UNCOMPILED)(WS, X), 1e-8)
+        products[name] = backend.ops("inference")["mm"]
+    assert products["policy"] == products["no remat"] == products["remat"] - 4 * 3
+
+
+@pytest.mark.parametrize("saved", ["sin", "cos", "mul", "mul_"])
+def test_traced_policies_keep_values(saved: str) -> None:
+    """Also under `make_fx`. A kept value is as the op has returned it, though it is changed in place later."""
+
+    def fun(x: Tensor) -> Tensor:
+        y = (x * 1.5).sin()
+        z = y.cos() * 2
+        z.mul_(y)
+        return (z * F.dropout(y, 0.5)).tanh()
+
+    def gradient(f: Any) -> Any:
+        return grad(lambda x: f(x).sum())
+
+    x = numbers(4, 3)
+    saving = remat(fun, policy=policies.save_ops(saved))
+    for transform in (
+        gradient,
+        lambda f: gradient(gradient(f)),
+        lambda f: lambda x: jvp(gradient(f), (x,), (x.cos(),)),
+    ):
+        results = []
+        for f in (fun, saving):
+            traced = make_fx(transform(f))(x)
+            torch.manual_seed(0)
+            results.append(traced(x))
+        assert_same(results[1], results[0])
+
+
+def test_a_traced_rerun_calls_kept_ops_as_often() -> None:
+    """Else a kept result would be another call's."""
+    tables: list[Tensor] = []
+
+    def fun(x: Tensor) -> Tensor:
+        if not tables:
+            tables.append(torch.ones_like(x).sin())
+        return (x.sin() * tables[0]).exp().sum()
+
+    with pytest.raises(CheckpointError, match=r"calls aten.sin.default more or less often than the forward run did"):
+        make_fx(grad(remat(fun, policy=policies.save_ops("sin"))))(numbers(3, 3))
+    make_fx(grad(remat(fun, policy=policies.save_ops("sin"))))(numbers(3, 3))
 
 
 def test_another_policy_is_another_graph() -> None:

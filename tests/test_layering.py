@@ -29,7 +29,7 @@ LAYERS = [
     {"_values"},
     {"_tape"},
     {"_recorder", "_replay", "_operands"},
-    {"_rerun_look"},
+    {"_rerun_look", "_traced"},
     {"_call"},
     {"_derived"},
     {"_primitive"},

@@ -1,0 +1,100 @@
+"""Reruns under a tracer (`make_fx`, a compiler): the results of draws, and those that a policy keeps, are used again.
+
+A traced op that draws would draw other numbers in a rerun. And a tracer runs on tensors without memory, so liveness
+means nothing: all that the policy keeps is kept, and the compiler drops what nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import Any
+
+from torch import Tensor
+
+from remat._dispatch_mode import DispatchMode
+from remat._errors import CheckpointError
+from remat._names import current_name
+from remat._nested_mode import current_call
+from remat._ops import facts_of, flat
+from remat._recorder import SelectiveCheckpointContext
+from remat._tape import KEEP
+from remat.policies._policy import Decide
+
+_OTHER_CALLS = (
+    "remat: under a tracer, a rerun calls {} more or less often than the forward run did, and results of it are kept. "
+    "If the function computes a table on first use, call it once before, under torch.no_grad()."
+)
+
+Results = defaultdict[Any, list[list[Any] | None]]
+"""For each op its calls in order: copies of the results, None if they are not kept."""
+
+
+class Traced(DispatchMode):
+    """Keeps results of a forward. `replayed` returns them again, to the same calls of each op."""
+
+    is_about_functions = True
+
+    def __init__(self, policy: Decide | None, draws: bool) -> None:
+        """What to keep: what the policy says, and the results of draws."""
+        super().__init__()
+        self._policy = policy
+        self._draws = draws
+        self._results: Results = defaultdict(list)
+
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        self._results[func].append([_copied(x) for x in flat(out)] if self._keeps(out, func, args, kwargs) else None)
+        return out
+
+    def _keeps(self, out: Any, func: Any, args: Any, kwargs: Any) -> bool:
+        facts = facts_of(func)
+        if facts.draws:
+            return self._draws
+        name = current_name()
+        if self._policy is None or facts.is_opaque or facts.writes or (facts.is_view and name is None):
+            return False
+        context = SelectiveCheckpointContext(False, out, name, current_call())
+        return self._policy(context, func, *args, **kwargs) in KEEP
+
+    def drawn_since(self, drew: bool = False) -> Traced | None:
+        """These results; None if none is kept. `RandomState` has the same method."""
+        return self if any(map(any, self._results.values())) else None
+
+    def notice(self, generator: Any) -> None:
+        """Nothing to do, unlike in `RandomState`: this mode sees all draws."""
+
+    def replayed(self) -> _Replayed:
+        """A context that returns the results again."""
+        return _Replayed(self._results)
+
+
+class _Replayed(DispatchMode):
+    is_about_functions = True
+
+    def __init__(self, results: Results) -> None:
+        super().__init__()
+        self._left = {func: deque(calls) for func, calls in results.items() if any(calls)}
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        if kind is None and (func := next((func for func, left in self._left.items() if left), None)) is not None:
+            raise CheckpointError(_OTHER_CALLS.format(func))
+
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        left = self._left.get(func)
+        if left is None:
+            return func(*args, **kwargs)
+        if not left:
+            raise CheckpointError(_OTHER_CALLS.format(func))
+        kept = left.popleft()
+        if kept is None:
+            return func(*args, **kwargs)
+        changed = facts_of(func).written(args, kwargs)
+        for tensor, result in zip(changed, kept, strict=False):
+            tensor.copy_(result)
+        results = changed or [_copied(x) for x in kept]  # the function may write to them
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def _copied(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x
