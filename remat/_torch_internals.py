@@ -1067,15 +1067,6 @@ push_saved_tensors_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Ten
     torch._C._autograd._push_saved_tensors_default_hooks  # the context manager around it takes a third of a microsecond
 )
 pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-_HOOKS_REFUSED = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
-
-
-def refuses_hooks(error: BaseException) -> bool:
-    """Whether `torch.func.grad` or `vjp` raised this: they can't be called under saved-tensor hooks."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is not None and frame.tb_frame.f_code is _HOOKS_REFUSED
 
 
 def save(tensor: Tensor) -> Any:

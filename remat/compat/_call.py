@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -184,14 +183,6 @@ class Call:
         self._since = internals.next_sequence_number()
         self._forward = ForwardLook(self.name, self.operands, self.random)
         return self._forward
-
-    def undo(self, look: ForwardLook) -> None:
-        """Take back what the forward drew and wrote to tensors, so that another engine can run the function."""
-        if self.random is not None:
-            self.random.put_back()
-        with torch.no_grad():
-            for key, before in look.copies.items():
-                look.outside[key][1].copy_(before)
 
     def finish(self, look: ForwardLook, tape: Tape | None = None) -> None:
         """The forward is over: note what it has read from outside, and what it has written to.

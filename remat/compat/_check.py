@@ -1,10 +1,8 @@
-"""What `checkpoint` says of arguments that it can't work with. It looks at most of them when a call has failed."""
+"""What `checkpoint` says of arguments that it can't work with."""
 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,72 +18,12 @@ def check_flag(what: str, value: Any) -> None:
 
 
 def check_function(function: Any) -> None:
-    if isinstance(function, torch.Tensor):
-        raise TypeError(
-            f"checkpoint: function must be callable; got {shown(function)}. Write checkpoint(layer, x), not "
-            "checkpoint(layer(x))."
-        )
     if not callable(function):
-        raise TypeError(f"checkpoint: function must be callable; got {shown(function)}.")
-
-
-def check_body(function: Any) -> None:
-    """Raise for a function whose body runs after the call, as `remat` does."""
+        hint = " Write checkpoint(layer, x), not checkpoint(layer(x))." if isinstance(function, torch.Tensor) else ""
+        raise TypeError(f"checkpoint: function must be callable; got {shown(function)}.{hint}")
     called = function.func if type(function) is functools.partial else function
     if runs_later(called):
-        remat(function)
-
-
-def check_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError) -> None:
-    """Raise a better error than the one that a call has raised, where there is one."""
-    check_function(function)
-    if isinstance(function, type) and issubclass(function, torch.nn.Module):
-        name = function.__qualname__
-        raise TypeError(
-            f"checkpoint: got a class of modules, {name}. Make a module of it: checkpoint({name}(...), x)."
-        ) from error
-    if "policy" in kwargs and "unexpected keyword argument 'policy'" in str(error):
-        raise TypeError(f"checkpoint: {error}{hint(kwargs)}.") from error
-    if not args and not kwargs and not _takes_nothing(function):
-        raise TypeError(
-            f"checkpoint: {error}. checkpoint calls the function at once. The decorator, jax.checkpoint, is "
-            "remat.remat; with the options of checkpoint it is checkpoint(use_reentrant=False)."
-        ) from error
-
-
-def _takes_nothing(function: Any) -> bool:
-    """Whether a function can be called without arguments."""
-    try:
-        inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function).bind()
-    except (TypeError, ValueError):  # ValueError: there is no signature, and no code that would have begun
-        return False
-    return True
-
-
-def hint(kwargs: dict[str, Any]) -> str:
-    """What is meant by a keyword of `jax.checkpoint`."""
-    if "policy" not in kwargs:
-        return ""
-    return (
-        ". jax.checkpoint is remat.remat. Here a policy is given by use_reentrant=False and "
-        "context_fn=functools.partial(create_selective_checkpoint_contexts, policy)"
-    )
-
-
-def check_steps(functions: Iterable[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
-    """The functions of `checkpoint_sequential`."""
-    must = "checkpoint_sequential: functions must be a Sequential or an iterable of callables"
-    try:
-        steps = iter(functions.children() if isinstance(functions, torch.nn.Sequential) else functions)
-    except TypeError:
-        raise TypeError(f"{must}; got {shown(functions)}.") from None
-    found = list(steps)
-    for step in found:
-        if not callable(step):
-            raise TypeError(f"{must}; got {shown(step)} in a {type(functions).__name__}.")
-    if not found:
-        raise ValueError("checkpoint_sequential: functions is empty: there is nothing to run.")
-    return found
+        remat(function)  # raises
 
 
 def check_contexts(context_fn: Any) -> tuple[Any, Any]:

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import noop_context_fn
 
 from remat import _torch_internals as internals
 from remat._errors import warn
 from remat._nested_mode import current_look
 from remat._remat import plainly, remat
 from remat.compat import _debug, _settings
-from remat.compat._check import check_body, check_call, check_contexts, check_flag, check_function, hint
-from remat.compat._devices import noop_context_fn, warn_without_grad
+from remat.compat._check import check_contexts, check_flag, check_function
 from remat.compat._look import ForwardLook
 from remat.compat._reentrant import CheckpointFunction
-from remat.compat._region import NO_CONTEXTS, Contexts, Options, Region, UsesTransforms
+from remat.compat._region import NO_CONTEXTS, Contexts, Options, Region
 from remat.compat._selective import Selective, call_compiled, for_one_region
 from remat.random._keyed import running
 
@@ -89,13 +89,9 @@ def checkpoint(
     if use_reentrant is None:
         warn_use_reentrant("checkpoint")
         use_reentrant = True
-    elif use_reentrant is not False and use_reentrant is not True:
-        check_flag("use_reentrant", use_reentrant)
-    if preserve_rng_state is not True and preserve_rng_state is not False:
-        check_flag("preserve_rng_state", preserve_rng_state)
+    check_flag("use_reentrant", use_reentrant)
+    check_flag("preserve_rng_state", preserve_rng_state)
     if use_reentrant:
-        if function is not None and kwargs:
-            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs) + hint(kwargs))
         if context_fn is not noop_context_fn or debug is not False or respect_saved_tensors_hooks is not None:
             raise ValueError(
                 "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported when "
@@ -104,7 +100,7 @@ def checkpoint(
     elif determinism_check not in _DETERMINISM_CHECKS:
         known = list(_DETERMINISM_CHECKS)
         raise ValueError(f"determinism_check should be one of {known}, but got {determinism_check}")
-    given = Options(
+    options = Options(
         use_reentrant,
         preserve_rng_state,
         context_fn,
@@ -113,71 +109,51 @@ def checkpoint(
         early_stop,
         respect_saved_tensors_hooks,
     )
-    if function is None and not args:
-        if kwargs:
-            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs) + hint(kwargs))
-        return functools.partial(_decorated, given)
-    return _call(given, function, args, kwargs)
+    if function is not None or args:
+        return _call(options, function, args, kwargs)
+    if kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    return functools.partial(_decorated, options)
 
 
-def _decorated(given: Options, function: Callable[..., Any]) -> Callable[..., Any]:
+def _decorated(options: Options, function: Callable[..., Any]) -> Callable[..., Any]:
     check_function(function)
-    check_body(function)
 
     @functools.wraps(function)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if given.use_reentrant and kwargs:
-            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
-        return _call(given, function, args, kwargs)
+        return _call(options, function, args, kwargs)
 
     return checkpointed
 
 
-def _call(given: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if options.use_reentrant and kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
     if torch.compiler.is_dynamo_compiling():
-        return call_compiled(function, args, kwargs, given.context_fn, given.preserve_rng_state)
-    check_body(function)
-    try:
-        if given.use_reentrant:
-            return _reentrant(function, args, given.preserve_rng_state)
-        return _non_reentrant(given, function, args, kwargs)
-    except TypeError as error:
-        check_call(function, args, kwargs, error)
-        raise
+        return call_compiled(options, function, args, kwargs)
+    check_function(function)
+    return _call_eagerly(options, function, args, kwargs)
 
 
 @internals.left_alone_by_dynamo
-def _reentrant(function: Callable[..., Any], args: tuple[Any, ...], preserve_rng_state: bool) -> Any:
-    if plainly.get():
-        return function(*args)
-    if _needs_transforms():
-        return _reentrant_under_transforms(function, args, preserve_rng_state)
-    try:
-        return CheckpointFunction.apply(function, preserve_rng_state, *args)
-    except UsesTransforms:
-        return _reentrant_under_transforms(function, args, preserve_rng_state)
-
-
-@internals.left_alone_by_dynamo
-def _non_reentrant(given: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_eagerly(options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     contexts = NO_CONTEXTS
-    if given.context_fn is not noop_context_fn:
-        contexts = for_one_region(*check_contexts(given.context_fn), given.respect_saved_tensors_hooks)
-    if not torch.is_grad_enabled() or plainly.get():
+    if options.context_fn is not noop_context_fn:
+        contexts = for_one_region(*check_contexts(options.context_fn), options.respect_saved_tensors_hooks)
+    if plainly.get() or not (options.use_reentrant or torch.is_grad_enabled()):
         return function(*args, **kwargs)
     if _needs_transforms():
-        return _functional(function, contexts, given.preserve_rng_state)(*args, **kwargs)
+        return _functional(function, contexts, options.preserve_rng_state)(*args, **kwargs)
+    if options.use_reentrant:
+        return CheckpointFunction.apply(function, options.preserve_rng_state, *args)
     stop, traced = _settings.early_stop.get(), _settings.debug_enabled.get()
     if stop is not None:
-        given = given._replace(early_stop=stop)
+        options = options._replace(early_stop=stop)
     with internals.DisableTorchFunction():
-        region = Region(function, args, kwargs, given, contexts)
-    if given.debug if traced is None else traced:
+        region = Region(function, args, kwargs, options, contexts)
+    if options.debug if traced is None else traced:
         _debug.trace(region)
-    try:
-        out = region.run(function, args, kwargs)
-    except UsesTransforms:
-        return _functional(function, contexts, given.preserve_rng_state)(*args, **kwargs)
+    out = region.run(function, args, kwargs)
     outer = current_look()
     if outer is not None:
         with internals.DisableTorchFunction():
@@ -222,14 +198,3 @@ def _functional(function: Any, contexts: Contexts, preserve_rng_state: bool) -> 
             return function(*args, **kwargs)
 
     return remat(under_context, preserve_rng_state=preserve_rng_state)
-
-
-def _reentrant_under_transforms(function: Any, args: tuple[Any, ...], preserve_rng_state: bool) -> Any:
-    """The reentrant variant where the functional engine has to do it."""
-    if not any(internals.requires_grad_at_any_level(x) for x in args if isinstance(x, torch.Tensor)) and not (
-        internals.transforms_active() or internals.forward_ad_active()
-    ):
-        warn_without_grad(args)
-        with torch.no_grad():
-            return function(*args)
-    return remat(function, preserve_rng_state=preserve_rng_state)(*args)

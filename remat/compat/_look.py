@@ -19,10 +19,15 @@ from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
 from remat._effects import Effects, effects_of, tensors_in
+from remat._errors import CheckpointError
 from remat._graph import is_made_since
 from remat._look import CONTAINERS, LOOKED_AT, SCALARS, Look
 
 is_wrapper = internals.is_wrapper
+_HANDED_ON = (
+    "checkpoint: {} hands a tensor of shape {} to a transform that it has found outside and that is not as it was in "
+    "the forward. Pass it as an argument."
+)
 
 
 def _is_scalars(container: Any) -> bool:
@@ -80,7 +85,6 @@ class ForwardLook(Look):
             self._known |= inner._own.refs.keys()
             self._unkept += inner._own.refs.values()
         self.has_custom |= inner.has_custom
-        self.handed_on |= inner.handed_on & self.outside.keys()
 
     def forget(self) -> None:
         """What it has seen was noted: hold nothing."""
@@ -164,9 +168,9 @@ class ForwardLook(Look):
 
     def add_results(self, func: Any, out: Any, args: Iterable[Any] = (), listed: bool = True) -> None:
         for t in tensors_in(out):
-            if internals.requires_grad_at_any_level(t):
+            if internals.requires_grad_at_any_level(t) or internals.level_of(t) > self.depth:
                 self._know_layers(t)
-            elif internals.level_of(t) <= self.depth:
+            else:
                 self._add_own(t)
 
     def _add_own(self, tensor: Tensor) -> None:
@@ -179,14 +183,12 @@ class ForwardLook(Look):
         if key in self._known:
             return tensor
         if internals.level_of(tensor) > self.depth:
-            self.read(internals.unwrapped(tensor), handed_on=True)
+            self.read(internals.unwrapped(tensor))
             self._known.add(key)
             return tensor
         if internals.fully_shard_at_work():
             return tensor
         value = self._swaps.get(key, tensor) if self.outer is None else self.outer.read(tensor, handed_on)
-        if handed_on:
-            self.handed_on.add(key)
         self._add(tensor, value)
         return value
 
@@ -236,6 +238,12 @@ class RerunLook(ForwardLook):
         if key in self._stale:
             raise self._stale[key]
         if key in self._known:
+            return tensor
+        if internals.level_of(tensor) > self.depth:
+            inner = internals.unwrapped(tensor)
+            if self.read(inner) is not inner and not inner.requires_grad:
+                raise CheckpointError(_HANDED_ON.format(self.name, list(inner.shape)))
+            self._known.add(key)
             return tensor
         stand_in = self._swaps.get(key)
         if stand_in is not None:

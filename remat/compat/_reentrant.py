@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._errors import RematError
+from remat._errors import RematError, warn
 from remat._graph import Stranger, prove
 from remat._nested_mode import current_look
 from remat.compat._call import NOTHING, Call
-from remat.compat._devices import warn_without_grad
 from remat.compat._look import ForwardLook
-from remat.compat._region import UsesTransforms
 
 _NOT_NECESSARY = "none of output has requires_grad=True, this checkpoint() is not necessary"
 _CHANGES = (
@@ -60,7 +58,10 @@ class CheckpointFunction(torch.autograd.Function):
     @classmethod
     def apply(cls, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         """Run the function on the arguments, which are positional."""
-        if not warn_without_grad(args) or not torch.is_grad_enabled():
+        differentiates = any(x.requires_grad for x in args if isinstance(x, Tensor))
+        if not differentiates:
+            warn("None of the inputs have requires_grad=True. Gradients will be None")
+        if not differentiates or not torch.is_grad_enabled():
             with torch.no_grad():
                 return run_function(*args)
         with internals.DisableTorchFunction():
@@ -69,9 +70,6 @@ class CheckpointFunction(torch.autograd.Function):
         with torch.no_grad(), look:
             out = run_function(*args)
         with internals.DisableTorchFunction():
-            if look.handed_on:
-                call.undo(look)
-                raise UsesTransforms
             arguments = _arguments(call, look)
             values = [
                 v.detach() if isinstance(v, Tensor) and not look.has_made(v) else v  # it belongs to somebody else

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._errors import CheckpointError
+from remat._errors import CheckpointError, RematError
 from remat._holder import Holder
 from remat.compat._call import NOTHING, Call, Context, modified
 from remat.compat._group import recomputed_in
@@ -47,14 +47,14 @@ _OVERLAP = (
     "Unpack is being triggered for a tensor that was already unpacked once. Performing two backward calls that overlap "
     "(i.e. require the same saved activation in order to compute gradients) is not allowed under one GraphExecGroup."
 )
+_TRANSFORMS = (
+    "checkpoint: {} calls torch.func.grad or the like, which torch does not allow under saved-tensor hooks, as here. "
+    "Call remat.remat(function)(*args), which works with all transforms."
+)
 _SWALLOWED = (
     "remat.checkpoint: the forward context provided by context_fn suppressed an exception raised during the "
     "checkpointed forward, so there is no result. Catch it inside of the function, or around checkpoint."
 )
-
-
-class UsesTransforms(Exception):  # noqa: N818
-    """The function uses `torch.func`: the functional engine has to run it. What it did so far is taken back."""
 
 
 class _Stop(BaseException):
@@ -174,9 +174,8 @@ class Region:
                 out = fun(*args, **kwargs)
                 returned = True
         except RuntimeError as error:
-            if internals.refuses_hooks(error):
-                call.undo(look)
-                raise UsesTransforms from None
+            if "don't yet support saved tensor hooks" in str(error):
+                raise RematError(_TRANSFORMS.format(call.name)) from error
             raise
         finally:
             internals.pop_saved_tensors_hooks()

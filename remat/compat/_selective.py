@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.utils.checkpoint import noop_context_fn
 
 from remat import _compile
 from remat import _torch_internals as internals
@@ -25,8 +26,7 @@ from remat._remat import remat
 from remat._replay import Replay
 from remat._tape import KEEP, Origin, Tape
 from remat._values import Key, Op, Value
-from remat.compat._devices import noop_context_fn
-from remat.compat._region import Contexts
+from remat.compat._region import Contexts, Options
 from remat.policies import CheckpointPolicy, Policy, as_policy
 from remat.policies._ops import OpOverload, OpOverloadPacket, spell
 
@@ -327,15 +327,15 @@ def for_one_region(forward: Any, rerun: Any, respects_hooks: bool | None) -> Con
     return forward, GivenBack(forward)
 
 
-def call_compiled(
-    fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context_fn: Any, preserve_rng_state: bool
-) -> Any:
+def call_compiled(options: Options, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function that torch.compile is tracing."""
-    if context_fn is noop_context_fn:
-        return _compile.call(remat, None, preserve_rng_state, fun, args, kwargs)
-    if isinstance(context_fn, functools.partial) and context_fn.args and isinstance(context_fn.args[0], Policy):
-        return _compile.call(remat, context_fn.args[0], preserve_rng_state, fun, args, kwargs)
-    return _compile.call(remat, context_fn, preserve_rng_state, fun, args, kwargs, _policy_of)
+    given: Any = options.context_fn
+    policy_of: Callable[[Any], Policy] = _policy_of
+    if given is noop_context_fn:
+        given, policy_of = None, as_policy
+    elif isinstance(given, functools.partial) and given.args and isinstance(given.args[0], Policy):
+        given, policy_of = given.args[0], as_policy
+    return _compile.call(remat, given, options.preserve_rng_state, fun, args, kwargs, policy_of)
 
 
 def _policy_of(context_fn: Any) -> Policy:

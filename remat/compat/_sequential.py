@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 
 from remat._errors import shown
-from remat.compat._check import check_steps
 from remat.compat._checkpoint import checkpoint, warn_use_reentrant
 
 
@@ -33,8 +33,8 @@ def checkpoint_sequential(
 
     **Returns:** what the last function returned.
 
-    **Raises:** `TypeError` for what is no function among them, or a number of segments that is no int; `ValueError` for
-    one out of range, for no functions, and for other keywords.
+    **Raises:** `TypeError` for what is no function among them, and for none; `ValueError` for a number of segments that
+    is no int or out of range, and for other keywords.
 
     Examples:
         >>> import torch
@@ -48,25 +48,26 @@ def checkpoint_sequential(
         use_reentrant = True
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
-    steps = check_steps(functions)
-    if not isinstance(segments, numbers.Integral):
-        raise TypeError(f"checkpoint_sequential: segments must be an int; got {shown(segments)}.")
-    if not 1 <= segments <= len(steps):
+    steps = [*(functions.children() if isinstance(functions, torch.nn.Sequential) else functions)]
+    if not steps or not all(map(callable, steps)):
+        raise TypeError(
+            "checkpoint_sequential: functions must be a Sequential or an iterable of callables, one at least; got "
+            f"{shown(functions)}."
+        )
+    if not isinstance(segments, numbers.Integral) or not 1 <= segments <= len(steps):
         raise ValueError(
-            f"checkpoint_sequential: segments must be in 1…{len(steps)}, the number of functions; got {segments}."
+            f"checkpoint_sequential: segments must be in 1…{len(steps)}, the number of functions; got "
+            f"{shown(segments)}."
         )
     size = len(steps) // segments
     last = size * (segments - 1)
     for start in range(0, last, size):
-        segment = _one_after_another(tuple(steps[start : start + size]))
+        segment = functools.partial(_one_after_another, steps[start : start + size])
         input = checkpoint(segment, input, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
-    return _one_after_another(tuple(steps[last:]))(input)
+    return _one_after_another(steps[last:], input)
 
 
-def _one_after_another(steps: tuple[Callable[[Any], Any], ...]) -> Callable[[Any], Any]:
-    def run(input: Any) -> Any:
-        for step in steps:
-            input = step(input)
-        return input
-
-    return run
+def _one_after_another(steps: Iterable[Callable[[Any], Any]], input: Any) -> Any:
+    for step in steps:
+        input = step(input)
+    return input
