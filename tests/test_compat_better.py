@@ -1012,16 +1012,14 @@ def different(ck: Any, **options: Any) -> Any:
 
 
 @debugs
-def test_debug_output_is_short_and_complete_on_request() -> None:
+def test_debug_output_is_short() -> None:
     error = different(ours)
     lines = str(error).splitlines()
     assert len(lines) <= 20
     assert "The first op that differs is number 2" in str(error)
-    assert [f"{__file__}:{different.__code__.co_firstlineno + k} in" in str(error) for k in (2, 5)] == [True, True]
+    assert [f"{__file__}:{different.__code__.co_firstlineno + k}" in str(error) for k in (2, 5)] == [True, True]
     assert "aten.cos.default(float64[3])" in str(error)
     assert "aten.slice" in str(error)
-    assert error.trace.count("aten.exp.default") == 2
-    assert "test_debug_output_is_short" in error.trace
     assert len(str(different(of_torch)).splitlines()) > 100
 
 
