@@ -42,6 +42,7 @@ class ForwardLook(Look):
     - `outside`: by identity, the tensors that it has read from outside, or was given, each with what stood for it.
     - `gathered`: by identity, tensors that hooks gather whole, as those of ZeRO-3 and FSDP2 do. They do it in the
         rerun too.
+    - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
     - `saves_unwritten`: whether an op saves memory that its kernel is yet to write: a rerun can't stop before that.
     """
 
@@ -66,7 +67,7 @@ class ForwardLook(Look):
         self._known: set[int] = set()
         self._unkept: list[weakref.ref[Tensor]] = []
         self._swaps: dict[int, Tensor] = {}
-        self._since = internals.next_sequence_number()
+        self.since = internals.next_sequence_number()
         self._is_alone = True
         """Whether nothing can stand for a tensor, and nobody else gathers any."""
 
@@ -85,10 +86,6 @@ class ForwardLook(Look):
             self._known |= inner._own.refs.keys()
             self._unkept += inner._own.refs.values()
         self.has_custom |= inner.has_custom
-
-    def forget(self) -> None:
-        """What it has seen was noted: hold nothing."""
-        self.outside.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_compiling():  # `torch.cond` is compiled under the active modes
@@ -198,7 +195,7 @@ class ForwardLook(Look):
             key in self._known
             and key not in self.outside
             # Another tensor may have got the identity of one that has died.
-            and (is_made_since(tensor, self._since) or any(ref() is tensor for ref in self._unkept))
+            and (is_made_since(tensor, self.since) or any(ref() is tensor for ref in self._unkept))
         )
 
     def _copied(self, value: Tensor) -> Tensor:

@@ -75,11 +75,9 @@ class CheckpointFunction(torch.autograd.Function):
                 v.detach() if isinstance(v, Tensor) and not look.has_made(v) else v  # it belongs to somebody else
                 for v in (out if isinstance(out, tuple) else (out,))
             ]
-            call.finish(look)
-            gathered = look.gathered
-            captured = {id(t): t for t in call.parameters if t.requires_grad}
-            captured.update((o.key, o.unpack()) for o in call.outside if o.requires_grad)
-            rest = [captured.pop(key) for key in gathered if key in captured]
+            call.finish()
+            captured = {r.key: r.value() for r in call.reads if r.requires_grad}
+            rest = [captured.pop(key) for key in look.gathered if key in captured]
             results = super().apply(call, captured, rest, values, len(arguments), *arguments, *captured.values())
             outer = current_look()
             if outer is not None:
@@ -160,8 +158,7 @@ def _gradients(
     stand_ins = {key: _stand_in(t, create_graph) for key, t in captured.items()}
     own = [*arguments, *stand_ins.values()]
     since = internals.next_sequence_number()
-    out = call.rerun(arguments, stand_ins=stand_ins, looks=not accumulates)
-    look, call.last_look = call.last_look, None
+    out, look = call.rerun(arguments, stand_ins=stand_ins, looks=not accumulates)
     pairs = [
         (o, c)
         for o, c in zip(out if isinstance(out, tuple) else (out,), cotangents, strict=False)

@@ -187,7 +187,7 @@ class Region:
                     self._saved[i] = None
             if look.saves_unwritten:
                 self._options = self._options._replace(early_stop=False)
-            call.finish(look, getattr(self.forward_context, "tape", None))
+            call.finish(getattr(self.forward_context, "tape", None))
         self._is_complete = True
         return out
 
@@ -205,7 +205,8 @@ class Region:
 
     def held(self) -> Sequence[Any]:
         """What it holds to run again: tensors, or what hooks have put in their place."""
-        saved = [*self._saved, *(o.saved for o in self._call.outside)]
+        reads = (r.saved for r in self._call.reads if not r.is_written)
+        saved = [*self._saved, *(s for s in reads if not isinstance(s, torch.nn.Parameter))]
         return [s if isinstance(s, Tensor) else internals.held_in(s) for s in saved if s is not None]
 
     def unpack(self, index: int) -> Tensor:
