@@ -7,9 +7,9 @@ The graph of a checkpointed function stays, so nothing is out of sight: a run ma
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Iterable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from torch.nn.parameter import is_lazy
 from remat import _torch_internals as internals
 from remat._effects import Effects, effects_of, tensors_in
 from remat._errors import CheckpointError
-from remat._graph import is_made_since
 from remat._look import CONTAINERS, LOOKED_AT, SCALARS, Look
 
 is_wrapper = internals.is_wrapper
@@ -46,6 +45,7 @@ class ForwardLook(Look):
     - `saves_unwritten`: whether an op saves memory that its kernel is yet to write: a rerun can't stop before that.
     """
 
+    outside: dict[int, tuple[Tensor, Tensor]]
     gathered: frozenset[int] = frozenset()
     saves_unwritten = False
     keeps_call = True
@@ -56,38 +56,21 @@ class ForwardLook(Look):
 
     def __init__(self, name: str, given: Iterable[Tensor], random: Any) -> None:
         """A look at a run of the function `name`, which is given tensors. `random`: what to tell of generators."""
-        # Not that of `Look`: what it needs to compare calls would take half of the time.
-        self.name, self.random = name, random
-        self.depth = internals.stack_depth()
-        self.outside: dict[int, tuple[Tensor, Tensor]] = {}
-        self.handed_on: set[int] = set()
-        self.copies: dict[int, Tensor] = {}
-        self._given = given
-        self._pairs = ()
-        self._known: set[int] = set()
-        self._unkept: list[weakref.ref[Tensor]] = []
-        self._swaps: dict[int, Tensor] = {}
+        super().__init__(name, given, random)
         self.since = internals.next_sequence_number()
-        self._is_alone = True
-        """Whether nothing can stand for a tensor, and nobody else gathers any."""
 
     def begin(self, outer: Look | None) -> None:
-        for t in self._given:
-            self._add(t, t)
-        if outer is not None:
-            self.outer, self._swaps, self._pairs = outer, outer._swaps, outer._pairs
+        super().begin(outer)
+        # Whether nothing can stand for a tensor, and nobody else gathers any.
         self._is_alone = outer is None and not self.is_rerun and not internals.uses_fully_shard()
 
     def adopt(self, inner: Look) -> None:
-        self._known |= inner._known
-        if isinstance(inner, ForwardLook):
-            self._unkept += inner._unkept
-        else:
-            self._known |= inner._own.refs.keys()
-            self._unkept += inner._own.refs.values()
+        self._known |= inner._known | inner._own.refs.keys()
+        self._own.refs |= inner._own.refs
         self.has_custom |= inner.has_custom
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Less than that of `Look`: what it needs to compare calls would take half of the time.
         if is_compiling():  # `torch.cond` is compiled under the active modes
             return func(*args, **(kwargs or {}))
         delegate = self.delegate
@@ -107,20 +90,21 @@ class ForwardLook(Look):
                 kwargs = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else None
                 break
         effects = effects_of(func)
-        if effects.draws and not effects.writes:
-            self._mark_draw(func)
-        elif effects.acts:
+        draws_alone = effects.draws and not effects.writes
+        if (effects.acts and not draws_alone) or (kwargs and ("out" in kwargs or kwargs.get("inplace"))):
             return self._call(effects, func, args, kwargs or {}, given)
-        if kwargs and ("out" in kwargs or kwargs.get("inplace")):
-            return self._call(effects, func, args, kwargs, given)
-        self.call = func, args, kwargs or {}
+        if draws_alone:
+            self._mark_draw(func)
+        if self.keeps_call:
+            self.call = func, args, kwargs or {}
         out = func(*args, **kwargs) if kwargs else func(*args)
         self.call = None
         kind = type(out)
         if kind is Tensor and not is_wrapper(out):
-            known.add(id(out))
-            if not out.requires_grad and id(out) not in self.outside:
-                self._unkept.append(weakref.ref(out))
+            key = id(out)
+            known.add(key)
+            if key not in self.outside:
+                self._own.refs[key] = ref(out)
         elif kind not in SCALARS:
             with internals.DisableTorchFunction():
                 self.add_results(func, out)
@@ -165,15 +149,13 @@ class ForwardLook(Look):
 
     def add_results(self, func: Any, out: Any, args: Iterable[Any] = (), listed: bool = True) -> None:
         for t in tensors_in(out):
-            if internals.requires_grad_at_any_level(t) or internals.level_of(t) > self.depth:
-                self._know_layers(t)
-            else:
-                self._add_own(t)
+            self._know_layers(t)
+            self._add_own(t)
 
     def _add_own(self, tensor: Tensor) -> None:
         self._known.add(id(tensor))
         if id(tensor) not in self.outside:
-            self._unkept.append(weakref.ref(tensor))
+            self._own.refs[id(tensor)] = ref(tensor)
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
@@ -190,13 +172,7 @@ class ForwardLook(Look):
         return value
 
     def has_made(self, tensor: Tensor) -> bool:
-        key = id(tensor)
-        return (
-            key in self._known
-            and key not in self.outside
-            # Another tensor may have got the identity of one that has died.
-            and (is_made_since(tensor, self.since) or any(ref() is tensor for ref in self._unkept))
-        )
+        return id(tensor) not in self.outside and self._own.has(tensor)
 
     def _copied(self, value: Tensor) -> Tensor:
         copy = value.detach().clone()
