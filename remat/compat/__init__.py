@@ -10,11 +10,11 @@ from torch.utils.checkpoint import set_device_states as set_device_states
 from remat._errors import CheckpointError as CheckpointError
 from remat._recorder import SelectiveCheckpointContext as SelectiveCheckpointContext
 from remat.compat._checkpoint import checkpoint as checkpoint
-from remat.compat._group import GraphExecGroup as GraphExecGroup
+from remat.compat._checkpoint import checkpoint_sequential as checkpoint_sequential
 from remat.compat._reentrant import CheckpointFunction as CheckpointFunction
 from remat.compat._selective import SAC_IGNORED_OPS as SAC_IGNORED_OPS
 from remat.compat._selective import create_selective_checkpoint_contexts as create_selective_checkpoint_contexts
-from remat.compat._sequential import checkpoint_sequential as checkpoint_sequential
+from remat.compat._settings import GraphExecGroup as GraphExecGroup
 from remat.compat._settings import set_checkpoint_debug_enabled as set_checkpoint_debug_enabled
 from remat.compat._settings import set_checkpoint_early_stop as set_checkpoint_early_stop
 from remat.policies import CheckpointPolicy as CheckpointPolicy

@@ -1,25 +1,26 @@
-"""`checkpoint`, and its form as a decorator."""
+"""`checkpoint`, its form as a decorator, and `checkpoint_sequential`."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
 from remat import _torch_internals as internals
-from remat._errors import warn
+from remat._errors import shown, warn
 from remat._nested_mode import current_look
-from remat._remat import plainly, remat
+from remat._remat import plainly, remat, runs_later
 from remat.compat import _debug, _settings
-from remat.compat._check import check_contexts, check_flag, check_function
 from remat.compat._look import ForwardLook
 from remat.compat._reentrant import CheckpointFunction
 from remat.compat._region import NO_CONTEXTS, Contexts, Options, Region
 from remat.compat._selective import Selective, call_compiled, for_one_region
+from remat.policies import Policy
 from remat.random._keyed import running
 
 _DETERMINISM_CHECKS = ("default", "none")
@@ -87,10 +88,10 @@ def checkpoint(
         torch.Size([3, 3])
     """
     if use_reentrant is None:
-        warn_use_reentrant("checkpoint")
+        _warn_use_reentrant("checkpoint")
         use_reentrant = True
-    check_flag("use_reentrant", use_reentrant)
-    check_flag("preserve_rng_state", preserve_rng_state)
+    _check_flag("use_reentrant", use_reentrant)
+    _check_flag("preserve_rng_state", preserve_rng_state)
     if use_reentrant:
         if context_fn is not noop_context_fn or debug is not False or respect_saved_tensors_hooks is not None:
             raise ValueError(
@@ -117,7 +118,7 @@ def checkpoint(
 
 
 def _decorated(options: Options, function: Callable[..., Any]) -> Callable[..., Any]:
-    check_function(function)
+    _check_function(function)
 
     @functools.wraps(function)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -131,7 +132,7 @@ def _call(options: Options, function: Callable[..., Any], args: tuple[Any, ...],
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
     if torch.compiler.is_dynamo_compiling():
         return call_compiled(options, function, args, kwargs)
-    check_function(function)
+    _check_function(function)
     return _call_eagerly(options, function, args, kwargs)
 
 
@@ -139,7 +140,7 @@ def _call(options: Options, function: Callable[..., Any], args: tuple[Any, ...],
 def _call_eagerly(options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     contexts = NO_CONTEXTS
     if options.context_fn is not noop_context_fn:
-        contexts = for_one_region(*check_contexts(options.context_fn), options.respect_saved_tensors_hooks)
+        contexts = for_one_region(*_contexts_of(options.context_fn), options.respect_saved_tensors_hooks)
     if plainly.get() or not (options.use_reentrant or torch.is_grad_enabled()):
         return function(*args, **kwargs)
     if _needs_transforms():
@@ -159,15 +160,6 @@ def _call_eagerly(options: Options, function: Callable[..., Any], args: tuple[An
         with internals.DisableTorchFunction():
             outer.add_call(region.name, out)
     return out
-
-
-def warn_use_reentrant(who: str) -> None:
-    """Warn that an argument is missing."""
-    warn(
-        f"remat.{who}: the use_reentrant parameter should be passed explicitly. use_reentrant=False is recommended; "
-        "use_reentrant=True keeps what happens now, without it. torch.utils.checkpoint raises an exception here in its "
-        "later versions."
-    )
 
 
 # Transforms.
@@ -198,3 +190,114 @@ def _functional(function: Any, contexts: Contexts, preserve_rng_state: bool) -> 
             return function(*args, **kwargs)
 
     return remat(under_context, preserve_rng_state=preserve_rng_state)
+
+
+# What it can't work with.
+
+
+def _warn_use_reentrant(who: str) -> None:
+    """Warn that an argument is missing."""
+    warn(
+        f"remat.{who}: the use_reentrant parameter should be passed explicitly. use_reentrant=False is recommended; "
+        "use_reentrant=True keeps what happens now, without it. torch.utils.checkpoint raises an exception here in its "
+        "later versions."
+    )
+
+
+def _check_flag(what: str, value: Any) -> None:
+    if value not in (0, 1):  # as NumPy's bools are
+        raise TypeError(f"checkpoint: {what} must be a bool; got {shown(value)}.")
+
+
+def _check_function(function: Any) -> None:
+    if not callable(function):
+        hint = " Write checkpoint(layer, x), not checkpoint(layer(x))." if isinstance(function, torch.Tensor) else ""
+        raise TypeError(f"checkpoint: function must be callable; got {shown(function)}.{hint}")
+    called = function.func if type(function) is functools.partial else function
+    if runs_later(called):
+        remat(function)  # raises
+
+
+def _contexts_of(context_fn: Any) -> tuple[Any, Any]:
+    """The two contexts that `context_fn` returns."""
+    if isinstance(context_fn, Policy):
+        raise TypeError(
+            f"checkpoint: context_fn got a policy. Write context_fn=functools.partial("
+            f"create_selective_checkpoint_contexts, {context_fn!r})."
+        )
+    if not callable(context_fn):
+        raise TypeError(
+            f"checkpoint: context_fn must be a function that returns two context managers; got {shown(context_fn)}."
+        )
+    contexts = context_fn()
+    try:
+        forward, rerun = contexts
+    except (TypeError, ValueError):
+        raise TypeError(
+            "checkpoint: context_fn must return two context managers, for the forward and for the rerun; got "
+            f"{shown(contexts)}."
+        ) from None
+    return forward, rerun
+
+
+# Sequences.
+
+
+def checkpoint_sequential(
+    functions: torch.nn.Sequential | Iterable[Callable[[Any], Any]],
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,
+    *,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Run functions one after the other, checkpointing all but the last of some segments of the sequence.
+
+    **Arguments:**
+
+    - `functions`: an `nn.Sequential`, or the functions; each is given what the one before returned.
+    - `segments`: into how many segments to divide them, from 1 to their number.
+    - `input`: what the first is given.
+    - `use_reentrant`, `preserve_rng_state`: as for `checkpoint`.
+
+    **Returns:** what the last function returned.
+
+    **Raises:** `TypeError` for what is no function among them, and for none; `ValueError` for a number of segments that
+    is no int or out of range, and for other keywords.
+
+    Examples:
+        >>> import torch
+        >>> from remat import checkpoint_sequential
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(4)])
+        >>> checkpoint_sequential(model, 2, torch.ones(2, 3), use_reentrant=False).shape
+        torch.Size([2, 3])
+    """
+    if use_reentrant is None:
+        _warn_use_reentrant("checkpoint_sequential")
+        use_reentrant = True
+    if kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    steps = [*(functions.children() if isinstance(functions, torch.nn.Sequential) else functions)]
+    if not steps or not all(map(callable, steps)):
+        raise TypeError(
+            "checkpoint_sequential: functions must be a Sequential or an iterable of callables, one at least; got "
+            f"{shown(functions)}."
+        )
+    if not isinstance(segments, numbers.Integral) or not 1 <= segments <= len(steps):
+        raise ValueError(
+            f"checkpoint_sequential: segments must be in 1…{len(steps)}, the number of functions; got "
+            f"{shown(segments)}."
+        )
+    size = len(steps) // segments
+    last = size * (segments - 1)
+    for start in range(0, last, size):
+        segment = functools.partial(_one_after_another, steps[start : start + size])
+        input = checkpoint(segment, input, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
+    return _one_after_another(steps[last:], input)
+
+
+def _one_after_another(steps: Iterable[Callable[[Any], Any]], input: Any) -> Any:
+    for step in steps:
+        input = step(input)
+    return input

@@ -13,7 +13,6 @@ from remat._errors import RematError, warn
 from remat._graph import Stranger, prove
 from remat._nested_mode import current_look
 from remat.compat._call import NOTHING, Call
-from remat.compat._look import ForwardLook
 
 _NOT_NECESSARY = "none of output has requires_grad=True, this checkpoint() is not necessary"
 _CHANGES = (
@@ -70,7 +69,11 @@ class CheckpointFunction(torch.autograd.Function):
         with torch.no_grad(), look:
             out = run_function(*args)
         with internals.DisableTorchFunction():
-            arguments = _arguments(call, look)
+            for before in look.copies.values():
+                if before.requires_grad:
+                    raise RematError(_CHANGES.format(call.name, list(before.shape), before.dtype))
+            # Those that the function has written to start from copies.
+            arguments = [None if id(t) in look.copies else t for t in call.operands[: call.arguments]]
             values = [
                 v.detach() if isinstance(v, Tensor) and not look.has_made(v) else v  # it belongs to somebody else
                 for v in (out if isinstance(out, tuple) else (out,))
@@ -111,14 +114,6 @@ class CheckpointFunction(torch.autograd.Function):
         if not internals.graph_is_retained():  # as for what is saved: the call may hold what leads to this node
             ctx.call, ctx.captured, ctx.gathered = None, {}, []
         return (None, None, None, None, None, *found)
-
-
-def _arguments(call: Call, look: ForwardLook) -> list[Tensor | None]:
-    """The positional arguments, without those that the function has written to, which start from copies."""
-    for before in look.copies.values():
-        if before.requires_grad:
-            raise RematError(_CHANGES.format(call.name, list(before.shape), before.dtype))
-    return [None if id(t) in look.copies else t for t in call.operands[: call.arguments]]
 
 
 def _rebuilt(kind: Any, items: Sequence[Any]) -> Any:
@@ -170,14 +165,11 @@ def _gradients(
     if accumulates:
         torch.autograd.backward(outputs, given)
         return [None if t is None else t.grad for t in own]
-    targets = {i: t for i, t in enumerate(own) if t is not None and t.requires_grad}
+    targets = [t for t in own if t is not None and t.requires_grad]
     if look is not None:
         try:
-            prove(outputs, [*targets.values()], since, look.has_made)
+            prove(outputs, targets, since, look.has_made)
         except Stranger as stranger:
             raise RematError(_OUT_OF_SIGHT.format(call.name, stranger)) from None
-    found = torch.autograd.grad(outputs, [*targets.values()], given, allow_unused=True, create_graph=create_graph)
-    gradients: list[Tensor | None] = [None] * len(own)
-    for i, gradient in zip(targets, found, strict=True):
-        gradients[i] = gradient
-    return gradients
+    found = iter(torch.autograd.grad(outputs, targets, given, allow_unused=True, create_graph=create_graph))
+    return [next(found) if t is not None and t.requires_grad else None for t in own]

@@ -21,7 +21,7 @@ from remat import _torch_internals as internals
 from remat._errors import CheckpointError, RematError
 from remat._holder import Holder
 from remat.compat._call import NOTHING, Call, Context, modified
-from remat.compat._group import recomputed_in
+from remat.compat._settings import recomputed_in
 
 Contexts = tuple[Context, Context]
 NO_CONTEXTS: Contexts = (NOTHING, NOTHING)
@@ -74,23 +74,16 @@ class Options(NamedTuple):
 
 
 class _Recomputed:
-    """The saved tensors for one backward pass, with their versions. None: nobody asks for it, or it was unpacked."""
+    """What a rerun saves, for one backward pass.
 
-    __slots__ = ("__weakref__", "key", "saved")
+    **Attributes:**
 
-    def __init__(self, key: Any, saved: list[tuple[Tensor, int] | None]) -> None:
+    - `saved`: the tensors with their versions. None: nobody asks for it, or it was unpacked.
+    """
+
+    def __init__(self, key: Any, holders: list[weakref.ref[Holder]], early_stop: bool) -> None:
+        """`key`: tells the backward pass from others."""
         self.key = key
-        self.saved = saved
-
-    def clear(self) -> None:
-        """The backward pass is over."""
-        self.saved = []
-
-
-class _Collector:
-    """Collects what a rerun saves."""
-
-    def __init__(self, holders: list[weakref.ref[Holder]], early_stop: bool) -> None:
         self.saved: list[tuple[Tensor, int] | None] = []
         self._holders = holders
         self._last = len(holders) - 1 if early_stop else -1
@@ -101,23 +94,21 @@ class _Collector:
     def pack(self, tensor: Tensor) -> Tensor:
         """The hook: collects `tensor`."""
         with internals.DisableTorchFunction():
-            return self._pack(tensor)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        if self._is_done:  # somebody has caught what says "stop"
+            if tensor.requires_grad:
+                tensor = tensor.detach()
+            if self._is_done:  # somebody has caught what says "stop"
+                return tensor
+            index, holders = len(self.saved), self._holders
+            wanted = index < len(holders) and holders[index]() is not None
+            self.saved.append((tensor, -1 if tensor.is_inference() else tensor._version) if wanted else None)
+            if index == self._last:
+                self._is_done = True
+                raise _Stop
             return tensor
-        saved, holders = self.saved, self._holders
-        index = len(saved)
-        if index < len(holders) and holders[index]() is not None:
-            saved.append((tensor, -1 if tensor.is_inference() else tensor._version))
-        else:
-            saved.append(None)
-        if index == self._last:
-            self._is_done = True
-            raise _Stop
-        return tensor
+
+    def clear(self) -> None:
+        """The backward pass is over."""
+        self.saved = []
 
 
 @internals.left_alone_by_dynamo
@@ -226,7 +217,8 @@ class Region:
         return tensor
 
     def _recompute(self, key: Any, group: Any) -> _Recomputed:
-        recomputed = _Recomputed(key, internals.with_subclasses(self._rerun))
+        recomputed = _Recomputed(key, self._holders, self._options.early_stop)
+        internals.with_subclasses(lambda: self._rerun(recomputed))
         if key == -1:  # outside of a backward pass: `grad_fn._saved_self`
             return recomputed
         self._recomputed = weakref.ref(recomputed)
@@ -236,15 +228,14 @@ class Region:
             recomputed_in.setdefault(group, []).append(recomputed)
         return recomputed
 
-    def _rerun(self) -> list[tuple[Tensor, int] | None]:
-        """Run the function again: what its graph saves."""
+    def _rerun(self, recomputed: _Recomputed) -> None:
+        """Run the function again, for what its graph saves."""
         with internals.base_level() if internals.transforms_active() else NOTHING:
             arguments = [None if s is None else s.unpack() for s in self._saved]
-            collector = _Collector(self._holders, self._options.early_stop)
             context, trace = self.rerun_context, self.traces[1]
             if not self._is_complete:  # a backward inside of the forward, and of its context
                 context, trace = internals.DisableTorchDispatch(), NOTHING
-            internals.push_saved_tensors_hooks(collector.pack, _same)
+            internals.push_saved_tensors_hooks(recomputed.pack, _same)
             try:
                 self._call.rerun(arguments, (context, trace))
             except _Stop:
@@ -254,8 +245,7 @@ class Region:
             if hasattr(context, "settle"):
                 context.settle()
         if self._is_complete:
-            self._check(collector.saved)
-        return collector.saved
+            self._check(recomputed.saved)
 
     def _check(self, saved: list[tuple[Tensor, int] | None]) -> None:
         """Raise unless the rerun saved what the forward saved."""
