@@ -84,7 +84,7 @@ class _StandIns:
 
     - `values`: all of them, by the identity of the other.
     - `inputs`: those that are operands.
-    - `swaps`: what the function may find anywhere, with what to read in its place.
+    - `pairs`: what the function may find anywhere, with what to read in its place.
     - `fill`: what to put into modules.
     - `stale`: by identity, what to raise where a tensor is read.
     """
@@ -93,7 +93,7 @@ class _StandIns:
         self._index, self._places = index, places
         self.values: dict[int, Tensor] = {}
         self.inputs: list[Any] = [None] * len(index)
-        self.swaps: list[tuple[Tensor, Tensor]] = []
+        self.pairs: list[tuple[Tensor, Tensor]] = []
         self.fill: list[tuple[Place, Tensor]] = []
         self.stale: dict[int, RuntimeError] = {}
 
@@ -105,7 +105,7 @@ class _StandIns:
         places = self._places.get(key, ())
         expected: Tensor | None = value
         if tensor is not None and tensor is not value and not (places and in_places_alone):
-            self.swaps.append((tensor, value))
+            self.pairs.append((tensor, value))
             expected = tensor
         for place in places:
             if item(*place) is not expected:
@@ -260,8 +260,8 @@ class Call:
         with internals.grad_enabled():
             found = self._prepared(arguments, stand_ins, looks)
             look = None
-            if found.swaps or found.stale or looks or self._needs_look or internals.may_run_compiled_code():
-                look = RerunLook(self.name, found.inputs, found.swaps, found.stale)
+            if found.pairs or found.stale or looks or self._needs_look or internals.may_run_compiled_code():
+                look = RerunLook(self.name, found.inputs, found.pairs, found.stale)
             draws = NOTHING if self.random is None else replayed(self.random)
             keys = suspended() if internals.function_modes_active() and running() is not None else NOTHING
             modes, rebuild = self._modes.entered(), self._closure.rebuilder(found.inputs)

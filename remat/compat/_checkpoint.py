@@ -102,13 +102,7 @@ def checkpoint(
         known = list(_DETERMINISM_CHECKS)
         raise ValueError(f"determinism_check should be one of {known}, but got {determinism_check}")
     options = Options(
-        use_reentrant,
-        preserve_rng_state,
-        context_fn,
-        determinism_check,
-        debug,
-        early_stop,
-        respect_saved_tensors_hooks,
+        use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop, respect_saved_tensors_hooks
     )
     if function is not None or args:
         return _call(options, function, args, kwargs)

@@ -7,11 +7,11 @@ The graph of a checkpointed function stays, so nothing is out of sight: a run ma
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
@@ -49,6 +49,7 @@ class ForwardLook(Look):
     gathered: frozenset[int] = frozenset()
     saves_unwritten = False
     keeps_call = True
+    _stale: Mapping[int, RuntimeError] = MappingProxyType({})
     _indexed = 0
     """How many of `outside` the index by memory has."""
     _was_lazy: frozenset[int] = frozenset()
@@ -159,10 +160,14 @@ class ForwardLook(Look):
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
+        if key in self._stale:
+            raise self._stale[key]
         if key in self._known:
             return tensor
         if internals.level_of(tensor) > self.depth:
-            self.read(internals.unwrapped(tensor))
+            inner = internals.unwrapped(tensor)
+            if self.read(inner) is not inner and not inner.requires_grad:
+                raise CheckpointError(_HANDED_ON.format(self.name, list(inner.shape)))
             self._known.add(key)
             return tensor
         if internals.fully_shard_at_work():
@@ -189,46 +194,21 @@ class RerunLook(ForwardLook):
     is_rerun = True
 
     def __init__(
-        self,
-        name: str,
-        given: Iterable[Tensor],
-        swaps: Iterable[tuple[Tensor, Tensor]],
-        stale: dict[int, RuntimeError],
+        self, name: str, given: Iterable[Tensor], pairs: list[tuple[Tensor, Tensor]], stale: dict[int, RuntimeError]
     ) -> None:
         """A look at a rerun of the function `name`, which is given tensors.
 
         **Arguments:**
 
-        - `swaps`: tensors, and what stands for them.
+        - `pairs`: tensors, and what stands for them.
         - `stale`: by identity, what to raise where tensors are read that were changed since the forward.
         """
         super().__init__(name, [t for t in given if id(t) not in stale], None)
-        self._swaps = {id(tensor): stand_in for tensor, stand_in in swaps}
+        self._pairs, self._swaps = pairs, {id(tensor): stand_in for tensor, stand_in in pairs}
         self._stale = stale
-
-    def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
-        key = id(tensor)
-        if key in self._stale:
-            raise self._stale[key]
-        if key in self._known:
-            return tensor
-        if internals.level_of(tensor) > self.depth:
-            inner = internals.unwrapped(tensor)
-            if self.read(inner) is not inner and not inner.requires_grad:
-                raise CheckpointError(_HANDED_ON.format(self.name, list(inner.shape)))
-            self._known.add(key)
-            return tensor
-        stand_in = self._swaps.get(key)
-        if stand_in is not None:
-            return stand_in
-        self._add(tensor, tensor)
-        return tensor
 
     def before_write(self, written: Tensor) -> None:
         """What the forward wrote to is a copy here."""
-
-    def notice(self, generator: torch.Generator) -> None:
-        """It draws again what the forward drew."""
 
     def _with_hook(self, args: Any) -> Any:
         if id(args[0]) in self.outside:  # the forward has put it on the tensor itself
