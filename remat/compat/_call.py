@@ -52,16 +52,16 @@ class Read:
     - `key`, `ref`: its identity, and a weak reference to it.
     - `saved`: what the function has read. If a checkpointed function around has made that, it is saved through the
         hooks of that one, which computes it again. If the function has written to it, it is a copy from before.
-    - `requires_grad`: whether it did.
+    - `version`, `requires_grad`: as they were.
     """
 
-    __slots__ = ("_version", "is_written", "key", "ref", "requires_grad", "saved")
+    __slots__ = ("is_written", "key", "ref", "requires_grad", "saved", "version")
 
     def __init__(self, tensor: Tensor, value: Tensor, around: Any = None, is_written: bool = False) -> None:
         """`value`: what the function has read, or the copy. `around`: the look at the function around."""
         self.key, self.ref, self.is_written = id(tensor), weakref.ref(tensor), is_written
         self.saved: Any = internals.save(value) if around is not None and around.has_made(tensor) else value
-        self._version = internals.version(value)
+        self.version = internals.version(value)
         self.requires_grad = value.requires_grad
 
     def value(self) -> Tensor:
@@ -70,11 +70,10 @@ class Read:
             return self.saved.clone()
         return self.saved if isinstance(self.saved, Tensor) else self.saved.unpack()
 
-    def error_if_stale(self, name: str) -> RuntimeError | None:
-        """What to raise if it was written to since the forward. The hooks of a function around look after theirs."""
-        if not isinstance(self.saved, Tensor) or internals.version(self.saved) == self._version:
-            return None
-        return modified(self.saved, self._version, name)
+    @property
+    def is_stale(self) -> bool:
+        """Whether it was written to since the forward. The hooks of a function around look after theirs."""
+        return isinstance(self.saved, Tensor) and internals.version(self.saved) != self.version
 
 
 class _StandIns:
@@ -206,16 +205,18 @@ class Call:
         if shared is not None:
             raise CheckpointError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
         look.gathered |= internals.gathered_by_fully_shard()
-        reads = _written(look)
-        found = self._found(look)
+        reads = self.reads = _written(look)
+        found = self._found(look, reads)
         look.outside.clear()  # what is gone then was made out of sight
         for ref, value in found:
             if (t := ref()) is not None:
                 reads.append(Read(t, t if value is None else value, look.outer))
-        self.reads = reads
 
-    def _found(self, look: ForwardLook) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
-        """What the forward has read, besides positional arguments and what it has written to, and what stood for it."""
+    def _found(self, look: ForwardLook, reads: list[Read]) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
+        """What the forward has read, and what stood for it; parameters are added to `reads`.
+
+        Without the positional arguments and what it has written to.
+        """
         found, near = [], []
         for key, (t, value) in look.outside.items():
             position, is_written = self._index.get(key), key in look.copies
@@ -223,7 +224,9 @@ class Call:
                 near.append(t)
             if is_written or (position is not None and position < self.arguments):
                 continue
-            if position is not None or type(t) is Parameter or not is_made_since(t, look.since):
+            if type(t) is Parameter and value is t:
+                reads.append(Read(t, t))
+            elif position is not None or not is_made_since(t, look.since):
                 found.append((weakref.ref(t), None if value is t else value))
         self._places = places_in_modules(self._objects, near)
         return found
@@ -292,9 +295,8 @@ class Call:
             found.put(id(operand), None, operand)
         for read in self.reads if self._look is None else _written(self._look):
             value = stand_ins[read.key] if read.key in stand_ins else read.value()
-            error = read.error_if_stale(self.name)
-            if error is not None:
-                found.stale[id(value)] = error
+            if read.is_stale:
+                found.stale[id(value)] = modified(value, read.version, self.name)
             if value.requires_grad and not read.requires_grad:
                 value = value.detach()
             found.put(read.key, read.ref(), value, in_places_alone=not looks and isinstance(read.saved, Parameter))

@@ -23,6 +23,7 @@ from remat._errors import CheckpointError
 from remat._look import CONTAINERS, LOOKED_AT, SCALARS, Look
 
 is_wrapper = internals.is_wrapper
+_LOOKED_AT = (Tensor, *LOOKED_AT)
 _HANDED_ON = (
     "checkpoint: {} hands a tensor of shape {} to a transform that it has found outside and that is not as it was in "
     "the forward. Pass it as an argument."
@@ -48,7 +49,6 @@ class ForwardLook(Look):
     outside: dict[int, tuple[Tensor, Tensor]]
     gathered: frozenset[int] = frozenset()
     saves_unwritten = False
-    keeps_call = True
     _stale: Mapping[int, RuntimeError] = MappingProxyType({})
     _indexed = 0
     """How many of `outside` the index by memory has."""
@@ -81,20 +81,23 @@ class ForwardLook(Look):
         given = args, kwargs
         for a in (*args, *kwargs.values()) if kwargs else args:
             kind = type(a)
-            if kind in SCALARS or (id(a) in known if kind not in CONTAINERS else _is_scalars(a)):
+            if kind is Tensor or kind is Parameter:
+                if id(a) in known:
+                    continue
+                if kind is Parameter and self._is_alone:
+                    self.outside[id(a)] = a, a
+                    known.add(id(a))
+                    continue
+            elif kind in SCALARS or not isinstance(a, _LOOKED_AT) or (kind in CONTAINERS and _is_scalars(a)):
                 continue
-            if kind is Parameter and self._is_alone:
-                self.outside[id(a)] = a, a
-                known.add(id(a))
-            elif isinstance(a, Tensor) or kind in LOOKED_AT:
-                args = self._seen(args)
-                kwargs = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else None
-                break
+            args = self._seen(args)
+            kwargs = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else None
+            break
         effects = effects_of(func)
-        draws_alone = effects.draws and not effects.writes
-        if (effects.acts and not draws_alone) or (kwargs and ("out" in kwargs or kwargs.get("inplace"))):
+        acts = effects.acts and (effects.writes or not effects.draws)
+        if acts or (kwargs and ("out" in kwargs or kwargs.get("inplace"))):
             return self._call(effects, func, args, kwargs or {}, given)
-        if draws_alone:
+        if effects.acts:
             self._mark_draw(func)
         if self.keeps_call:
             self.call = func, args, kwargs or {}

@@ -10,6 +10,7 @@ Regions nest: what the inner one is given is saved through the hooks of the oute
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -86,8 +87,7 @@ class _Recomputed:
         self.key = key
         self.saved: list[tuple[Tensor, int] | None] = []
         self._holders = holders
-        self._last = len(holders) - 1 if early_stop else -1
-        self._is_done = False
+        self._last = len(holders) - 1 if early_stop else sys.maxsize
 
     @internals.hook_of_checkpoint
     @internals.left_alone_by_dynamo
@@ -96,13 +96,12 @@ class _Recomputed:
         with internals.DisableTorchFunction():
             if tensor.requires_grad:
                 tensor = tensor.detach()
-            if self._is_done:  # somebody has caught what says "stop"
-                return tensor
             index, holders = len(self.saved), self._holders
+            if index > self._last:  # somebody has caught what says "stop"
+                return tensor
             wanted = index < len(holders) and holders[index]() is not None
             self.saved.append((tensor, -1 if tensor.is_inference() else tensor._version) if wanted else None)
             if index == self._last:
-                self._is_done = True
                 raise _Stop
             return tensor
 
@@ -158,6 +157,7 @@ class Region:
         call = self._call
         with internals.DisableTorchFunction():
             look = call.look()
+        look.keeps_call = self.forward_context is not NOTHING  # a policy may ask for the call
         returned = False
         internals.push_saved_tensors_hooks(self._pack, _unpack)
         try:
