@@ -135,12 +135,7 @@ class Call:
     _needs_look = False
 
     def __init__(
-        self,
-        fun: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        preserve_rng_state: bool,
-        watches_cells: bool = False,
+        self, fun: Callable[..., Any], args: Any, kwargs: Any, preserve_rng_state: bool, watches_cells: bool = False
     ) -> None:
         """A call that is about to run.
 
@@ -249,17 +244,13 @@ class Call:
         - `stand_ins`: by identity, what stands for other tensors.
         - `looks`: whether something has to look at it.
         """
-        return self._variables.copy().run(self._rerun, arguments, *contexts, stand_ins, looks)
+        return self._variables.copy().run(self._rerun, arguments, contexts, stand_ins, looks)
 
     def _rerun(
-        self,
-        arguments: Sequence[Tensor | None],
-        context: Any,
-        trace: Context,
-        stand_ins: Mapping[int, Tensor],
-        looks: bool,
+        self, arguments: Any, contexts: tuple[Any, Context], stand_ins: Mapping[int, Tensor], looks: bool
     ) -> tuple[Any, RerunLook | None]:
         rerunning.set(True)
+        context, trace = contexts
         with internals.grad_enabled():
             found = self._prepared(arguments, stand_ins, looks)
             look = None

@@ -88,15 +88,7 @@ class CheckpointFunction(torch.autograd.Function):
         return _rebuilt(type(out), results) if isinstance(out, tuple) else results[0]
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: Call,
-        captured: dict[int, Tensor],
-        gathered: list[Tensor],
-        values: list[Any],
-        count: int,
-        *inputs: Tensor | None,
-    ) -> Any:
+    def forward(ctx: Any, call: Call, captured: Any, gathered: Any, values: Any, count: int, *inputs: Any) -> Any:
         """Attach the node to the values of the forward run, which is over."""
         ctx.call, ctx.captured, ctx.gathered = call, captured, gathered
         ctx.save_for_backward(*(None if t is None else internals.savable(t) for t in inputs[:count]))
@@ -131,11 +123,7 @@ def _stand_in(operand: Tensor, create_graph: bool) -> Tensor:
 
 
 def _gradients(
-    call: Call,
-    saved: Sequence[Tensor | None],
-    captured: dict[int, Tensor],
-    gathered: Sequence[Tensor],
-    cotangents: Sequence[Any],
+    call: Call, saved: Sequence[Tensor | None], captured: dict[int, Tensor], gathered: Any, cotangents: Any
 ) -> list[Tensor | None]:
     """The gradients of the arguments and of what was captured.
 

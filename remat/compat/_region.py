@@ -127,18 +127,10 @@ class Region:
     traces: Contexts = NO_CONTEXTS
     """Modes that note the ops of the forward and of the rerun: for debugging."""
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        options: Options,
-        contexts: Contexts,
-    ) -> None:
+    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any, options: Options, contexts: Contexts) -> None:
         self.forward_context, self.rerun_context = contexts
         self._options = options
-        custom = contexts is not NO_CONTEXTS
-        self._call = Call(fun, args, kwargs, options.preserve_rng_state, custom)
+        self._call = Call(fun, args, kwargs, options.preserve_rng_state, watches_cells=contexts is not NO_CONTEXTS)
         self._saved: list[Any] = [internals.save(t) for t in self._call.operands[: self._call.arguments]]
         self._holders: list[weakref.ref[Holder]] = []
         self._metas: list[Meta] = []

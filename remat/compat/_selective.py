@@ -277,20 +277,17 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
 
 def _policy_of_ops(ops: Collection[Any]) -> Policy:
     """The policy that keeps the results of these ops. It warns of those that can never run."""
-    seen = []
     for op in ops:
         if not isinstance(op, (OpOverload, internals.HigherOrderOperator)):
-            hint = f" Name one of its overloads, as in {op}.{op.overloads()[0]}." if _is_packet(op) else ""
+            is_packet = isinstance(op, OpOverloadPacket)
+            hint = f" Name one of its overloads, as in {op}.{op.overloads()[0]}." if is_packet else ""
             raise ValueError(
                 f"create_selective_checkpoint_contexts: Expected op in `op_list` to be an OpOverload but got: {op!r} "
                 f"of type {type(op)}.{hint}"
             )
-        reason = _why_never_seen(op)
-        if reason is None:
-            seen.append(op)
-        else:
+        if (reason := _why_never_seen(op)) is not None:
             warn(reason)
-    return _policy_of_seen(frozenset(seen))
+    return _policy_of_seen(frozenset(op for op in ops if _why_never_seen(op) is None))
 
 
 @functools.cache  # to look through all ops takes milliseconds
@@ -303,10 +300,6 @@ def _why_never_seen(op: Any) -> str | None:
 
 
 _policy_of_seen = functools.cache(as_policy)
-
-
-def _is_packet(op: Any) -> bool:
-    return isinstance(op, OpOverloadPacket)
 
 
 def for_one_region(forward: Any, rerun: Any, respects_hooks: bool | None) -> Contexts:
@@ -327,7 +320,7 @@ def for_one_region(forward: Any, rerun: Any, respects_hooks: bool | None) -> Con
     return forward, GivenBack(forward)
 
 
-def call_compiled(options: Options, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_compiled(options: Options, fun: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that torch.compile is tracing."""
     given: Any = options.context_fn
     policy_of: Callable[[Any], Policy] = _policy_of
