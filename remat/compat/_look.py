@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
-from remat._effects import Effects, effects_of, tensors_in
+from remat._effects import METADATA, Effects, effects_of, tensors_in
 from remat._errors import CheckpointError
 from remat._look import CONTAINERS, LOOKED_AT, SCALARS, Look
 
@@ -77,6 +77,9 @@ class ForwardLook(Look):
         delegate = self.delegate
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
+        effects = effects_of(func)
+        if effects is METADATA:
+            return func(*args, **kwargs) if kwargs else func(*args)
         known = self._known
         given = args, kwargs
         for a in (*args, *kwargs.values()) if kwargs else args:
@@ -93,7 +96,6 @@ class ForwardLook(Look):
             args = self._seen(args)
             kwargs = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else None
             break
-        effects = effects_of(func)
         acts = effects.acts and (effects.writes or not effects.draws)
         if acts or (kwargs and ("out" in kwargs or kwargs.get("inplace"))):
             return self._call(effects, func, args, kwargs or {}, given)
