@@ -272,7 +272,7 @@ def checkpoint_sequential(
         use_reentrant = True
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
-    steps = [*(functions.children() if isinstance(functions, torch.nn.Sequential) else functions)]
+    steps = tuple(functions.children() if isinstance(functions, torch.nn.Sequential) else functions)
     if not steps or not all(map(callable, steps)):
         raise TypeError(
             "checkpoint_sequential: functions must be a Sequential or an iterable of callables, one at least; got "

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
-from remat._effects import METADATA, Effects, effects_of, tensors_in
+from remat._effects import EFFECTS, METADATA, Effects, effects_of, tensors_in
 from remat._errors import CheckpointError
 from remat._look import CONTAINERS, LOOKED_AT, SCALARS, Look
 
@@ -77,7 +77,7 @@ class ForwardLook(Look):
         delegate = self.delegate
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
-        effects = effects_of(func)
+        effects = EFFECTS.get(func) or effects_of(func)
         if effects is METADATA:
             return func(*args, **kwargs) if kwargs else func(*args)
         known = self._known

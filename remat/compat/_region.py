@@ -165,7 +165,7 @@ class Region:
         if not returned:
             raise RuntimeError(_SWALLOWED)
         with internals.DisableTorchFunction():
-            for i, operand in enumerate(call.operands[: call.arguments]):
+            for i, operand in enumerate(call.operands[: call.arguments] if look.copies else ()):
                 if id(operand) in look.copies:  # it may lead to this region
                     self._saved[i] = None
             if look.saves_unwritten:
