@@ -769,6 +769,7 @@ def test_every_public_name_is_there() -> None:
     shared = {n for n in remat.compat.__all__ if getattr(remat.compat, n) is getattr(torch.utils.checkpoint, n, None)}
     assert shared - {"CheckpointPolicy"} == {  # they have nothing to do with the engine
         "DefaultDeviceType",
+        "SAC_IGNORED_OPS",
         "check_backward_validity",
         "detach_variable",
         "get_device_states",

@@ -1,5 +1,6 @@
 """All of torch.utils.checkpoint, on an engine of our own: change one import. The small helpers are torch's own."""
 
+from torch.utils.checkpoint import SAC_IGNORED_OPS as SAC_IGNORED_OPS
 from torch.utils.checkpoint import DefaultDeviceType as DefaultDeviceType
 from torch.utils.checkpoint import check_backward_validity as check_backward_validity
 from torch.utils.checkpoint import detach_variable as detach_variable
@@ -12,7 +13,6 @@ from remat._recorder import SelectiveCheckpointContext as SelectiveCheckpointCon
 from remat.compat._checkpoint import checkpoint as checkpoint
 from remat.compat._checkpoint import checkpoint_sequential as checkpoint_sequential
 from remat.compat._reentrant import CheckpointFunction as CheckpointFunction
-from remat.compat._selective import SAC_IGNORED_OPS as SAC_IGNORED_OPS
 from remat.compat._selective import create_selective_checkpoint_contexts as create_selective_checkpoint_contexts
 from remat.compat._settings import GraphExecGroup as GraphExecGroup
 from remat.compat._settings import set_checkpoint_debug_enabled as set_checkpoint_debug_enabled

@@ -16,17 +16,18 @@ from remat import _torch_internals as internals
 from remat import _tree
 from remat._call import rerunning
 from remat._closure import Closure, Operand
-from remat._context import Ambient, Modes, RandomState, replayed
+from remat._context import Ambient, Modes, OwnCasts, RandomState, replayed
 from remat._errors import CheckpointError, note_rerun
 from remat._graph import is_made_since
 from remat._nested_mode import unseen
 from remat._places import Place, filled, item, places_in_modules
-from remat._tape import Origin, Tape
 from remat.compat._look import ForwardLook, RerunLook
 from remat.random._keyed import running, suspended
 
 Context = contextlib.AbstractContextManager[Any]
 NOTHING: Context = contextlib.nullcontext()
+Contexts = tuple[Context, Context]
+NO_CONTEXTS: Contexts = (NOTHING, NOTHING)
 _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: [{} {}], which {} "
     "was given, reads from outside or saves for its rerun, is at version {}; expected version {} instead. Change it "
@@ -128,8 +129,6 @@ class Call:
     _flags: Mapping[int, types.CellType] = types.MappingProxyType({})
     _places: Mapping[int, list[Place]] = types.MappingProxyType({})
     """Where modules had tensors, by identity."""
-    _origins: Mapping[int, Origin] = types.MappingProxyType({})
-    """What the tape of a policy knows the tensors by that the forward has read, by identity."""
     _look: ForwardLook | None = None
     """Of the forward, while it runs."""
     _needs_look = False
@@ -177,16 +176,10 @@ class Call:
         self._look = ForwardLook(self.name, self.operands, self.random)
         return self._look
 
-    def finish(self, tape: Tape | None = None) -> None:
-        """The forward is over: note what it has read from outside, and what it has written to.
-
-        `tape`: what a policy keeps of it.
-        """
+    def finish(self) -> None:
+        """The forward is over: note what it has read from outside, and what it has written to."""
         look, self._look = self._look, None
         assert look is not None
-        if tape is not None:
-            origins = {key: tape.origin(value) for key, (_, value) in look.outside.items()}
-            self._origins = {key: origin for key, origin in origins.items() if origin is not None}
         if self.random is not None:
             self.random = self.random.drawn_since(look.drew)
         if len(look.outside) > self.arguments or look.copies:
@@ -231,9 +224,10 @@ class Call:
     def rerun(
         self,
         arguments: Sequence[Tensor | None],
-        contexts: tuple[Context, Context] = (NOTHING, NOTHING),
+        contexts: Contexts = NO_CONTEXTS,
         stand_ins: Mapping[int, Tensor] = types.MappingProxyType({}),
         looks: bool = False,
+        tell: Callable[[Mapping[int, Tensor]], None] | None = None,
     ) -> tuple[Any, RerunLook | None]:
         """The call again: its result, and what has looked at it, if anything has.
 
@@ -243,16 +237,19 @@ class Call:
         - `contexts`: entered around all of it.
         - `stand_ins`: by identity, what stands for other tensors.
         - `looks`: whether something has to look at it.
+        - `tell`: is told, by identity, what stands for the tensors that the forward has read.
         """
-        return self._variables.copy().run(self._rerun, arguments, contexts, stand_ins, looks)
+        return self._variables.copy().run(self._rerun, arguments, contexts, stand_ins, looks, tell)
 
     def _rerun(
-        self, arguments: Any, contexts: tuple[Any, Context], stand_ins: Mapping[int, Tensor], looks: bool
+        self, arguments: Any, contexts: Contexts, stand_ins: Mapping[int, Tensor], looks: bool, tell: Any
     ) -> tuple[Any, RerunLook | None]:
         rerunning.set(True)
         context, trace = contexts
         with internals.grad_enabled():
             found = self._prepared(arguments, stand_ins, looks)
+            if tell is not None:
+                tell(found.values)
             look = None
             if found.pairs or found.stale or looks or self._needs_look or internals.may_run_compiled_code():
                 look = RerunLook(self.name, found.inputs, found.pairs, found.stale)
@@ -261,10 +258,7 @@ class Call:
             modes, rebuild = self._modes.entered(), self._closure.rebuilder(found.inputs)
             flags = [(key, cell, cell.cell_contents) for key, cell in self._flags.items()]
             try:
-                with self._ambient.restored(), draws, keys, modes, context, trace, filled(found.fill):
-                    for key, tensor in found.values.items() if self._origins else ():
-                        if key in self._origins:
-                            context.stands_for(tensor, self._origins[key])
+                with self._ambient.restored(), OwnCasts(), draws, keys, modes, context, trace, filled(found.fill):
                     if flags:  # the context may have set one, for the function to see
                         rebuild.keep({key: cell for key, cell, before in flags if cell.cell_contents is not before})
                     args, kwargs = _tree.unflatten_call(self._spec, [*map(rebuild, self._leaves)])

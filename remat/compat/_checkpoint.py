@@ -16,10 +16,11 @@ from remat._errors import shown, warn
 from remat._nested_mode import current_look
 from remat._remat import plainly, remat, runs_later
 from remat.compat import _debug, _settings
+from remat.compat._call import NO_CONTEXTS, Contexts
 from remat.compat._look import ForwardLook
 from remat.compat._reentrant import CheckpointFunction
-from remat.compat._region import NO_CONTEXTS, Contexts, Options, Region
-from remat.compat._selective import Selective, call_compiled, for_one_region
+from remat.compat._region import Options, Region
+from remat.compat._selective import Selective, call_compiled, for_one_call
 from remat.policies import Policy
 from remat.random._keyed import running
 
@@ -125,16 +126,16 @@ def _call(options: Options, function: Callable[..., Any], args: tuple[Any, ...],
     if options.use_reentrant and kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
     if torch.compiler.is_dynamo_compiling():
-        return call_compiled(options, function, args, kwargs)
+        return call_compiled(options.context_fn, options.preserve_rng_state, function, args, kwargs)
     _check_function(function)
     return _call_eagerly(options, function, args, kwargs)
 
 
 @internals.left_alone_by_dynamo
 def _call_eagerly(options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    contexts = NO_CONTEXTS
+    contexts: Contexts | Selective = NO_CONTEXTS
     if options.context_fn is not noop_context_fn:
-        contexts = for_one_region(*_contexts_of(options.context_fn), options.respect_saved_tensors_hooks)
+        contexts = for_one_call(_contexts_of(options.context_fn), options.respect_saved_tensors_hooks)
     if plainly.get() or not (options.use_reentrant or torch.is_grad_enabled()):
         return function(*args, **kwargs)
     if _needs_transforms():
@@ -170,13 +171,13 @@ def _needs_transforms() -> bool:
     return running() is not None  # its draws are those of a key
 
 
-def _functional(function: Any, contexts: Contexts, preserve_rng_state: bool) -> Any:
+def _functional(function: Any, contexts: Contexts | Selective, preserve_rng_state: bool) -> Any:
     """`function` by the functional engine, under the same contexts."""
-    forward, rerun = contexts
-    if isinstance(forward, Selective):
-        return remat(function, policy=forward.policy, preserve_rng_state=preserve_rng_state)
+    if isinstance(contexts, Selective):
+        return remat(function, policy=contexts.policy, preserve_rng_state=preserve_rng_state)
     if contexts is NO_CONTEXTS:
         return remat(function, preserve_rng_state=preserve_rng_state)
+    forward, rerun = contexts
     in_turn = itertools.chain([forward], itertools.repeat(rerun))  # not a list: for a rerun that would begin again
 
     def under_context(*args: Any, **kwargs: Any) -> Any:

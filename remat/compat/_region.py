@@ -9,6 +9,7 @@ Regions nest: what the inner one is given is saved through the hooks of the oute
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 import weakref
@@ -21,11 +22,10 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError, RematError
 from remat._holder import Holder
-from remat.compat._call import NOTHING, Call, Context, modified
+from remat.compat._call import NO_CONTEXTS, NOTHING, Call, Contexts, modified
+from remat.compat._selective import Replay, Selective
 from remat.compat._settings import recomputed_in
 
-Contexts = tuple[Context, Context]
-NO_CONTEXTS: Contexts = (NOTHING, NOTHING)
 Meta = tuple[torch.Size, torch.dtype, torch.device]
 _meta_of: Callable[[Tensor], Meta] = operator.attrgetter("shape", "dtype", "device")
 
@@ -80,7 +80,10 @@ class _Recomputed:
     **Attributes:**
 
     - `saved`: the tensors with their versions. None: nobody asks for it, or it was unpacked.
+    - `replay`: the context of the rerun that gives back what a policy has kept.
     """
+
+    replay: Replay | None = None
 
     def __init__(self, key: Any, holders: list[weakref.ref[Holder]], early_stop: bool) -> None:
         """`key`: tells the backward pass from others."""
@@ -100,6 +103,8 @@ class _Recomputed:
             if index > self._last:  # somebody has caught what says "stop"
                 return tensor
             wanted = index < len(holders) and holders[index]() is not None
+            if wanted and self.replay is not None:
+                self.replay.saves(tensor)
             self.saved.append((tensor, -1 if tensor.is_inference() else tensor._version) if wanted else None)
             if index == self._last:
                 raise _Stop
@@ -127,10 +132,14 @@ class Region:
     traces: Contexts = NO_CONTEXTS
     """Modes that note the ops of the forward and of the rerun: for debugging."""
 
-    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any, options: Options, contexts: Contexts) -> None:
-        self.forward_context, self.rerun_context = contexts
+    def __init__(
+        self, fun: Callable[..., Any], args: Any, kwargs: Any, options: Options, contexts: Contexts | Selective
+    ) -> None:
+        self._selective = contexts if isinstance(contexts, Selective) else None
+        self._contexts = NO_CONTEXTS if isinstance(contexts, Selective) else contexts
         self._options = options
-        self._call = Call(fun, args, kwargs, options.preserve_rng_state, watches_cells=contexts is not NO_CONTEXTS)
+        is_custom = self._contexts is not NO_CONTEXTS
+        self._call = Call(fun, args, kwargs, options.preserve_rng_state, watches_cells=is_custom)
         self._saved: list[Any] = [internals.save(t) for t in self._call.operands[: self._call.arguments]]
         self._holders: list[weakref.ref[Holder]] = []
         self._metas: list[Meta] = []
@@ -146,14 +155,15 @@ class Region:
 
     def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own call."""
-        call = self._call
+        call, selective = self._call, self._selective
         with internals.DisableTorchFunction():
             look = call.look()
-        look.keeps_call = self.forward_context is not NOTHING  # a policy may ask for the call
+        look.keeps_call = selective is not None
+        context = self._contexts[0] if selective is None else selective.recorder
         returned = False
         internals.push_saved_tensors_hooks(self._pack, _unpack)
         try:
-            with self.forward_context, self.traces[0], look:
+            with context, self.traces[0], look:
                 out = fun(*args, **kwargs)
                 returned = True
         except RuntimeError as error:
@@ -170,7 +180,9 @@ class Region:
                     self._saved[i] = None
             if look.saves_unwritten:
                 self._options = self._options._replace(early_stop=False)
-            call.finish(getattr(self.forward_context, "tape", None))
+            if selective is not None:
+                selective.finish(look.outside)
+            call.finish()
         self._is_complete = True
         return out
 
@@ -180,6 +192,8 @@ class Region:
         """The hook: what the graph keeps in the place of `tensor`."""
         with internals.DisableTorchFunction():
             self._metas.append(_meta_of(tensor))
+            if self._selective is not None:
+                self._selective.recorder.saves(tensor)
         holder = Holder(self, len(self._holders))
         self._holders.append(weakref.ref(holder))
         return holder
@@ -224,18 +238,21 @@ class Region:
         """Run the function again, for what its graph saves."""
         with internals.base_level() if internals.transforms_active() else NOTHING:
             arguments = [None if s is None else s.unpack() for s in self._saved]
-            context, trace = self.rerun_context, self.traces[1]
+            context, trace, tell = self._contexts[1], self.traces[1], None
             if not self._is_complete:  # a backward inside of the forward, and of its context
                 context, trace = internals.DisableTorchDispatch(), NOTHING
+            elif self._selective is not None:
+                context = recomputed.replay = self._selective.replay()
+                tell = functools.partial(self._selective.stand_in, context)
             internals.push_saved_tensors_hooks(recomputed.pack, _same)
             try:
-                self._call.rerun(arguments, (context, trace))
+                self._call.rerun(arguments, (context, trace), tell=tell)
             except _Stop:
                 pass
             finally:
                 internals.pop_saved_tensors_hooks()
-            if hasattr(context, "settle"):
-                context.settle()
+            if recomputed.replay is not None:
+                recomputed.replay.settle()
         if self._is_complete:
             self._check(recomputed.saved)
 
