@@ -77,41 +77,6 @@ class Read:
         return isinstance(self.saved, Tensor) and internals.version(self.saved) != self.version
 
 
-class _StandIns:
-    """The tensors of a rerun, which stand for those that the forward has read.
-
-    **Attributes:**
-
-    - `values`: all of them, by the identity of the other.
-    - `inputs`: those that are operands.
-    - `pairs`: what the function may find anywhere, with what to read in its place.
-    - `fill`: what to put into modules.
-    - `stale`: by identity, what to raise where a tensor is read.
-    """
-
-    def __init__(self, index: dict[int, int], places: Mapping[int, list[Place]]) -> None:
-        self._index, self._places = index, places
-        self.values: dict[int, Tensor] = {}
-        self.inputs: list[Any] = [None] * len(index)
-        self.pairs: list[tuple[Tensor, Tensor]] = []
-        self.fill: list[tuple[Place, Tensor]] = []
-        self.stale: dict[int, RuntimeError] = {}
-
-    def put(self, key: int, tensor: Tensor | None, value: Tensor, in_places_alone: bool = False) -> None:
-        """Let `value` stand for a tensor. `in_places_alone`: nowhere else, if modules have it."""
-        self.values[key] = value
-        if key in self._index:
-            self.inputs[self._index[key]] = value
-        places = self._places.get(key, ())
-        expected: Tensor | None = value
-        if tensor is not None and tensor is not value and not (places and in_places_alone):
-            self.pairs.append((tensor, value))
-            expected = tensor
-        for place in places:
-            if item(*place) is not expected:
-                self.fill.append((place, value))
-
-
 class Call:
     """One call of a function.
 
@@ -247,18 +212,20 @@ class Call:
         rerunning.set(True)
         context, trace = contexts
         with internals.grad_enabled():
-            found = self._prepared(arguments, stand_ins, looks)
+            values, pairs, stale = self._stand_ins(arguments, stand_ins, looks)
             if tell is not None:
-                tell(found.values)
+                tell(values)
+            inputs: list[Any] = [values.get(key) for key in self._index]
             look = None
-            if found.pairs or found.stale or looks or self._needs_look or internals.may_run_compiled_code():
-                look = RerunLook(self.name, found.inputs, found.pairs, found.stale)
+            if pairs or stale or looks or self._needs_look or internals.may_run_compiled_code():
+                look = RerunLook(self.name, inputs, pairs, stale)
             draws = NOTHING if self.random is None else replayed(self.random)
             keys = suspended() if internals.function_modes_active() and running() is not None else NOTHING
-            modes, rebuild = self._modes.entered(), self._closure.rebuilder(found.inputs)
+            modes, rebuild = self._modes.entered(), self._closure.rebuilder(inputs)
+            fill = self._fill(values, pairs) if self._places else []
             flags = [(key, cell, cell.cell_contents) for key, cell in self._flags.items()]
             try:
-                with self._ambient.restored(), OwnCasts(), draws, keys, modes, context, trace, filled(found.fill):
+                with self._ambient.restored(), OwnCasts(), draws, keys, modes, context, trace, filled(fill):
                     if flags:  # the context may have set one, for the function to see
                         rebuild.keep({key: cell for key, cell, before in flags if cell.cell_contents is not before})
                     args, kwargs = _tree.unflatten_call(self._spec, [*map(rebuild, self._leaves)])
@@ -271,21 +238,39 @@ class Call:
             finally:
                 rebuild.clear()
 
-    def _prepared(self, arguments: Sequence[Tensor | None], stand_ins: Mapping[int, Tensor], looks: bool) -> _StandIns:
-        found = _StandIns(self._index, self._places)
-        for key, argument in zip(self._index, arguments, strict=False):
-            if argument is not None:
-                found.put(key, None, argument)
+    def _stand_ins(
+        self, arguments: Any, stand_ins: Mapping[int, Tensor], looks: bool
+    ) -> tuple[dict[int, Tensor], list[tuple[Tensor, Tensor]], dict[int, RuntimeError]]:
+        """What stands for the tensors that the forward has read.
+
+        **Returns:** all of it, by the identity of those tensors; the pairs of a tensor that the function may find
+        anywhere and what to read in its place; by identity, what to raise where a tensor is read.
+        """
+        values = {key: argument for key, argument in zip(self._index, arguments, strict=False) if argument is not None}
         for operand in self.operands[self.arguments :]:  # in a backward inside of the forward
-            found.put(id(operand), None, operand)
+            values[id(operand)] = operand
+        pairs, stale = [], {}
         for read in self.reads if self._look is None else _written(self._look):
             value = stand_ins[read.key] if read.key in stand_ins else read.value()
             if read.is_stale:
-                found.stale[id(value)] = modified(value, read.version, self.name)
+                stale[id(value)] = modified(value, read.version, self.name)
             if value.requires_grad and not read.requires_grad:
                 value = value.detach()
-            found.put(read.key, read.ref(), value, in_places_alone=not looks and isinstance(read.saved, Parameter))
-        return found
+            values[read.key], tensor = value, read.ref()
+            in_modules_alone = not looks and read.key in self._places and isinstance(read.saved, Parameter)
+            if not (tensor is None or tensor is value or in_modules_alone):
+                pairs.append((tensor, value))
+        return values, pairs, stale
+
+    def _fill(self, values: dict[int, Tensor], pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Place, Tensor]]:
+        """What to put into modules that have other tensors now, or those of the forward, which nobody swaps."""
+        swapped = {id(tensor) for tensor, _ in pairs}
+        return [
+            (place, value)
+            for key, value in values.items()
+            for place in self._places.get(key, ())
+            if (now := item(*place)) is not value and not (id(now) == key and key in swapped)
+        ]
 
 
 def _written(look: ForwardLook) -> list[Read]:
