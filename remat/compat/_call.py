@@ -138,6 +138,7 @@ class Call:
 
     def look(self) -> ForwardLook:
         """What has to look at the forward."""
+        self._since = internals.next_sequence_number()
         self._look = ForwardLook(self.name, self.operands, self.random)
         return self._look
 
@@ -179,7 +180,7 @@ class Call:
                 continue
             if type(t) is Parameter and value is t:
                 reads.append(Read(t, t))
-            elif position is not None or not is_made_since(t, look.since):
+            elif position is not None or not is_made_since(t, self._since):
                 found.append((weakref.ref(t), None if value is t else value))
         self._places = places_in_modules(self._objects, near)
         return found

@@ -24,7 +24,7 @@ from remat.compat._selective import Selective, call_compiled, for_one_call
 from remat.policies import Policy
 from remat.random._keyed import running
 
-_DETERMINISM_CHECKS = ("default", "none")
+_DETERMINISM_CHECKS = ["default", "none"]
 
 
 def checkpoint(
@@ -100,8 +100,7 @@ def checkpoint(
                 "use_reentrant=False."
             )
     elif determinism_check not in _DETERMINISM_CHECKS:
-        known = list(_DETERMINISM_CHECKS)
-        raise ValueError(f"determinism_check should be one of {known}, but got {determinism_check}")
+        raise ValueError(f"determinism_check should be one of {_DETERMINISM_CHECKS}, but got {determinism_check}")
     options = Options(
         use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop, respect_saved_tensors_hooks
     )
@@ -149,12 +148,7 @@ def _call_eagerly(options: Options, function: Callable[..., Any], args: tuple[An
         region = Region(function, args, kwargs, options, contexts)
     if options.debug if traced is None else traced:
         _debug.trace(region)
-    out = region.run(function, args, kwargs)
-    outer = current_look()
-    if outer is not None:
-        with internals.DisableTorchFunction():
-            outer.add_call(region.name, out)
-    return out
+    return region.run(function, args, kwargs)
 
 
 # Transforms.

@@ -6,10 +6,9 @@ The graph of a checkpointed function stays, so nothing is out of sight: a run ma
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 from torch import Tensor
@@ -20,18 +19,19 @@ from torch.nn.parameter import is_lazy
 from remat import _torch_internals as internals
 from remat._effects import EFFECTS, METADATA, Effects, effects_of, tensors_in
 from remat._errors import CheckpointError
-from remat._look import CONTAINERS, LOOKED_AT, SCALARS, Look
+from remat._look import HOLDER, Look, kind_of
 
-is_wrapper = internals.is_wrapper
-_LOOKED_AT = (Tensor, *LOOKED_AT)
 _HANDED_ON = (
     "checkpoint: {} hands a tensor of shape {} to a transform that it has found outside and that is not as it was in "
     "the forward. Pass it as an argument."
 )
 
 
-def _is_scalars(container: Any) -> bool:
-    return type(container) is not dict and all(type(x) in SCALARS for x in container)
+class Seen(NamedTuple):
+    """A tensor that a run was given or has read from outside, and what stood for it."""
+
+    tensor: Tensor
+    value: Tensor
 
 
 class ForwardLook(Look):
@@ -39,26 +39,18 @@ class ForwardLook(Look):
 
     **Attributes:**
 
-    - `outside`: by identity, the tensors that it has read from outside, or was given, each with what stood for it.
+    - `outside`: by identity, the tensors that it has read from outside, or was given.
     - `gathered`: by identity, tensors that hooks gather whole, as those of ZeRO-3 and FSDP2 do. They do it in the
         rerun too.
-    - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
     - `saves_unwritten`: whether an op saves memory that its kernel is yet to write: a rerun can't stop before that.
     """
 
-    outside: dict[int, tuple[Tensor, Tensor]]
+    outside: dict[int, Seen]
     gathered: frozenset[int] = frozenset()
     saves_unwritten = False
     _stale: Mapping[int, RuntimeError] = MappingProxyType({})
-    _indexed = 0
-    """How many of `outside` the index by memory has."""
     _was_lazy: frozenset[int] = frozenset()
     """Parameters that have got their memory in this run. A rerun finds them as they are."""
-
-    def __init__(self, name: str, given: Iterable[Tensor], random: Any) -> None:
-        """A look at a run of the function `name`, which is given tensors. `random`: what to tell of generators."""
-        super().__init__(name, given, random)
-        self.since = internals.next_sequence_number()
 
     def begin(self, outer: Look | None) -> None:
         super().begin(outer)
@@ -83,15 +75,13 @@ class ForwardLook(Look):
         known = self._known
         given = args, kwargs
         for a in (*args, *kwargs.values()) if kwargs else args:
-            kind = type(a)
-            if kind is Tensor or kind is Parameter:
+            if isinstance(a, Tensor):
                 if id(a) in known:
                     continue
-                if kind is Parameter and self._is_alone:
-                    self.outside[id(a)] = a, a
-                    known.add(id(a))
+                if type(a) is Parameter and self._is_alone:
+                    self._add(a, a)
                     continue
-            elif kind in SCALARS or not isinstance(a, _LOOKED_AT) or (kind in CONTAINERS and _is_scalars(a)):
+            elif kind_of(a.__class__) is not HOLDER:
                 continue
             args = self._seen(args)
             kwargs = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else None
@@ -105,13 +95,9 @@ class ForwardLook(Look):
             self.call = func, args, kwargs or {}
         out = func(*args, **kwargs) if kwargs else func(*args)
         self.call = None
-        kind = type(out)
-        if kind is Tensor and not is_wrapper(out):
-            key = id(out)
-            known.add(key)
-            if key not in self.outside:
-                self._own.refs[key] = ref(out)
-        elif kind not in SCALARS:
+        if type(out) is Tensor and not internals.is_wrapper(out):
+            self._add_own(out)
+        elif kind_of(out.__class__) is HOLDER:
             with internals.DisableTorchFunction():
                 self.add_results(func, out)
         return out
@@ -127,15 +113,7 @@ class ForwardLook(Look):
     def before_write(self, written: Tensor) -> None:
         if id(written) in self._was_lazy or internals.fully_shard_at_work():
             return  # what FSDP2's hooks write, they write again
-        memory = self._memory = {} if self._memory is None else self._memory
-        for key, (_, value) in itertools.islice(self.outside.items(), self._indexed, None):
-            memory.setdefault(internals.memory_of(value), []).append(key)
-        self._indexed = len(self.outside)
-        for key in memory.get(internals.memory_of(written), ()):
-            if key not in self.copies:
-                self.copies[key] = self._copied(self.outside[key][1])
-        if self.outer is not None:
-            self.outer.before_write(written)
+        super().before_write(written)
 
     def _set_data(self, tensor: Tensor, data: Tensor) -> None:
         if is_lazy(tensor):
@@ -146,8 +124,10 @@ class ForwardLook(Look):
             self.gathered |= {id(tensor)}
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
-        self.outside[id(tensor)] = tensor, value
+        self.outside[id(tensor)] = Seen(tensor, value)
         self._known.add(id(value))
+        if self._memory is not None:
+            self._memory.setdefault(internals.memory_of(value), []).append(id(tensor))
 
     def add_call(self, name: str, out: Any, calls: Iterable[Any] = (), remembered: Any = None) -> None:
         self.nests = True
@@ -159,9 +139,10 @@ class ForwardLook(Look):
             self._add_own(t)
 
     def _add_own(self, tensor: Tensor) -> None:
-        self._known.add(id(tensor))
-        if id(tensor) not in self.outside:
-            self._own.refs[id(tensor)] = ref(tensor)
+        key = id(tensor)
+        self._known.add(key)
+        if key not in self.outside:
+            self._own.refs[key] = ref(tensor)
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)

@@ -11,7 +11,6 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._errors import RematError, warn
 from remat._graph import Stranger, prove
-from remat._nested_mode import current_look
 from remat.compat._call import NOTHING, Call
 
 _NOT_NECESSARY = "none of output has requires_grad=True, this checkpoint() is not necessary"
@@ -82,9 +81,8 @@ class CheckpointFunction(torch.autograd.Function):
             captured = {r.key: r.value() for r in call.reads if r.requires_grad}
             rest = [captured.pop(key) for key in look.gathered if key in captured]
             results = super().apply(call, captured, rest, values, len(arguments), *arguments, *captured.values())
-            outer = current_look()
-            if outer is not None:
-                outer.add_call(call.name, results)
+            if look.outer is not None:
+                look.outer.add_call(call.name, results)
         return _rebuilt(type(out), results) if isinstance(out, tuple) else results[0]
 
     @staticmethod

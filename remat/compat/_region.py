@@ -146,11 +146,6 @@ class Region:
         self._recomputed: weakref.ref[_Recomputed] | None = None
         self._is_complete = False
 
-    @property
-    def name(self) -> str:
-        """Of the function."""
-        return self._call.name
-
     # The forward.
 
     def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,6 +178,8 @@ class Region:
             if selective is not None:
                 selective.finish(look.outside)
             call.finish()
+            if look.outer is not None:
+                look.outer.add_call(call.name, out)
         self._is_complete = True
         return out
 

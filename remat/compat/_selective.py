@@ -194,7 +194,9 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
     if isinstance(policy_fn_or_list, Policy):
         policy = policy_fn_or_list
     elif isinstance(policy_fn_or_list, Collection) and not isinstance(policy_fn_or_list, (str, bytes)):
-        policy = _policy_of_ops(policy_fn_or_list)
+        policy, never_seen = _policy_of_ops(frozenset(policy_fn_or_list))
+        for reason in never_seen:
+            warn(reason)
     elif callable(policy_fn_or_list) and not isinstance(policy_fn_or_list, (OpOverload, OpOverloadPacket, type)):
         policy = as_policy(policy_fn_or_list)
     else:
@@ -206,31 +208,22 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
     return torch.utils.checkpoint.create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation)
 
 
-def _policy_of_ops(ops: Collection[Any]) -> Policy:
-    """The policy that keeps the results of these ops. It warns of those that can never run."""
+@functools.cache  # to look through all ops takes milliseconds
+def _policy_of_ops(ops: frozenset[Any]) -> tuple[Policy, list[str]]:
+    """The policy that keeps the results of these ops, and why some of them can never run."""
+    seen, never_seen = [], []
     for op in ops:
         if not isinstance(op, (OpOverload, internals.HigherOrderOperator)):
-            is_packet = isinstance(op, OpOverloadPacket)
-            hint = f" Name one of its overloads, as in {op}.{op.overloads()[0]}." if is_packet else ""
+            hint = f" Name one of its overloads: {op}.{op.overloads()[0]}." if isinstance(op, OpOverloadPacket) else ""
             raise ValueError(
                 f"create_selective_checkpoint_contexts: Expected op in `op_list` to be an OpOverload but got: {op!r} "
                 f"of type {type(op)}.{hint}"
             )
-        if (reason := _why_never_seen(op)) is not None:
-            warn(reason)
-    return _policy_of_seen(frozenset(op for op in ops if _why_never_seen(op) is None))
-
-
-@functools.cache  # to look through all ops takes milliseconds
-def _why_never_seen(op: Any) -> str | None:
-    try:
-        spell("create_selective_checkpoint_contexts", op)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return None
-
-
-_policy_of_seen = functools.cache(as_policy)
+        try:
+            seen.append(spell("create_selective_checkpoint_contexts", op))
+        except (TypeError, ValueError) as error:
+            never_seen.append(str(error))
+    return as_policy(seen), never_seen
 
 
 def for_one_call(contexts: Contexts, respects_hooks: bool | None) -> Contexts | Selective:
