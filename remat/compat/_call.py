@@ -213,17 +213,13 @@ class Call:
         rerunning.set(True)
         context, trace = contexts
         with internals.grad_enabled():
-            values, pairs, stale = self._stand_ins(arguments, stand_ins, looks)
+            values, fill, look = self._prepared(arguments, stand_ins, looks)
             if tell is not None:
                 tell(values)
-            inputs: list[Any] = [values.get(key) for key in self._index]
-            look = None
-            if pairs or stale or looks or self._needs_look or internals.may_run_compiled_code():
-                look = RerunLook(self.name, inputs, pairs, stale)
             draws = NOTHING if self.random is None else replayed(self.random)
             keys = suspended() if internals.function_modes_active() and running() is not None else NOTHING
+            inputs: Any = [values.get(key) for key in self._index]
             modes, rebuild = self._modes.entered(), self._closure.rebuilder(inputs)
-            fill = self._fill(values, pairs) if self._places else []
             flags = [(key, cell, cell.cell_contents) for key, cell in self._flags.items()]
             try:
                 with self._ambient.restored(), OwnCasts(), draws, keys, modes, context, trace, filled(fill):
@@ -239,18 +235,14 @@ class Call:
             finally:
                 rebuild.clear()
 
-    def _stand_ins(
+    def _prepared(
         self, arguments: Any, stand_ins: Mapping[int, Tensor], looks: bool
-    ) -> tuple[dict[int, Tensor], list[tuple[Tensor, Tensor]], dict[int, RuntimeError]]:
-        """What stands for the tensors that the forward has read.
-
-        **Returns:** all of it, by the identity of those tensors; the pairs of a tensor that the function may find
-        anywhere and what to read in its place; by identity, what to raise where a tensor is read.
-        """
+    ) -> tuple[dict[int, Tensor], list[tuple[Place, Tensor]], RerunLook | None]:
+        """By identity, what stands for the tensors that the forward has read; what to put into modules; the look."""
         values = {key: argument for key, argument in zip(self._index, arguments, strict=False) if argument is not None}
         for operand in self.operands[self.arguments :]:  # in a backward inside of the forward
             values[id(operand)] = operand
-        pairs, stale = [], {}
+        swaps, stale = {}, {}
         for read in self.reads if self._look is None else _written(self._look):
             value = stand_ins[read.key] if read.key in stand_ins else read.value()
             if read.is_stale:
@@ -260,18 +252,17 @@ class Call:
             values[read.key], tensor = value, read.ref()
             in_modules_alone = not looks and read.key in self._places and isinstance(read.saved, Parameter)
             if not (tensor is None or tensor is value or in_modules_alone):
-                pairs.append((tensor, value))
-        return values, pairs, stale
-
-    def _fill(self, values: dict[int, Tensor], pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Place, Tensor]]:
-        """What to put into modules that have other tensors now, or those of the forward, which nobody swaps."""
-        swapped = {id(tensor) for tensor, _ in pairs}
-        return [
+                swaps[read.key] = tensor, value
+        fill = [
             (place, value)
             for key, value in values.items()
             for place in self._places.get(key, ())
-            if (now := item(*place)) is not value and not (id(now) == key and key in swapped)
+            # A look swaps what was there in the forward.
+            if (now := item(*place)) is not value and not (id(now) == key and key in swaps)
         ]
+        if swaps or stale or looks or self._needs_look or internals.may_run_compiled_code():
+            return values, fill, RerunLook(self.name, values.values(), [*swaps.values()], stale)
+        return values, fill, None
 
 
 def _written(look: ForwardLook) -> list[Read]:

@@ -91,8 +91,9 @@ def checkpoint(
     if use_reentrant is None:
         _warn_use_reentrant("checkpoint")
         use_reentrant = True
-    _check_flag("use_reentrant", use_reentrant)
-    _check_flag("preserve_rng_state", preserve_rng_state)
+    for what, flag in (("use_reentrant", use_reentrant), ("preserve_rng_state", preserve_rng_state)):
+        if flag not in (0, 1):  # as NumPy's bools are
+            raise TypeError(f"checkpoint: {what} must be a bool; got {shown(flag)}.")
     if use_reentrant:
         if context_fn is not noop_context_fn or debug is not False or respect_saved_tensors_hooks is not None:
             raise ValueError(
@@ -132,20 +133,21 @@ def _call(options: Options, function: Callable[..., Any], args: tuple[Any, ...],
 
 @internals.left_alone_by_dynamo
 def _call_eagerly(options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    contexts: Contexts | Selective = NO_CONTEXTS
+    contexts, selective = NO_CONTEXTS, None
     if options.context_fn is not noop_context_fn:
-        contexts = for_one_call(_contexts_of(options.context_fn), options.respect_saved_tensors_hooks)
+        contexts = _contexts_of(options.context_fn)
+        selective = for_one_call(contexts, options.respect_saved_tensors_hooks)
     if plainly.get() or not (options.use_reentrant or torch.is_grad_enabled()):
         return function(*args, **kwargs)
     if _needs_transforms():
-        return _functional(function, contexts, options.preserve_rng_state)(*args, **kwargs)
+        return _functional(function, contexts, selective, options.preserve_rng_state)(*args, **kwargs)
     if options.use_reentrant:
         return CheckpointFunction.apply(function, options.preserve_rng_state, *args)
     stop, traced = _settings.early_stop.get(), _settings.debug_enabled.get()
     if stop is not None:
         options = options._replace(early_stop=stop)
     with internals.DisableTorchFunction():
-        region = Region(function, args, kwargs, options, contexts)
+        region = Region(function, args, kwargs, options, contexts, selective)
     if options.debug if traced is None else traced:
         _debug.trace(region)
     return region.run(function, args, kwargs)
@@ -165,12 +167,11 @@ def _needs_transforms() -> bool:
     return running() is not None  # its draws are those of a key
 
 
-def _functional(function: Any, contexts: Contexts | Selective, preserve_rng_state: bool) -> Any:
+def _functional(function: Any, contexts: Contexts, selective: Selective | None, preserve_rng_state: bool) -> Any:
     """`function` by the functional engine, under the same contexts."""
-    if isinstance(contexts, Selective):
-        return remat(function, policy=contexts.policy, preserve_rng_state=preserve_rng_state)
-    if contexts is NO_CONTEXTS:
-        return remat(function, preserve_rng_state=preserve_rng_state)
+    if selective is not None or contexts is NO_CONTEXTS:
+        policy = None if selective is None else selective.policy
+        return remat(function, policy=policy, preserve_rng_state=preserve_rng_state)
     forward, rerun = contexts
     in_turn = itertools.chain([forward], itertools.repeat(rerun))  # not a list: for a rerun that would begin again
 
@@ -193,11 +194,6 @@ def _warn_use_reentrant(who: str) -> None:
     )
 
 
-def _check_flag(what: str, value: Any) -> None:
-    if value not in (0, 1):  # as NumPy's bools are
-        raise TypeError(f"checkpoint: {what} must be a bool; got {shown(value)}.")
-
-
 def _check_function(function: Any) -> None:
     if not callable(function):
         hint = " Write checkpoint(layer, x), not checkpoint(layer(x))." if isinstance(function, torch.Tensor) else ""
@@ -207,25 +203,15 @@ def _check_function(function: Any) -> None:
         remat(function)  # raises
 
 
-def _contexts_of(context_fn: Any) -> tuple[Any, Any]:
+def _contexts_of(context_fn: Any) -> Contexts:
     """The two contexts that `context_fn` returns."""
-    if isinstance(context_fn, Policy):
+    contexts = context_fn() if callable(context_fn) and not isinstance(context_fn, Policy) else context_fn
+    if not isinstance(contexts, (tuple, list)) or len(contexts) != 2:
         raise TypeError(
-            f"checkpoint: context_fn got a policy. Write context_fn=functools.partial("
-            f"create_selective_checkpoint_contexts, {context_fn!r})."
+            f"checkpoint: context_fn must be a function that returns two context managers; got {shown(contexts)}. For "
+            "a policy, write context_fn=functools.partial(create_selective_checkpoint_contexts, policy)."
         )
-    if not callable(context_fn):
-        raise TypeError(
-            f"checkpoint: context_fn must be a function that returns two context managers; got {shown(context_fn)}."
-        )
-    contexts = context_fn()
-    try:
-        forward, rerun = contexts
-    except (TypeError, ValueError):
-        raise TypeError(
-            "checkpoint: context_fn must return two context managers, for the forward and for the rerun; got "
-            f"{shown(contexts)}."
-        ) from None
+    forward, rerun = contexts
     return forward, rerun
 
 

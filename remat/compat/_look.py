@@ -58,9 +58,8 @@ class ForwardLook(Look):
         self._is_alone = outer is None and not self.is_rerun and not internals.uses_fully_shard()
 
     def adopt(self, inner: Look) -> None:
-        self._known |= inner._known | inner._own.refs.keys()
-        self._own.refs |= inner._own.refs
-        self.has_custom |= inner.has_custom
+        super().adopt(inner)
+        self._known |= inner._own.refs.keys()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Less than that of `Look`: what it needs to compare calls would take half of the time.

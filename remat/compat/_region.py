@@ -133,13 +133,11 @@ class Region:
     """Modes that note the ops of the forward and of the rerun: for debugging."""
 
     def __init__(
-        self, fun: Callable[..., Any], args: Any, kwargs: Any, options: Options, contexts: Contexts | Selective
+        self, fun: Any, args: Any, kwargs: Any, options: Options, contexts: Contexts, selective: Selective | None
     ) -> None:
-        self._selective = contexts if isinstance(contexts, Selective) else None
-        self._contexts = NO_CONTEXTS if isinstance(contexts, Selective) else contexts
-        self._options = options
-        is_custom = self._contexts is not NO_CONTEXTS
-        self._call = Call(fun, args, kwargs, options.preserve_rng_state, watches_cells=is_custom)
+        self._options, self._contexts, self._selective = options, contexts, selective
+        watches_cells = contexts is not NO_CONTEXTS and selective is None
+        self._call = Call(fun, args, kwargs, options.preserve_rng_state, watches_cells)
         self._saved: list[Any] = [internals.save(t) for t in self._call.operands[: self._call.arguments]]
         self._holders: list[weakref.ref[Holder]] = []
         self._metas: list[Meta] = []

@@ -147,14 +147,12 @@ class Selective:
         self._tape = self.recorder.tape([])
         self._origins = {key: self._tape.origin(value) for key, (_, value) in outside.items()}
         if self._hooks is not None:
+            pack, unpack = self._hooks
+            kept: dict[Value, Any] = self._tape.kept
             with torch.no_grad():
-                self._pack(*self._hooks)
-
-    def _pack(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        kept: dict[Value, Any] = self._tape.kept
-        for value, k in kept.items():
-            if not k.offloaded and (packed := pack(k.memory)) is not k.memory:
-                kept[value] = _Packed(packed, unpack)
+                for value, k in kept.items():
+                    if not k.offloaded and (packed := pack(k.memory)) is not k.memory:
+                        kept[value] = _Packed(packed, unpack)
 
     def replay(self) -> Replay:
         """The context of a rerun: ops whose results were kept return them."""
@@ -226,8 +224,8 @@ def _policy_of_ops(ops: frozenset[Any]) -> tuple[Policy, list[str]]:
     return as_policy(seen), never_seen
 
 
-def for_one_call(contexts: Contexts, respects_hooks: bool | None) -> Contexts | Selective:
-    """Contexts, for one call of `checkpoint` alone: a pair may be given to several.
+def for_one_call(contexts: Contexts, respects_hooks: bool | None) -> Selective | None:
+    """What selective contexts say, for one call of `checkpoint` alone: a pair may be given to several.
 
     **Arguments:**
 
@@ -235,7 +233,7 @@ def for_one_call(contexts: Contexts, respects_hooks: bool | None) -> Contexts | 
     """
     selective = internals.selective_policy(*contexts)
     if selective is None:
-        return contexts
+        return None
     hooks = internals.saved_tensors_hooks_of_user() if respects_hooks is not False else None
     if hooks is not None and respects_hooks is None:
         warn(_BYPASSED, FutureWarning)
@@ -245,13 +243,11 @@ def for_one_call(contexts: Contexts, respects_hooks: bool | None) -> Contexts | 
 
 def call_compiled(context_fn: Any, preserve_rng_state: bool, fun: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that torch.compile is tracing."""
-    given: Any = context_fn
-    policy_of: Callable[[Any], Policy] = _policy_of
     if context_fn is noop_context_fn:
-        given, policy_of = None, as_policy
-    elif isinstance(context_fn, functools.partial) and context_fn.args and isinstance(context_fn.args[0], Policy):
-        given, policy_of = context_fn.args[0], as_policy
-    return _compile.call(remat, given, preserve_rng_state, fun, args, kwargs, policy_of)
+        return _compile.call(remat, None, preserve_rng_state, fun, args, kwargs)
+    if isinstance(context_fn, functools.partial) and context_fn.args and isinstance(context_fn.args[0], Policy):
+        return _compile.call(remat, context_fn.args[0], preserve_rng_state, fun, args, kwargs)
+    return _compile.call(remat, context_fn, preserve_rng_state, fun, args, kwargs, _policy_of)
 
 
 def _policy_of(context_fn: Any) -> Policy:

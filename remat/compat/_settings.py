@@ -17,14 +17,18 @@ early_stop: ContextVar[bool | None] = ContextVar("early_stop", default=None)
 debug_enabled: ContextVar[bool | None] = ContextVar("debug_enabled", default=None)
 
 
-def _checked(who: str, what: str, value: bool | None) -> bool | None:
-    if value not in (True, False, None):
-        raise TypeError(f"{who}: {what} must be a bool or None; got {shown(value)}.")
-    return value
-
-
 @contextlib.contextmanager
-def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
+def _set(variable: ContextVar[bool | None], what: str, value: bool | None) -> Iterator[None]:
+    if value not in (True, False, None):
+        raise TypeError(f"{what} must be a bool or None; got {shown(value)}.")
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def set_checkpoint_early_stop(enable: bool | None) -> contextlib.AbstractContextManager[None]:
     """Set whether reruns stop once all that the backward needs is there, whatever the calls of `checkpoint` say.
 
     It has to be active in the forward alone, and holds for this thread and context.
@@ -47,15 +51,10 @@ def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
         ...     y = checkpoint(torch.sin, x, use_reentrant=False)
         >>> y.sum().backward()
     """
-    token = early_stop.set(_checked("set_checkpoint_early_stop", "enable", enable))
-    try:
-        yield
-    finally:
-        early_stop.reset(token)
+    return _set(early_stop, "set_checkpoint_early_stop: enable", enable)
 
 
-@contextlib.contextmanager
-def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
+def set_checkpoint_debug_enabled(enabled: bool | None) -> contextlib.AbstractContextManager[None]:
     """Set whether errors of the determinism check show the ops of both runs, whatever the calls of `checkpoint` say.
 
     It has to be active in the forward alone, and holds for this thread and context.
@@ -78,11 +77,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
         ...     y = checkpoint(torch.sin, x, use_reentrant=False)
         >>> y.sum().backward()
     """
-    token = debug_enabled.set(_checked("set_checkpoint_debug_enabled", "enabled", enabled))
-    try:
-        yield
-    finally:
-        debug_enabled.reset(token)
+    return _set(debug_enabled, "set_checkpoint_debug_enabled: enabled", enabled)
 
 
 recomputed_in: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
