@@ -244,8 +244,10 @@ def checkpoint_sequential(
     Examples:
         >>> import torch
         >>> from remat import checkpoint_sequential
-        >>> model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(4)])
-        >>> checkpoint_sequential(model, 2, torch.ones(2, 3), use_reentrant=False).shape
+        >>> layers = [torch.nn.Linear(3, 3) for _ in range(4)]
+        >>> x = torch.ones(2, 3)
+        >>> y = checkpoint_sequential(layers, 2, x, use_reentrant=False)
+        >>> y.shape
         torch.Size([2, 3])
     """
     if use_reentrant is None:

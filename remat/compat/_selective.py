@@ -183,10 +183,18 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
 
     Examples:
         >>> import functools, torch
-        >>> from remat.compat import checkpoint, create_selective_checkpoint_contexts
-        >>> context_fn = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        >>> from remat import compat
+        >>> saves_products = functools.partial(
+        ...     compat.create_selective_checkpoint_contexts,
+        ...     [torch.ops.aten.mm.default],
+        ... )
         >>> x = torch.ones(3, 3, requires_grad=True)
-        >>> y = checkpoint(lambda x: (x @ x).tanh(), x, use_reentrant=False, context_fn=context_fn)
+        >>> y = compat.checkpoint(
+        ...     lambda x: (x @ x).tanh(),
+        ...     x,
+        ...     use_reentrant=False,
+        ...     context_fn=saves_products,
+        ... )
         >>> y.sum().backward()
     """
     if isinstance(policy_fn_or_list, Policy):
