@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from remat import _torch_internals as internals
 from remat._effects import EFFECTS, METADATA, Effects, effects_of, tensors_in
 from remat._errors import CheckpointError
-from remat._look import HOLDER, Look, kind_of
+from remat._look import HOLDER, SCALARS, Look, kind_of
 
 _HANDED_ON = (
     "checkpoint: {} hands a tensor of shape {} to a transform that it has found outside and that is not as it was in "
@@ -80,7 +80,7 @@ class ForwardLook(Look):
                 if type(a) is Parameter and self._is_alone:
                     self._add(a, a)
                     continue
-            elif kind_of(a.__class__) is not HOLDER:
+            elif kind_of(a.__class__) is not HOLDER or (type(a) is tuple and SCALARS.issuperset(map(type, a))):
                 continue
             args = self._seen(args)
             kwargs = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else None
