@@ -65,14 +65,15 @@ def picture(sections: dict[str, dict[str, Row]]) -> Figure:
         done = {name: row for name, row in rows.items() if not row.error}
         x, y = [row.peak / MIB for row in done.values()], [1e3 * row.median for row in done.values()]
         axes.plot(x, y, style, label=section, alpha=0.8)
-        if section.startswith(("remat, .backward", "peers")):
-            for name, *at in zip(done, x, y, strict=True):
-                axes.annotate(name, at, textcoords="offset points", xytext=(4, 3), fontsize=7)
-        best, least = [], float("inf")
-        for peak, time in sorted(zip(x, y, strict=True)):
-            if time < least:
+        is_peers = section.startswith("peers")
+        best, least = [], float("inf")  # the frontier: the only points with names, for others lie close together
+        for peak, time, name in sorted(zip(x, y, done, strict=True)):
+            if time < least or is_peers:
                 best.append((peak, least := time))
-        if not section.startswith("peers"):
+                if is_peers or section.startswith("remat"):
+                    at = (4, 4) if is_peers else (4, -10)
+                    axes.annotate(name, (peak, time), textcoords="offset points", xytext=at, fontsize=8)
+        if not is_peers:
             axes.plot(*zip(*best, strict=True), style[:2] + "--", linewidth=1, alpha=0.6)
     axes.set(xlabel="peak of live MiB", ylabel="milliseconds of one step", title="the transformer under each policy")
     axes.legend()

@@ -25,6 +25,7 @@ from remat._places import filled
 from remat._recorder import Recorder
 from remat._replay import Replay
 from remat._rerun_look import RerunLook
+from remat._saved import forget_saved
 from remat._signature import Signature
 from remat._tail import Remembered, keep_no_tensors
 from remat._tape import Tape
@@ -320,7 +321,7 @@ class Call:
             if not keep_no_tensors(later):
                 look.signature.tail = None
         if look.sets_hooks:  # hooks may hold the graph
-            internals.forget_saved(nodes)
+            forget_saved(nodes)
         return reached | ambiguous
 
     def compare_reached(self, operands: AbstractSet[int], complete: bool) -> None:

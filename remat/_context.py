@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._dispatch_mode import DispatchMode
 from remat._errors import CheckpointError
 from remat._ops import facts_of, flat, tensors
 from remat.random._generators import global_state, same_state, set_global_state
@@ -173,7 +174,7 @@ def drawn_from(args: Any, kwargs: Any) -> RandomState:
     return state
 
 
-class KeptDraws(internals.DispatchMode):
+class KeptDraws(DispatchMode):
     """The results of a run's random ops under a tracer (`make_fx`): traced ops would draw other numbers in a rerun.
 
     The forward runs in this mode. `replayed` returns the results again, to the same ops in the same order.
@@ -203,7 +204,7 @@ class KeptDraws(internals.DispatchMode):
         return _Redraw(self._drawn)
 
 
-class _Redraw(internals.DispatchMode):
+class _Redraw(DispatchMode):
     is_about_functions = True
 
     def __init__(self, drawn: Iterable[tuple[Any, list[Tensor]]]) -> None:

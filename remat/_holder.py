@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._saved import held_by
 
 
 class Owner(Protocol):
@@ -32,7 +33,7 @@ class Holder:
 
 def tensors_held(nodes: Iterable[Any]) -> list[Tensor]:
     """The plain tensors that autograd nodes hold, also through nested checkpoints. No function is run for this."""
-    held = [h for node in nodes for h in internals.held_by(node)]
+    held = [h for node in nodes for h in held_by(node)]
     owners: set[Any] = set()
     for h in held:  # the loop appends to it
         if isinstance(h, Holder) and h.owner not in owners:

@@ -23,9 +23,11 @@ from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
+from remat._dispatch_mode import tell_of_access
 from remat._effects import EFFECTS, ORDINARY, Effects, as_given, effects_of, reads_numbers_alone, tensors_in, written_by
 from remat._errors import RematError, call_site
 from remat._made import Made, Occasion
+from remat._memory import memory_of
 from remat._nested_mode import NestedMode, current_look
 from remat._signature import ELSEWHERE, NO_LEVEL, Signature, hash_of, is_plain
 from remat._tail import is_large
@@ -213,7 +215,7 @@ class Look(NestedMode):
                 self.handed_on.update(id(a) for a in args if id(a) in self.outside)
                 args = (_watched(args[0]), *args[1:])
             if effects.reads_memory:
-                internals.tell_of_access(func, args, kwargs)
+                tell_of_access(func, args, kwargs)
             if effects.sets_hook:
                 args = self._with_hook(args)
             if effects.draws:
@@ -305,7 +307,7 @@ class Look(NestedMode):
         self.outside[id(tensor)] = Read(tensor, value, internals.version(value), self._count(), self._reader)
         self._known.add(id(value))
         if self._memory is not None:
-            self._memory.setdefault(internals.memory_of(value), []).append(id(tensor))
+            self._memory.setdefault(memory_of(value), []).append(id(tensor))
 
     def _and_outer(self) -> Iterator[Look]:
         """This look and those at the surrounding runs."""
@@ -338,8 +340,8 @@ class Look(NestedMode):
         if self._memory is None:
             self._memory = {}
             for key, read in self.outside.items():
-                self._memory.setdefault(internals.memory_of(read.value), []).append(key)
-        for key in self._memory.get(internals.memory_of(written), ()):
+                self._memory.setdefault(memory_of(read.value), []).append(key)
+        for key in self._memory.get(memory_of(written), ()):
             if key not in self.copies:
                 self.copies[key] = self._copied(self.outside[key].value)
         if self.outer is not None:

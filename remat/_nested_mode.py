@@ -13,6 +13,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
+from remat._dispatch_mode import tell_of_access
 from remat._effects import READS_MEMORY
 
 
@@ -40,7 +41,7 @@ class Blind:
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in READS_MEMORY:
-            internals.tell_of_access(func, args, kwargs)
+            tell_of_access(func, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 

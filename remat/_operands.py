@@ -21,6 +21,7 @@ from remat._closure import Operand
 from remat._errors import CheckpointError, RematError
 from remat._graph import Stranger, edges_of, is_made_since, layers_and_tangents
 from remat._look import CHANGES, Look
+from remat._memory import memory_of, two_that_share_memory
 from remat._places import Place, item, places_in_modules, script_module_near, search
 from remat._signature import name_of
 from remat._tape import Origin, Tape
@@ -169,7 +170,7 @@ class Operands:
         - `since`: all autograd nodes with higher sequence numbers were made in the run.
         """
         if len(look.copies) > 1:
-            shared = internals.two_that_share_memory([look.outside[key].tensor for key in look.copies])
+            shared = two_that_share_memory([look.outside[key].tensor for key in look.copies])
             if shared is not None:
                 raise RematError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
         self._note_cells(look)
@@ -297,7 +298,7 @@ class Operands:
             if original.written:
                 operand = inputs[i] = operand.clone()
                 if tensor is not None:  # else the function may have made it itself, unseen
-                    to_write[internals.memory_of(operand)] = operand
+                    to_write[memory_of(operand)] = operand
             if original.position is None:
                 given.add(id(operand))
             else:

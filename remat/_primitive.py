@@ -28,6 +28,7 @@ from torch.autograd import forward_ad
 from remat import _torch_internals as internals
 from remat._derived import HOOKED, Batch, Derived, at_front, functionalize, jvp, make_dual, pick, vjp, vmap
 from remat._errors import CheckpointError, RematError
+from remat._memory import sharing_memory
 from remat._nested_mode import unseen
 
 Values = list[Tensor]
@@ -256,7 +257,7 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
         saved = _connected(operands, reached, Tensor.detach)
         if not any(t.requires_grad for t in saved):
             return values  # they depend only on leaves that the function made
-        nodes = RematNode.apply(link, [v.detach() for v in kept], internals.sharing_memory(kept, operands), *saved)
+        nodes = RematNode.apply(link, [v.detach() for v in kept], sharing_memory(kept, operands), *saved)
     return _replace(values, outs, nodes)
 
 
@@ -276,7 +277,7 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
     if not any(t.requires_grad for t in saved):
         return lifted
     link = Link(fn, outs, lifted_operands, level)
-    shared = internals.sharing_memory([values[i] for i in outs], operands)
+    shared = sharing_memory([values[i] for i in outs], operands)
     with internals.forward_ad_disabled():
         nodes = internals.apply_at_level(RematNode, link, [lifted[i] for i in outs], shared, *saved)
     return _replace(lifted, outs, nodes)

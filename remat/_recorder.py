@@ -19,11 +19,13 @@ from torch.autograd.graph import increment_version
 
 from remat import _torch_internals as internals
 from remat._context import drawn_from
+from remat._dispatch_mode import ops_of_remat
 from remat._errors import RematError
 from remat._names import Kept as KeptName
 from remat._names import current_name
 from remat._nested_mode import current_call
 from remat._ops import DETACH, FACTS, facts_of, flat, layout_of, plain, storages, tensors
+from remat._saved import held_by, nodes_behind, packs, saves_output
 from remat._tape import KEEP, Kept, Tape
 from remat._values import CONSTANT, Changed, Content, Key, Op, OpMode, Value
 from remat.policies._enum import CheckpointPolicy
@@ -296,7 +298,7 @@ class Recorder(OpMode):
             needed = [v for v, s in memory.items() if internals.in_use(s) and v not in alone]
             memory |= self._pins
             raw = [r for r in map(internals.innermost, results) if plain(r)]
-            with internals.below_all_transforms(), internals.ops_of_remat():
+            with internals.below_all_transforms(), ops_of_remat():
                 for value, op in self._walk(needed if self._saved is None else self._saved, memory).items():
                     aliases = [t.detach() for t in raw if t.untyped_storage() is memory[value]]
                     kept[value] = Kept(op.facts.func, value, memory[value], aliases)
@@ -328,11 +330,11 @@ class Recorder(OpMode):
         read = {value for op in self._ops for value in op.reads}.intersection(values.values())
         nodes = [n for r in results for n in internals.nodes_of(r)]
         if read:
-            nodes = internals.nodes_behind(nodes, self._since)
-        if any(map(internals.packs, nodes)):  # hooks may hold any tensor
+            nodes = nodes_behind(nodes, self._since)
+        if any(map(packs, nodes)):  # hooks may hold any tensor
             return set()
         tapes = [tape for n in nodes if isinstance(tape := getattr(n, "tape", None), Tape)]  # of nested calls
-        held = [h for n in nodes for h in internals.held_by(n)] + [k.memory for t in tapes for k in t.kept.values()]
+        held = [h for n in nodes for h in held_by(n)] + [k.memory for t in tapes for k in t.kept.values()]
         saved = {*map(id, storages(internals.innermost(t) for t in held if isinstance(t, Tensor)))}
         alone = [r for r, storage in memory.items() if id(storage) not in saved]
-        return {values[r] for r in alone if values[r] in read or not internals.saves_output(r)}
+        return {values[r] for r in alone if values[r] in read or not saves_output(r)}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._context import RandomState
+from remat._dispatch_mode import ops_of_remat
 from remat._ops import FACTS, OpFacts, bytes_of, facts_of, flat, storages, tensors
 from remat._tape import Origin, Tape, origin_of
 from remat._values import CONSTANT, Changed, Content, Key, Op, Operand, OpMode, Value
@@ -188,7 +189,7 @@ class Replay(OpMode):
             self._fills = False
 
     def _fill_all(self, wanted: list[Value]) -> None:
-        with internals.below_all_transforms(), internals.DisableTorchFunction(), internals.ops_of_remat():
+        with internals.below_all_transforms(), internals.DisableTorchFunction(), ops_of_remat():
             computed = self._computed(wanted)
             for content in self._contents.values():
                 if content.hollow and content.value in computed and (storage := content.storage()) is not None:

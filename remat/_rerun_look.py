@@ -16,6 +16,7 @@ from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._graph import is_made_since
 from remat._look import Look
 from remat._made import kept
+from remat._memory import memory_of
 from remat._operands import Plan
 from remat._signature import ELSEWHERE, NO_LEVEL, Signature, name_of
 from remat._tail import without_products
@@ -171,7 +172,7 @@ class RerunLook(Look):
 
     def before_write(self, written: Tensor) -> None:
         """Note that the rerun wrote to an operand. It is a copy already."""
-        self._to_write.pop(internals.memory_of(written), None)
+        self._to_write.pop(memory_of(written), None)
 
     def _with_hook(self, args: Any) -> Any:
         if id(args[0]) in self.outside:  # the forward has put it on the tensor itself

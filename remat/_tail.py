@@ -18,7 +18,9 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat import _tree
+from remat._dispatch_mode import DispatchMode
 from remat._places import Place
+from remat._saved import saves_tensors
 from remat._signature import Signature
 
 _LEAST, _LEAST_RESULTS = 2**20, 2**8
@@ -37,7 +39,7 @@ def is_large(product: Any, args: Any) -> bool:
     return bool(widths) and product.numel() * min(widths) >= _LEAST
 
 
-class _WithoutProducts(internals.DispatchMode):
+class _WithoutProducts(DispatchMode):
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func not in _PRODUCTS or any(isinstance(t, Tensor) and not _is_plain(t) for t in args):
             return func(*args, **kwargs)
@@ -60,7 +62,7 @@ def without_products(func: Any, args: Any, kwargs: Any) -> Any:
 
 def keep_no_tensors(nodes: Iterable[Any]) -> bool:
     """Whether none of these autograd nodes saves a tensor."""
-    return not any(map(internals.saves_tensors, {type(node) for node in nodes}))
+    return not any(map(saves_tensors, {type(node) for node in nodes}))
 
 
 class Remembered(NamedTuple):

@@ -7,9 +7,7 @@ Each is behind a name of ours, with the reason for it. Tested with the torch ver
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import hashlib
 import inspect
 import itertools
 import math
@@ -86,6 +84,7 @@ class SingleLevelFunction(_SingleLevelFunction):
 
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 N = TypeVar("N", bound=type[SingleLevelFunction])
 
 
@@ -209,52 +208,9 @@ def layers(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
-def _is_view_at_any_level(tensor: Tensor) -> bool:
-    while not tensor._is_view() and _C.is_functorch_wrapped_tensor(tensor):
-        tensor = _C.get_unwrapped(tensor)
-    return tensor._is_view()
-
-
-def sharing_memory(values: list[Tensor], others: list[Tensor]) -> set[int]:
-    """The positions of the values that share their storage with another value, or with one of the others."""
-    if not any(map(_is_view_at_any_level, values)):
-        return set()  # autograd tracks views, so nothing is shared
-    storages = [memory_of(t) for t in (*values, *others)]
-    return {i for i in range(len(values)) if storages.count(storages[i]) > 1}
-
-
-def memory_of(tensor: Tensor) -> int:
-    """What tells the memory of the plain tensor below all transforms from that of others, while it is there."""
-    plain = innermost(tensor)
-    return plain.untyped_storage()._cdata if plain.layout == torch.strided else id(plain)
-
-
 def in_use(storage: Any) -> bool:
     """Whether a tensor lies in a storage, besides Python's look at it."""
     return torch._C._storage_Use_Count(storage._cdata) > 1
-
-
-def two_that_share_memory(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Two tensors that lie in the same stretch of the same storage, if there are such."""
-    found: dict[int, list[tuple[int, int, Tensor]]] = {}
-    for tensor in tensors:
-        plain = innermost(tensor)
-        begin = end = 0
-        if plain.layout == torch.strided:
-            begin = int(plain.storage_offset())
-            end = begin + sum((n - 1) * stride for n, stride in zip(plain.shape, plain.stride(), strict=True))
-        others = found.setdefault(memory_of(tensor), [])
-        for other_begin, other_end, other in others:
-            if begin <= other_end and other_begin <= end:
-                return other, tensor
-        others.append((begin, end, tensor))
-    return None
-
-
-def digest(storage: Any) -> bytes:
-    """What tells the bytes in CPU memory from others."""
-    content = ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
-    return hashlib.blake2b(content).digest()
 
 
 def wrap_grad(tensor: Tensor, level: int) -> Tensor:
@@ -716,88 +672,16 @@ def dispatch_modes_active() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-@functools.cache
-def _saved_names(kind: type, prefix: str) -> list[str]:
-    return [name for name in dir(kind) if name.startswith(prefix)]
+SavedTensor: Any = torch._C._autograd.SavedTensor
+"""What a node of the graph holds in the place of a tensor that it saves."""
 
-
-def saves_tensors(kind: type) -> bool:
-    """Whether nodes of this class save tensors for their backward."""
-    return hasattr(kind, "saved_tensors") or bool(_saved_names(kind, "_raw_saved_"))
-
-
-def _saved_by(node: Any, raw: str = "") -> Iterator[Any]:
-    """What a node has saved: unpacked, or (`_raw`) as it is held."""
-    kind: Any = type(node)
-    if hasattr(kind, "saved_tensors"):
-        names = [f"{raw}_saved_tensors" if raw else "saved_tensors", *vars(node)]
-    else:
-        names = _saved_names(kind, f"{raw}_saved_")
-    for name in names:
-        try:
-            saved = getattr(node, name)
-        except RuntimeError:  # used up, or changed in place since: then the backward will raise
-            continue
-        yield from saved if isinstance(saved, (list, tuple)) else (saved,)
-
-
-def forget_saved(nodes: Iterable[Any]) -> None:
-    """Make nodes forget the tensors that they have saved: somebody may hold the graph, which will not be used."""
-    for node in nodes:
-        for saved in _saved_by(node, "_raw"):
-            if isinstance(saved, torch._C._autograd.SavedTensor):
-                with contextlib.suppress(RuntimeError):  # it holds None
-                    saved.register_hooks(_forget, _same)
-
-
-def _forget(tensor: Tensor) -> None:
-    """In the place of a saved tensor."""
+HolderOfTorch: type = torch.utils.checkpoint._Holder
+"""What torch's checkpoint has packed."""
 
 
 def nodes_of(tensor: Tensor) -> list[Any]:
     """The autograd nodes that made a tensor, at all levels."""
     return [layer.grad_fn for layer in layers(tensor) if layer.grad_fn is not None]
-
-
-def nodes_behind(roots: Iterable[Any], since: int = -1) -> list[Any]:
-    """All nodes of the graphs behind some nodes, with those. `since`: only those made since then."""
-    found: dict[Any, None] = {}
-    todo = list(roots)
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in found and sequence_number(node) >= since:
-            found[node] = None
-            todo += (following for following, _ in node.next_functions)
-    return list(found)
-
-
-def held_in(saved: Any) -> Any:
-    """What `save` holds: a tensor, or what hooks have put in its place. It is not unpacked."""
-    return saved.data
-
-
-def held_by(node: Any) -> Iterator[Any]:
-    """What a node holds of what it has saved, as `held_in`: to unpack it would run the function of a checkpoint."""
-    for held in _saved_by(node, "_raw"):
-        yield held_in(held) if isinstance(held, torch._C._autograd.SavedTensor) else held
-
-
-def packs(node: Any) -> bool:
-    """Whether hooks have put something in the place of a tensor that a node saves."""
-    saved = (held_in(s) for s in _saved_by(node, "_raw") if isinstance(s, torch._C._autograd.SavedTensor))
-    return any(held is not None and not isinstance(held, Tensor) for held in saved)
-
-
-def unpacked_by_hooks(nodes: Iterable[Any], checkpoints: type) -> Iterator[Tensor]:
-    """The plain tensors that the user's hooks make of what they have put in the place of saved ones.
-
-    `checkpoints`: what calls under a checkpoint have put there. That is left alone, and so is that of torch's own.
-    """
-    left = Tensor, type(None), checkpoints, torch.utils.checkpoint._Holder
-    for node in nodes:
-        packed = [held_in(s) for s in _saved_by(node, "_raw") if isinstance(s, torch._C._autograd.SavedTensor)]
-        if any(not isinstance(held, left) for held in packed):  # the hooks of a node are the same for all that it saves
-            yield from (innermost(s) for s in _saved_by(node) if isinstance(s, Tensor))
 
 
 def running_backward(thread: int) -> list[Any]:
@@ -810,27 +694,6 @@ def running_backward(thread: int) -> list[Any]:
 def bytes_made_by(node: Any) -> int:
     """The size of what the op returned that made an autograd node."""
     return sum(math.prod(m.shape) * m.dtype.itemsize for m in node._input_metadata)
-
-
-def saves_output(tensor: Tensor) -> bool:
-    """Whether the autograd node that made `tensor`, at any level, holds on to the tensor's storage."""
-    storage = innermost(tensor).untyped_storage()
-    for layer in layers(tensor):
-        for t in (layer, layer._base) if layer._is_view() else (layer,):
-            node = None if t is None else t.grad_fn
-            if node is None:
-                continue
-            kind: Any = type(node)
-            if hasattr(kind, "saved_tensors") and not issubclass(kind._forward_cls, SingleLevelFunction):
-                return True  # an autograd.Function of the user's: it may
-            for held in held_by(node):
-                raw = innermost(held) if isinstance(held, Tensor) else None
-                if raw is not None and raw.layout is torch.strided and raw.untyped_storage() is storage:
-                    return True
-    return False
-
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def constant_for_dynamo(fun: F) -> F:
@@ -936,74 +799,6 @@ def views_resolved() -> Iterator[None]:
 without_autocast = torch._C._DisableAutocast
 
 
-_MUL_SCALAR = torch.ops.aten.mul.Scalar
-
-
-def _times_zeros(zeros: Tensor, number: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """What to call in the place of `aten.mul.Scalar` of a ZeroTensor, which ends the process under any mode (2.13)."""
-    dtype = torch.result_type(zeros, number)
-    return torch.ops.aten._efficientzerotensor.default, (zeros.shape,), {"dtype": dtype, "device": zeros.device}
-
-
-class DispatchMode(TorchDispatchMode):
-    """A mode that sees every aten op below all transforms, in `_op`. Complex ops do in it what they do without it."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the handler is marked: torch would put a function around it, for 4 µs a call
-
-    supports_higher_order_operators = True
-    is_about_functions = False
-    """Whether it counts, keeps or compares the ops of a function. What remat does about them is not among these."""
-    paused = False
-    """Whether it looks away, for the ops are remat's own."""
-
-    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do an op."""
-        return func(*args, **kwargs)
-
-    def accessed(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Called before a torch call reads the memory of tensors without an op."""
-
-    def _op_of_remat(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do an op within `ops_of_remat`."""
-        return func(*args, **kwargs)
-
-    @left_alone_by_dynamo
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _MUL_SCALAR and args[0]._is_zerotensor():
-            func, args, kwargs = _times_zeros(*args)
-        op = self._op_of_remat if self.paused else self._op
-        with DisableTorchFunction():  # the user has not called what is called here
-            for x in args:
-                if isinstance(x, Tensor) and x.is_complex():
-                    with views_resolved():
-                        return op(func, args, kwargs or {})
-            return op(func, args, kwargs or {})
-
-
-def tell_of_access(func: Any, args: Any, kwargs: Any) -> None:
-    """Tell the active modes of a torch call that reads memory without an op."""
-    with DisableTorchFunction():  # the modes around need not see how they look
-        for mode in dispatch_mode_stack():
-            if isinstance(mode, DispatchMode):
-                mode.accessed(func, args, kwargs or {})
-
-
-@contextlib.contextmanager
-def ops_of_remat() -> Iterator[None]:
-    """Within it, modes look away that are about functions: a selective context around, say. Meters do not."""
-    active = (mode for mode in dispatch_mode_stack() if isinstance(mode, DispatchMode))
-    modes = [mode for mode in active if mode.is_about_functions and not mode.paused]
-    for mode in modes:
-        mode.paused = True
-    try:
-        yield
-    finally:
-        for mode in modes:
-            mode.paused = False
-
-
 def compiling() -> bool:
     """Whether AOTAutograd or another backend traces a graph of dynamo."""
     return TracingContext.try_get() is not None
@@ -1080,32 +875,7 @@ pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tens
 
 def save(tensor: Tensor) -> Any:
     """What a node of the graph would save: under hooks, what they make of it; else it knows of changes in place."""
-    return _make_saved_tensor(savable(tensor), is_output=False)
-
-
-class _Saves(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, unused: Tensor, tensor: Tensor) -> Tensor:
-        ctx.save_for_backward(tensor)
-        return unused.clone()
-
-
-class _SavedTensor:
-    """What a node of the graph has saved, in torch before 2.12, which can't make such an object without a node."""
-
-    def __init__(self, tensor: Tensor, is_output: bool) -> None:
-        with torch.enable_grad(), DisableTorchFunction():
-            self._result = _Saves.apply(torch.empty(0, requires_grad=True), tensor)  # the node lives as long as it
-
-    def unpack(self) -> Tensor:
-        return self._result.grad_fn.saved_tensors[0]
-
-    @property
-    def data(self) -> Any:
-        return self._result.grad_fn._raw_saved_tensors[0].data
-
-
-_make_saved_tensor: Callable[..., Any] = getattr(torch._C._autograd, "_make_saved_tensor", _SavedTensor)
+    return torch._C._autograd._make_saved_tensor(savable(tensor), is_output=False)
 
 
 def savable(tensor: Tensor) -> Tensor:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._context import RandomState
+from remat._dispatch_mode import DispatchMode
 from remat._effects import GIVES_MEMORY_AWAY
+from remat._memory import digest
 from remat._ops import Layout, OpFacts, is_plain, plain, storages, tensors
 from remat.policies._enum import CheckpointPolicy
 
@@ -130,7 +132,7 @@ Key = tuple[Any, ...]
 """Identifies a call of an op: its facts, args, names and values of kwargs, and types of args."""
 
 
-class OpMode(internals.DispatchMode):
+class OpMode(DispatchMode):
     """A mode that knows the value in each storage."""
 
     def __init__(self) -> None:
@@ -225,4 +227,4 @@ class OpMode(internals.DispatchMode):
         storage = tensor.untyped_storage() if plain(tensor) and tensor.device.type == "cpu" else None
         if storage is None or not storage.resizable() or self._knows(storage):
             return None
-        return CONSTANT, internals.digest(storage)
+        return CONSTANT, digest(storage)

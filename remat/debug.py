@@ -11,7 +11,7 @@ import optree
 import torch
 from typing_extensions import Self
 
-from remat._torch_internals import DispatchMode
+from remat._dispatch_mode import DispatchMode
 
 __all__ = ["LiveBytes"]
 

@@ -71,6 +71,7 @@ def scaled(result: Any, like: Any) -> Any:
 REFUSED = [
     ("SinTimes", "Pass it as an argument"),
     ("Slots(", "Pass it as an argument"),
+    ("'b': (", "Pass it as an argument"),  # a tensor in a tuple in a dict, handed straight to a transform
     ("register_hook", "puts a hook on a tensor"),
 ]
 

@@ -10,14 +10,15 @@ from typing import Any, overload
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from remat import _torch_internals as internals
+from remat._dispatch_mode import DispatchMode
 from remat._inspect._forward import check, forward, is_leaf, root_nodes, setting, tensors, trial
 from remat._inspect._tables import bytes_text, flops_text, seconds_text, table
 from remat._names import current_name
 from remat._remat import plainly
+from remat._saved import nodes_behind
 
 
-class _Flops(internals.DispatchMode):
+class _Flops(DispatchMode):
     """Adds up the floating point operations of the ops that run, by torch's flop counter."""
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ def _gradient(fun: Callable[..., Any], args: Any, kwargs: Any) -> float:
     start = time.perf_counter()
     out = fun(*args, **kwargs)
     results = [t for t in tensors(out) if t.requires_grad]
-    leaves = [n.variable for n in internals.nodes_behind(root_nodes(out)) if is_leaf(n)]
+    leaves = [n.variable for n in nodes_behind(root_nodes(out)) if is_leaf(n)]
     out = None
     if results:
         _wait_for(torch.autograd.grad(results, leaves, [torch.ones_like(t) for t in results], allow_unused=True))
@@ -121,7 +122,7 @@ class OpCosts(Sequence[OpCost]):
         return table(("op", "count", "size", "FLOPs", "time"), rows, left=(0,))
 
 
-class _Costs(internals.DispatchMode):
+class _Costs(DispatchMode):
     """Measures the ops that policies are asked about."""
 
     def __init__(self) -> None:

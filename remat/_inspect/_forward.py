@@ -16,6 +16,7 @@ from remat import _torch_internals as internals
 from remat import _tree
 from remat._errors import RematError
 from remat._holder import Holder, tensors_held
+from remat._saved import unpacked_by_hooks
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -39,7 +40,7 @@ def root_nodes(out: Any) -> list[Any]:
 
 def tensors_behind(nodes: list[Any]) -> list[Tensor]:
     """The plain tensors that nodes hold, also those that saved-tensor hooks have packed."""
-    found = [*tensors_held(nodes), *internals.unpacked_by_hooks(nodes, Holder)]
+    found = [*tensors_held(nodes), *unpacked_by_hooks(nodes, Holder)]
     return [t for t in found if t.layout == torch.strided]
 
 

@@ -20,6 +20,7 @@ from remat._inspect._origins import Names
 from remat._inspect._residuals import Held, format_residuals, total_bytes
 from remat._inspect._tables import bytes_text
 from remat._remat import watchers
+from remat._saved import nodes_behind
 from remat.policies import nothing_saveable
 
 _log = logging.getLogger("remat")
@@ -90,7 +91,7 @@ class Watched:
     def __call__(self, fun: Any, call: Call, out: Any, args: Any, kwargs: Any) -> Callable[[Any], None]:
         where = call_site()
         with internals.DisableTorchFunction():
-            nodes = internals.nodes_behind((n for t in tensors(out) for n in internals.nodes_of(t)), call.since)
+            nodes = nodes_behind((n for t in tensors(out) for n in internals.nodes_of(t)), call.since)
             saved = {id(s): s for s in (t.untyped_storage() for t in tensors_behind(nodes))}
         del nodes
         in_rerun = is_rerunning()
@@ -140,7 +141,7 @@ class Watched:
         number, thread, warn = internals.sequence_number(node), threading.get_ident(), self.warn
 
         def check(cotangents: Any) -> None:
-            nodes = [n for n in internals.nodes_behind(internals.running_backward(thread)) if not is_leaf(n)]
+            nodes = [n for n in nodes_behind(internals.running_backward(thread)) if not is_leaf(n)]
             if number not in map(internals.sequence_number, nodes):
                 return
             later = [n for n in nodes if internals.sequence_number(n) > number]

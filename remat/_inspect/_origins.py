@@ -14,6 +14,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._closure import parts_of
+from remat._dispatch_mode import DispatchMode
 from remat._errors import call_site
 from remat._inspect._forward import tensors
 from remat._names import current_name
@@ -37,7 +38,7 @@ class _Origin:
         self.why, self.where = f"named {name!r}", call_site()
 
 
-class Origins(internals.DispatchMode):
+class Origins(DispatchMode):
     """Records the storages that a function makes, and where it first reads other storages."""
 
     def __init__(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from remat import _torch_internals as internals
 from remat._call import Call
 from remat._errors import call_site
 from remat._inspect._costs import costs_of_gradient
@@ -15,6 +14,7 @@ from remat._inspect._origins import Names, Origins
 from remat._inspect._residuals import Held, Residual, format_residuals, total_bytes
 from remat._inspect._tables import bytes_text, flops_text, seconds_text
 from remat._remat import plainly, watching
+from remat._saved import nodes_behind
 
 
 def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Residual]:
@@ -58,7 +58,7 @@ def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> li
     held = Held(Names(fun, args, kwargs), origins)
     roots = root_nodes(out)
     out = None
-    nodes = internals.nodes_behind(roots)
+    nodes = nodes_behind(roots)
     for t in tensors_behind(nodes):
         held.add_saved(t, here)
     for node in nodes:

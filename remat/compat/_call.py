@@ -19,6 +19,7 @@ from remat._closure import Closure, Operand
 from remat._context import Ambient, Modes, OwnCasts, RandomState, replayed
 from remat._errors import CheckpointError, note_rerun
 from remat._graph import is_made_since
+from remat._memory import two_that_share_memory
 from remat._nested_mode import unseen
 from remat._places import Place, filled, item, places_in_modules
 from remat.compat._look import ForwardLook, RerunLook
@@ -155,7 +156,7 @@ class Call:
         self._objects, self.operands = [], []
 
     def _note_reads(self, look: ForwardLook) -> None:
-        shared = internals.two_that_share_memory([look.outside[key][0] for key in look.copies]) if look.copies else None
+        shared = two_that_share_memory([look.outside[key][0] for key in look.copies]) if look.copies else None
         if shared is not None:
             raise CheckpointError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
         look.gathered |= internals.gathered_by_fully_shard()

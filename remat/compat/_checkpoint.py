@@ -172,8 +172,7 @@ def _functional(function: Any, contexts: Contexts, selective: Selective | None, 
     if selective is not None or contexts is NO_CONTEXTS:
         policy = None if selective is None else selective.policy
         return remat(function, policy=policy, preserve_rng_state=preserve_rng_state)
-    forward, rerun = contexts
-    in_turn = itertools.chain([forward], itertools.repeat(rerun))  # not a list: for a rerun that would begin again
+    in_turn = itertools.chain(contexts[:1], itertools.repeat(contexts[1]))  # not a list: for a rerun that would begin again
 
     def under_context(*args: Any, **kwargs: Any) -> Any:
         with next(in_turn):
@@ -211,8 +210,7 @@ def _contexts_of(context_fn: Any) -> Contexts:
             f"checkpoint: context_fn must be a function that returns two context managers; got {shown(contexts)}. For "
             "a policy, write context_fn=functools.partial(create_selective_checkpoint_contexts, policy)."
         )
-    forward, rerun = contexts
-    return forward, rerun
+    return contexts[0], contexts[1]
 
 
 # Sequences.

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from remat import _torch_internals as internals
+from remat._dispatch_mode import DispatchMode
 from remat._errors import CheckpointError, call_site
 from remat._ops import DETACH, flat
 from remat.compat._region import Region
@@ -32,7 +32,7 @@ def _describe(value: Any) -> str:
     return repr(value)
 
 
-class _Trace(internals.DispatchMode):
+class _Trace(DispatchMode):
     """Notes the ops of one run: what they are given and return, and the line of the user's code."""
 
     is_about_functions = True

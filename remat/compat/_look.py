@@ -20,6 +20,7 @@ from remat import _torch_internals as internals
 from remat._effects import EFFECTS, METADATA, Effects, effects_of, tensors_in
 from remat._errors import CheckpointError
 from remat._look import HOLDER, SCALARS, Look, kind_of
+from remat._memory import memory_of
 
 _HANDED_ON = (
     "checkpoint: {} hands a tensor of shape {} to a transform that it has found outside and that is not as it was in "
@@ -126,7 +127,7 @@ class ForwardLook(Look):
         self.outside[id(tensor)] = Seen(tensor, value)
         self._known.add(id(value))
         if self._memory is not None:
-            self._memory.setdefault(internals.memory_of(value), []).append(id(tensor))
+            self._memory.setdefault(memory_of(value), []).append(id(tensor))
 
     def add_call(self, name: str, out: Any, calls: Iterable[Any] = (), remembered: Any = None) -> None:
         self.nests = True

@@ -22,12 +22,12 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError, RematError
 from remat._holder import Holder
+from remat._saved import held_in
 from remat.compat._call import NO_CONTEXTS, NOTHING, Call, Contexts, modified
 from remat.compat._selective import Replay, Selective
 from remat.compat._settings import recomputed_in
 
-Meta = tuple[torch.Size, torch.dtype, torch.device]
-_meta_of: Callable[[Tensor], Meta] = operator.attrgetter("shape", "dtype", "device")
+_meta_of = operator.attrgetter("shape", "dtype", "device")
 
 _TIP = (
     "To find the cause, pass debug=True to checkpoint, or call it under set_checkpoint_debug_enabled(True): the error "
@@ -140,7 +140,7 @@ class Region:
         self._call = Call(fun, args, kwargs, options.preserve_rng_state, watches_cells)
         self._saved: list[Any] = [internals.save(t) for t in self._call.operands[: self._call.arguments]]
         self._holders: list[weakref.ref[Holder]] = []
-        self._metas: list[Meta] = []
+        self._metas: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._recomputed: weakref.ref[_Recomputed] | None = None
         self._is_complete = False
 
@@ -199,7 +199,7 @@ class Region:
         """What it holds to run again: tensors, or what hooks have put in their place."""
         reads = (r.saved for r in self._call.reads if not r.is_written)
         saved = [*self._saved, *(s for s in reads if not isinstance(s, torch.nn.Parameter))]
-        return [s if isinstance(s, Tensor) else internals.held_in(s) for s in saved if s is not None]
+        return [s if isinstance(s, Tensor) else held_in(s) for s in saved if s is not None]
 
     def unpack(self, index: int) -> Tensor:
         """The saved tensor with this number."""

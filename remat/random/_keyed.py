@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from remat import _torch_internals as internals
+from remat._dispatch_mode import DispatchMode
 from remat._errors import RematError
 from remat.random import _stateful, _stateful_layers  # noqa: F401  # they fill the table
 from remat.random._check import check_key, what
@@ -113,7 +114,7 @@ def _from_explicit_generator(args: Any, kwargs: Any) -> bool:
     return any(isinstance(arg, torch.Generator) and not is_global(arg) for arg in given)
 
 
-class _Guard(internals.DispatchMode):
+class _Guard(DispatchMode):
     """Raises an error if an op has drawn from a global generator, and undoes the draw."""
 
     supports_higher_order_operators = True

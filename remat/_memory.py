@@ -1,0 +1,50 @@
+"""Which tensors share memory."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+
+
+def sharing_memory(values: list[Tensor], others: list[Tensor]) -> set[int]:
+    """The positions of the values that share their storage with another value, or with one of the others."""
+    if not any(t._is_view() for value in values for t in internals.layers(value)):
+        return set()  # autograd tracks views, so nothing is shared
+    storages = [memory_of(t) for t in (*values, *others)]
+    return {i for i in range(len(values)) if storages.count(storages[i]) > 1}
+
+
+def memory_of(tensor: Tensor) -> int:
+    """What tells the memory of the plain tensor below all transforms from that of others, while it is there."""
+    plain = internals.innermost(tensor)
+    return plain.untyped_storage()._cdata if plain.layout == torch.strided else id(plain)
+
+
+def two_that_share_memory(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Two tensors that lie in the same stretch of the same storage, if there are such."""
+    found: dict[int, list[tuple[int, int, Tensor]]] = {}
+    for tensor in tensors:
+        plain = internals.innermost(tensor)
+        begin = end = 0
+        if plain.layout == torch.strided:
+            begin = int(plain.storage_offset())
+            end = begin + sum((n - 1) * stride for n, stride in zip(plain.shape, plain.stride(), strict=True))
+        others = found.setdefault(memory_of(tensor), [])
+        for other_begin, other_end, other in others:
+            if begin <= other_end and other_begin <= end:
+                return other, tensor
+        others.append((begin, end, tensor))
+    return None
+
+
+def digest(storage: Any) -> bytes:
+    """What tells the bytes in CPU memory from others."""
+    content = ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
+    return hashlib.blake2b(content).digest()

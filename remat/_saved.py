@@ -1,0 +1,110 @@
+"""What the nodes of an autograd graph have saved."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+
+
+@functools.cache
+def _saved_names(kind: type, prefix: str) -> list[str]:
+    return [name for name in dir(kind) if name.startswith(prefix)]
+
+
+def saves_tensors(kind: type) -> bool:
+    """Whether nodes of this class save tensors for their backward."""
+    return hasattr(kind, "saved_tensors") or bool(_saved_names(kind, "_raw_saved_"))
+
+
+def _saved_by(node: Any, raw: str = "") -> Iterator[Any]:
+    """What a node has saved: unpacked, or (`_raw`) as it is held."""
+    kind: Any = type(node)
+    if hasattr(kind, "saved_tensors"):
+        names = [f"{raw}_saved_tensors" if raw else "saved_tensors", *vars(node)]
+    else:
+        names = _saved_names(kind, f"{raw}_saved_")
+    for name in names:
+        try:
+            saved = getattr(node, name)
+        except RuntimeError:  # used up, or changed in place since: then the backward will raise
+            continue
+        yield from saved if isinstance(saved, (list, tuple)) else (saved,)
+
+
+def forget_saved(nodes: Iterable[Any]) -> None:
+    """Make nodes forget the tensors that they have saved: somebody may hold the graph, which will not be used."""
+    for node in nodes:
+        for saved in _saved_by(node, "_raw"):
+            if isinstance(saved, internals.SavedTensor):
+                with contextlib.suppress(RuntimeError):  # it holds None
+                    saved.register_hooks(_forget, _forget)
+
+
+def _forget(tensor: Tensor) -> None:
+    """In the place of a saved tensor."""
+
+
+def nodes_behind(roots: Iterable[Any], since: int = -1) -> list[Any]:
+    """All nodes of the graphs behind some nodes, with those. `since`: only those made since then."""
+    found: dict[Any, None] = {}
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found and internals.sequence_number(node) >= since:
+            found[node] = None
+            todo += (following for following, _ in node.next_functions)
+    return list(found)
+
+
+def held_in(saved: Any) -> Any:
+    """What `save` holds: a tensor, or what hooks have put in its place. It is not unpacked."""
+    return saved.data
+
+
+def held_by(node: Any) -> Iterator[Any]:
+    """What a node holds of what it has saved, as `held_in`: to unpack it would run the function of a checkpoint."""
+    for held in _saved_by(node, "_raw"):
+        yield held_in(held) if isinstance(held, internals.SavedTensor) else held
+
+
+def packs(node: Any) -> bool:
+    """Whether hooks have put something in the place of a tensor that a node saves."""
+    saved = (held_in(s) for s in _saved_by(node, "_raw") if isinstance(s, internals.SavedTensor))
+    return any(held is not None and not isinstance(held, Tensor) for held in saved)
+
+
+def unpacked_by_hooks(nodes: Iterable[Any], checkpoints: type) -> Iterator[Tensor]:
+    """The plain tensors that the user's hooks make of what they have put in the place of saved ones.
+
+    `checkpoints`: what calls under a checkpoint have put there. That is left alone, and so is that of torch's own.
+    """
+    left = Tensor, type(None), checkpoints, internals.HolderOfTorch
+    for node in nodes:
+        packed = [held_in(s) for s in _saved_by(node, "_raw") if isinstance(s, internals.SavedTensor)]
+        if any(not isinstance(held, left) for held in packed):  # the hooks of a node are the same for all that it saves
+            yield from (internals.innermost(s) for s in _saved_by(node) if isinstance(s, Tensor))
+
+
+def saves_output(tensor: Tensor) -> bool:
+    """Whether the autograd node that made `tensor`, at any level, holds on to the tensor's storage."""
+    storage = internals.innermost(tensor).untyped_storage()
+    for layer in internals.layers(tensor):
+        for t in (layer, layer._base) if layer._is_view() else (layer,):
+            node = None if t is None else t.grad_fn
+            if node is None:
+                continue
+            kind: Any = type(node)
+            if hasattr(kind, "saved_tensors") and not issubclass(kind._forward_cls, internals.SingleLevelFunction):
+                return True  # an autograd.Function of the user's: it may
+            for held in held_by(node):
+                raw = internals.innermost(held) if isinstance(held, Tensor) else None
+                if raw is not None and raw.layout is torch.strided and raw.untyped_storage() is storage:
+                    return True
+    return False
