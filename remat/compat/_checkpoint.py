@@ -172,7 +172,8 @@ def _functional(function: Any, contexts: Contexts, selective: Selective | None, 
     if selective is not None or contexts is NO_CONTEXTS:
         policy = None if selective is None else selective.policy
         return remat(function, policy=policy, preserve_rng_state=preserve_rng_state)
-    in_turn = itertools.chain(contexts[:1], itertools.repeat(contexts[1]))  # not a list: for a rerun that would begin again
+    # No list: that would begin again for a rerun.
+    in_turn = itertools.chain(contexts[:1], itertools.repeat(contexts[1]))
 
     def under_context(*args: Any, **kwargs: Any) -> Any:
         with next(in_turn):
