@@ -63,6 +63,10 @@ _LAYOUT = _named("""
     alias view reshape flatten unflatten transpose swapaxes permute movedim squeeze unsqueeze contiguous
     size dim numel nelement stride is_floating_point is_complex is_contiguous
 """) | {torch.ops.aten.alias.default}
+_METADATA = _named("dim ndimension size numel nelement stride is_floating_point is_complex is_contiguous") | {
+    getattr(Tensor, name).__get__
+    for name in ("device", "dtype", "is_cuda", "is_meta", "is_nested", "is_sparse", "layout", "ndim", "shape")
+}
 _GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
 _GIVES_VALUES = {"data", "grad", "_grad", "real", "imag", "H", "mH"}
 _GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
@@ -99,12 +103,14 @@ class Effects(NamedTuple):
 
 
 ORDINARY = Effects()
+METADATA = Effects(reads_no_value=True)
+"""Of the functions that tell shape, dtype and the like: this very object."""
 EFFECTS: dict[Any, Effects] = {}
 """Those of the functions that were asked for so far."""
 
 
 def effects_of(func: Any) -> Effects:
-    """The effects of `func`. `ORDINARY` itself if it has none."""
+    """The effects of `func`. `ORDINARY` itself if it has none, `METADATA` if it looks at no value."""
     found = EFFECTS.get(func)
     if found is None:
         found = Effects(
@@ -122,7 +128,8 @@ def effects_of(func: Any) -> Effects:
         )
         found = found._replace(acts=any(found[: Effects._fields.index("acts")]))
         if len(EFFECTS) < 10_000:  # custom functions may be made anew for each call
-            EFFECTS[func] = found = ORDINARY if found == ORDINARY else found
+            found = ORDINARY if found == ORDINARY else METADATA if func in _METADATA else found
+            EFFECTS[func] = found
     return found
 
 

@@ -84,16 +84,15 @@ class Recorder(OpMode):
 
     is_about_functions = True
 
-    def __init__(self, policy: Decide, where: Callable[[], str] | None = None, *, alone: bool = False) -> None:
+    def __init__(self, policy: Decide, where: Callable[[], str] | None = None) -> None:
         """A recorder of one run.
 
         **Arguments:**
 
         - `policy`: the deciding function, `policy.start()`.
         - `where`: returns the current place in the user's code.
-        - `alone`: see `OpMode`.
         """
-        super().__init__(alone)
+        super().__init__()
         self._policy = policy
         self._where = where
         self._by_ops: dict[int, CheckpointPolicy | None] = {}

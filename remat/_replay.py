@@ -29,15 +29,14 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 class Replay(OpMode):
     """Returns the kept results of ops, and skips ops that nothing needs."""
 
-    def __init__(self, tape: Tape, last: bool, *, alone: bool = False) -> None:
+    def __init__(self, tape: Tape, last: bool) -> None:
         """A rerun.
 
         **Arguments:**
 
         - `last`: whether no other rerun follows. Then a kept value is released when it is returned.
-        - `alone`: see `OpMode`.
         """
-        super().__init__(alone)
+        super().__init__()
         tape.fetch()
         self._tape = tape
         self._last = last

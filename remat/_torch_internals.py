@@ -61,7 +61,11 @@ from torch.utils._device import DeviceContext as DeviceContext
 
 # A mode that sees every aten op below all transforms: documented, but its import path is private.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils.checkpoint import _CachingTorchDispatchMode, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    create_selective_checkpoint_contexts,
+)
 
 
 class SingleLevelFunction(_SingleLevelFunction):
@@ -851,9 +855,14 @@ def allow_saved_tensors_hooks() -> None:
     torch._C._autograd._saved_tensors_hooks_enable()
 
 
-def selective_policy(context: Any) -> Any:
-    """The policy of the forward context that torch's own `create_selective_checkpoint_contexts` makes, else None."""
-    return context.policy_fn if isinstance(context, _CachingTorchDispatchMode) else None
+def selective_policy(forward: Any, rerun: Any) -> tuple[Any, bool] | None:
+    """The policy of the contexts that torch's `create_selective_checkpoint_contexts` makes, else None.
+
+    Besides, whether what is kept may be changed in place.
+    """
+    if type(forward) is not _CachingTorchDispatchMode or type(rerun) is not _CachedTorchDispatchMode:
+        return None  # a subclass has a policy of its own, as in xformers
+    return forward.policy_fn, rerun.allow_cache_entry_mutation
 
 
 # For remat.compat.
@@ -862,15 +871,6 @@ push_saved_tensors_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Ten
     torch._C._autograd._push_saved_tensors_default_hooks  # the context manager around it takes a third of a microsecond
 )
 pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-_HOOKS_REFUSED = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
-
-
-def refuses_hooks(error: BaseException) -> bool:
-    """Whether `torch.func.grad` or `vjp` raised this: they can't be called under saved-tensor hooks."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is not None and frame.tb_frame.f_code is _HOOKS_REFUSED
 
 
 def save(tensor: Tensor) -> Any:

@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
 from remat._context import RandomState
 from remat._dispatch_mode import DispatchMode
 from remat._effects import GIVES_MEMORY_AWAY
 from remat._memory import digest
-from remat._nested_mode import Blind
 from remat._ops import Layout, OpFacts, is_plain, plain, storages, tensors
 from remat.policies._enum import CheckpointPolicy
 
@@ -134,30 +132,14 @@ Key = tuple[Any, ...]
 """Identifies a call of an op: its facts, args, names and values of kwargs, and types of args."""
 
 
-class _Calls(Blind, TorchFunctionMode):
-    """Reports reads of memory if no `Look` is active."""
-
-
 class OpMode(DispatchMode):
     """A mode that knows the value in each storage."""
 
-    def __init__(self, alone: bool) -> None:
-        """`alone`: whether no `Look` is active, which would report the torch calls that read memory without an op."""
+    def __init__(self) -> None:
         super().__init__()
         self._contents: dict[int, Content] = {}
         self._draws = 0
         self._shares = False
-        self._calls = _Calls() if alone else None
-
-    def __enter__(self) -> Any:
-        if self._calls is not None:
-            self._calls.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if self._calls is not None:
-            self._calls.__exit__(*error)
 
     def accessed(self, func: Any, args: Any, kwargs: Any) -> None:
         """Record that a torch call reads memory without an op. Some calls share it: then user code may write to it.

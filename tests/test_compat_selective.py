@@ -139,7 +139,9 @@ def test_an_op_that_raises_is_not_kept(policy: Any) -> None:
 
 
 def test_a_policy_as_the_contexts() -> None:
-    with pytest.raises(TypeError, match=r"context_fn got a policy\. Write .*_checkpoint_contexts, dots_saveable\)"):
+    with pytest.raises(
+        TypeError, match=r"context_fn must .* got .*dots_saveable\. For a policy, write .*_contexts, policy\)"
+    ):
         REMAT.checkpoint(torch.sin, leaf(numbers(3)), use_reentrant=False, context_fn=policies.dots_saveable)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import grad
 
 import remat.compat
 from remat import CheckpointError, _context
@@ -270,8 +269,6 @@ def test_callables_that_have_no_hash() -> None:
             return (x * self.k).sin()
 
     x = leaf(numbers(3))
-    transforming = functools.partial(ours, lambda x: grad(lambda x: x.sin().sum())(x))
-    assert_same(transforming(x), x.cos())
     assert_same(ours(Scale(2.0), x), (x * 2).sin())
 
 

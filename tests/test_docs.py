@@ -73,15 +73,21 @@ def test_code_fits_on_a_narrow_page(page: Path) -> None:
     assert not wide
 
 
-PUBLIC = "remat", "remat.debug", "remat.integrations.transformers", "remat.nn", "remat.policies", "remat.random"
+PUBLIC = (
+    "remat",
+    "remat.compat",
+    "remat.debug",
+    "remat.integrations.transformers",
+    "remat.nn",
+    "remat.policies",
+    "remat.random",
+)
 
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_examples_in_docstrings_fit_on_a_narrow_page(module: str) -> None:
     public = vars(importlib.import_module(module))
-    # TODO: those of remat.compat as well
-    ours = [public[name] for name in public["__all__"] if "compat" not in getattr(public[name], "__module__", "")]
-    docs = [inspect.getdoc(thing) or "" for thing in ours]
+    docs = [inspect.getdoc(public[name]) or "" for name in public["__all__"]]
     examples = [example for doc in docs for example in doctest.DocTestParser().get_examples(doc)]
     assert examples
     lines = [f">>> {line}" for example in examples for line in example.source.splitlines()]

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.func import grad, jvp, vmap
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 from remat import checkpoint, checkpoint_name, remat
+from remat._nested_mode import Blind
 from remat._recorder import Recorder
 from remat._replay import Replay
 from remat._tape import Tape
@@ -24,6 +26,10 @@ from remat.policies import dots_saveable, everything_saveable, nothing_saveable,
 
 POLICIES = [nothing_saveable, everything_saveable, dots_saveable, save_ops("sin")]
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=str)
+
+
+class Calls(Blind, TorchFunctionMode):
+    """Tells of reads of memory, as looks do."""
 
 
 def recorded(fun: Fun, x: Tensor, policy: Any) -> Tape:
@@ -108,7 +114,7 @@ def test_what_nobody_reads_is_no_number() -> None:
 def test_python_reads_what_was_dead() -> None:
     x = leaf(numbers(3))
     tape = recorded(lambda x: x.sin() * 2, x, nothing_saveable)
-    with Replay(tape, False, alone=True), torch.no_grad():
+    with Calls(), Replay(tape, False), torch.no_grad():
         found = (x.sin() * 2).tolist(), (x.sin() * 2)[1].item(), (x.sin() * 2).numpy(), (x.sin() * 2 > 0).any().item()
     y = x.detach().sin() * 2
     assert_same(found[0], y.tolist())
@@ -120,7 +126,7 @@ def test_python_reads_what_was_dead() -> None:
 def test_python_reads_one_of_two_that_are_the_same() -> None:
     x = numbers(3)
     tape = recorded(lambda x: x.sin() + x.sin(), x, nothing_saveable)
-    with Replay(tape, False, alone=True):
+    with Calls(), Replay(tape, False):
         a, b = x.sin(), x.sin()
         a.mul_(2)
         assert a.tolist() == (x.sin() * 2).tolist()

@@ -1,28 +1,30 @@
-"""`checkpoint`, and its form as a decorator."""
+"""`checkpoint`, its form as a decorator, and `checkpoint_sequential`."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import noop_context_fn
 
 from remat import _torch_internals as internals
-from remat._errors import warn
+from remat._errors import shown, warn
 from remat._nested_mode import current_look
-from remat._remat import plainly, remat
+from remat._remat import plainly, remat, runs_later
 from remat.compat import _debug, _settings
-from remat.compat._check import check_body, check_call, check_contexts, check_flag, check_function, hint
-from remat.compat._devices import noop_context_fn, warn_without_grad
+from remat.compat._call import NO_CONTEXTS, Contexts
 from remat.compat._look import ForwardLook
 from remat.compat._reentrant import CheckpointFunction
-from remat.compat._region import NO_CONTEXTS, Contexts, Options, Region, UsesTransforms
-from remat.compat._selective import Selective, call_compiled, for_one_region
+from remat.compat._region import Options, Region
+from remat.compat._selective import Selective, call_compiled, for_one_call
+from remat.policies import Policy
 from remat.random._keyed import running
 
-_DETERMINISM_CHECKS = ("default", "none")
+_DETERMINISM_CHECKS = ["default", "none"]
 
 
 def checkpoint(
@@ -87,111 +89,68 @@ def checkpoint(
         torch.Size([3, 3])
     """
     if use_reentrant is None:
-        warn_use_reentrant("checkpoint")
+        _warn_use_reentrant("checkpoint")
         use_reentrant = True
-    elif use_reentrant is not False and use_reentrant is not True:
-        check_flag("use_reentrant", use_reentrant)
-    if preserve_rng_state is not True and preserve_rng_state is not False:
-        check_flag("preserve_rng_state", preserve_rng_state)
+    for what, flag in (("use_reentrant", use_reentrant), ("preserve_rng_state", preserve_rng_state)):
+        if flag not in (0, 1):  # as NumPy's bools are
+            raise TypeError(f"checkpoint: {what} must be a bool; got {shown(flag)}.")
     if use_reentrant:
-        if function is not None and kwargs:
-            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs) + hint(kwargs))
         if context_fn is not noop_context_fn or debug is not False or respect_saved_tensors_hooks is not None:
             raise ValueError(
                 "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported when "
                 "use_reentrant=False."
             )
     elif determinism_check not in _DETERMINISM_CHECKS:
-        known = list(_DETERMINISM_CHECKS)
-        raise ValueError(f"determinism_check should be one of {known}, but got {determinism_check}")
-    given = Options(
-        use_reentrant,
-        preserve_rng_state,
-        context_fn,
-        determinism_check,
-        debug,
-        early_stop,
-        respect_saved_tensors_hooks,
+        raise ValueError(f"determinism_check should be one of {_DETERMINISM_CHECKS}, but got {determinism_check}")
+    options = Options(
+        use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop, respect_saved_tensors_hooks
     )
-    if function is None and not args:
-        if kwargs:
-            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs) + hint(kwargs))
-        return functools.partial(_decorated, given)
-    return _call(given, function, args, kwargs)
+    if function is not None or args:
+        return _call(options, function, args, kwargs)
+    if kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    return functools.partial(_decorated, options)
 
 
-def _decorated(given: Options, function: Callable[..., Any]) -> Callable[..., Any]:
-    check_function(function)
-    check_body(function)
+def _decorated(options: Options, function: Callable[..., Any]) -> Callable[..., Any]:
+    _check_function(function)
 
     @functools.wraps(function)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if given.use_reentrant and kwargs:
-            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
-        return _call(given, function, args, kwargs)
+        return _call(options, function, args, kwargs)
 
     return checkpointed
 
 
-def _call(given: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if options.use_reentrant and kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
     if torch.compiler.is_dynamo_compiling():
-        return call_compiled(function, args, kwargs, given.context_fn, given.preserve_rng_state)
-    check_body(function)
-    try:
-        if given.use_reentrant:
-            return _reentrant(function, args, given.preserve_rng_state)
-        return _non_reentrant(given, function, args, kwargs)
-    except TypeError as error:
-        check_call(function, args, kwargs, error)
-        raise
+        return call_compiled(options.context_fn, options.preserve_rng_state, function, args, kwargs)
+    _check_function(function)
+    return _call_eagerly(options, function, args, kwargs)
 
 
 @internals.left_alone_by_dynamo
-def _reentrant(function: Callable[..., Any], args: tuple[Any, ...], preserve_rng_state: bool) -> Any:
-    if plainly.get():
-        return function(*args)
-    if _needs_transforms():
-        return _reentrant_under_transforms(function, args, preserve_rng_state)
-    try:
-        return CheckpointFunction.apply(function, preserve_rng_state, *args)
-    except UsesTransforms:
-        return _reentrant_under_transforms(function, args, preserve_rng_state)
-
-
-@internals.left_alone_by_dynamo
-def _non_reentrant(given: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    contexts = NO_CONTEXTS
-    if given.context_fn is not noop_context_fn:
-        contexts = for_one_region(*check_contexts(given.context_fn), given.respect_saved_tensors_hooks)
-    if not torch.is_grad_enabled() or plainly.get():
+def _call_eagerly(options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    contexts, selective = NO_CONTEXTS, None
+    if options.context_fn is not noop_context_fn:
+        contexts = _contexts_of(options.context_fn)
+        selective = for_one_call(contexts, options.respect_saved_tensors_hooks)
+    if plainly.get() or not (options.use_reentrant or torch.is_grad_enabled()):
         return function(*args, **kwargs)
     if _needs_transforms():
-        return _functional(function, contexts, given.preserve_rng_state)(*args, **kwargs)
+        return _functional(function, contexts, selective, options.preserve_rng_state)(*args, **kwargs)
+    if options.use_reentrant:
+        return CheckpointFunction.apply(function, options.preserve_rng_state, *args)
     stop, traced = _settings.early_stop.get(), _settings.debug_enabled.get()
     if stop is not None:
-        given = given._replace(early_stop=stop)
+        options = options._replace(early_stop=stop)
     with internals.DisableTorchFunction():
-        region = Region(function, args, kwargs, given, contexts)
-    if given.debug if traced is None else traced:
+        region = Region(function, args, kwargs, options, contexts, selective)
+    if options.debug if traced is None else traced:
         _debug.trace(region)
-    try:
-        out = region.run(function, args, kwargs)
-    except UsesTransforms:
-        return _functional(function, contexts, given.preserve_rng_state)(*args, **kwargs)
-    outer = current_look()
-    if outer is not None:
-        with internals.DisableTorchFunction():
-            outer.add_call(region.name, out)
-    return out
-
-
-def warn_use_reentrant(who: str) -> None:
-    """Warn that an argument is missing."""
-    warn(
-        f"remat.{who}: the use_reentrant parameter should be passed explicitly. use_reentrant=False is recommended; "
-        "use_reentrant=True keeps what happens now, without it. torch.utils.checkpoint raises an exception here in its "
-        "later versions."
-    )
+    return region.run(function, args, kwargs)
 
 
 # Transforms.
@@ -208,14 +167,13 @@ def _needs_transforms() -> bool:
     return running() is not None  # its draws are those of a key
 
 
-def _functional(function: Any, contexts: Contexts, preserve_rng_state: bool) -> Any:
+def _functional(function: Any, contexts: Contexts, selective: Selective | None, preserve_rng_state: bool) -> Any:
     """`function` by the functional engine, under the same contexts."""
-    forward, rerun = contexts
-    if isinstance(forward, Selective):
-        return remat(function, policy=forward.policy, preserve_rng_state=preserve_rng_state)
-    if contexts is NO_CONTEXTS:
-        return remat(function, preserve_rng_state=preserve_rng_state)
-    in_turn = itertools.chain([forward], itertools.repeat(rerun))  # not a list: for a rerun that would begin again
+    if selective is not None or contexts is NO_CONTEXTS:
+        policy = None if selective is None else selective.policy
+        return remat(function, policy=policy, preserve_rng_state=preserve_rng_state)
+    # No list: that would begin again for a rerun.
+    in_turn = itertools.chain(contexts[:1], itertools.repeat(contexts[1]))
 
     def under_context(*args: Any, **kwargs: Any) -> Any:
         with next(in_turn):
@@ -224,12 +182,98 @@ def _functional(function: Any, contexts: Contexts, preserve_rng_state: bool) -> 
     return remat(under_context, preserve_rng_state=preserve_rng_state)
 
 
-def _reentrant_under_transforms(function: Any, args: tuple[Any, ...], preserve_rng_state: bool) -> Any:
-    """The reentrant variant where the functional engine has to do it."""
-    if not any(internals.requires_grad_at_any_level(x) for x in args if isinstance(x, torch.Tensor)) and not (
-        internals.transforms_active() or internals.forward_ad_active()
-    ):
-        warn_without_grad(args)
-        with torch.no_grad():
-            return function(*args)
-    return remat(function, preserve_rng_state=preserve_rng_state)(*args)
+# What it can't work with.
+
+
+def _warn_use_reentrant(who: str) -> None:
+    """Warn that an argument is missing."""
+    warn(
+        f"remat.{who}: the use_reentrant parameter should be passed explicitly. use_reentrant=False is recommended; "
+        "use_reentrant=True keeps what happens now, without it. torch.utils.checkpoint raises an exception here in its "
+        "later versions."
+    )
+
+
+def _check_function(function: Any) -> None:
+    if not callable(function):
+        hint = " Write checkpoint(layer, x), not checkpoint(layer(x))." if isinstance(function, torch.Tensor) else ""
+        raise TypeError(f"checkpoint: function must be callable; got {shown(function)}.{hint}")
+    called = function.func if type(function) is functools.partial else function
+    if runs_later(called):
+        remat(function)  # raises
+
+
+def _contexts_of(context_fn: Any) -> Contexts:
+    """The two contexts that `context_fn` returns."""
+    contexts = context_fn() if callable(context_fn) and not isinstance(context_fn, Policy) else context_fn
+    if not isinstance(contexts, (tuple, list)) or len(contexts) != 2:
+        raise TypeError(
+            f"checkpoint: context_fn must be a function that returns two context managers; got {shown(contexts)}. For "
+            "a policy, write context_fn=functools.partial(create_selective_checkpoint_contexts, policy)."
+        )
+    return contexts[0], contexts[1]
+
+
+# Sequences.
+
+
+def checkpoint_sequential(
+    functions: torch.nn.Sequential | Iterable[Callable[[Any], Any]],
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,
+    *,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Run functions one after the other, checkpointing all but the last of some segments of the sequence.
+
+    **Arguments:**
+
+    - `functions`: an `nn.Sequential`, or the functions; each is given what the one before returned.
+    - `segments`: into how many segments to divide them, from 1 to their number.
+    - `input`: what the first is given.
+    - `use_reentrant`, `preserve_rng_state`: as for `checkpoint`.
+
+    **Returns:** what the last function returned.
+
+    **Raises:** `TypeError` for what is no function among them, and for none; `ValueError` for a number of segments that
+    is no int or out of range, and for other keywords.
+
+    Examples:
+        >>> import torch
+        >>> from remat import checkpoint_sequential
+        >>> layers = [torch.nn.Linear(3, 3) for _ in range(4)]
+        >>> x = torch.ones(2, 3)
+        >>> y = checkpoint_sequential(layers, 2, x, use_reentrant=False)
+        >>> y.shape
+        torch.Size([2, 3])
+    """
+    if use_reentrant is None:
+        _warn_use_reentrant("checkpoint_sequential")
+        use_reentrant = True
+    if kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    steps = tuple(functions.children() if isinstance(functions, torch.nn.Sequential) else functions)
+    if not steps or not all(map(callable, steps)):
+        raise TypeError(
+            "checkpoint_sequential: functions must be a Sequential or an iterable of callables, one at least; got "
+            f"{shown(functions)}."
+        )
+    if not isinstance(segments, numbers.Integral) or not 1 <= segments <= len(steps):
+        raise ValueError(
+            f"checkpoint_sequential: segments must be in 1…{len(steps)}, the number of functions; got "
+            f"{shown(segments)}."
+        )
+    size = len(steps) // segments
+    last = size * (segments - 1)
+    for start in range(0, last, size):
+        segment = functools.partial(_one_after_another, steps[start : start + size])
+        input = checkpoint(segment, input, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
+    return _one_after_another(steps[last:], input)
+
+
+def _one_after_another(steps: Iterable[Callable[[Any], Any]], input: Any) -> Any:
+    for step in steps:
+        input = step(input)
+    return input

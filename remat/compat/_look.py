@@ -6,28 +6,33 @@ The graph of a checkpointed function stays, so nothing is out of sight: a run ma
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
-from remat._effects import Effects, effects_of, tensors_in
-from remat._graph import is_made_since
-from remat._look import CONTAINERS, LOOKED_AT, SCALARS, Look
+from remat._effects import EFFECTS, METADATA, Effects, effects_of, tensors_in
+from remat._errors import CheckpointError
+from remat._look import HOLDER, SCALARS, Look, kind_of
 from remat._memory import memory_of
 
-is_wrapper = internals.is_wrapper
+_HANDED_ON = (
+    "checkpoint: {} hands a tensor of shape {} to a transform that it has found outside and that is not as it was in "
+    "the forward. Pass it as an argument."
+)
 
 
-def _is_scalars(container: Any) -> bool:
-    return type(container) is not dict and all(type(x) in SCALARS for x in container)
+class Seen(NamedTuple):
+    """A tensor that a run was given or has read from outside, and what stood for it."""
+
+    tensor: Tensor
+    value: Tensor
 
 
 class ForwardLook(Look):
@@ -35,93 +40,64 @@ class ForwardLook(Look):
 
     **Attributes:**
 
-    - `outside`: by identity, the tensors that it has read from outside, or was given, each with what stood for it.
+    - `outside`: by identity, the tensors that it has read from outside, or was given.
     - `gathered`: by identity, tensors that hooks gather whole, as those of ZeRO-3 and FSDP2 do. They do it in the
         rerun too.
     - `saves_unwritten`: whether an op saves memory that its kernel is yet to write: a rerun can't stop before that.
     """
 
+    outside: dict[int, Seen]
     gathered: frozenset[int] = frozenset()
     saves_unwritten = False
-    keeps_call = True
-    _indexed = 0
-    """How many of `outside` the index by memory has."""
+    _stale: Mapping[int, RuntimeError] = MappingProxyType({})
     _was_lazy: frozenset[int] = frozenset()
     """Parameters that have got their memory in this run. A rerun finds them as they are."""
 
-    def __init__(self, name: str, given: Iterable[Tensor], random: Any) -> None:
-        """A look at a run of the function `name`, which is given tensors. `random`: what to tell of generators."""
-        # Not that of `Look`: what it needs to compare calls would take half of the time.
-        self.name, self.random = name, random
-        self.depth = internals.stack_depth()
-        self.outside: dict[int, tuple[Tensor, Tensor]] = {}
-        self.handed_on: set[int] = set()
-        self.copies: dict[int, Tensor] = {}
-        self._given = given
-        self._pairs = ()
-        self._known: set[int] = set()
-        self._unkept: list[weakref.ref[Tensor]] = []
-        self._swaps: dict[int, Tensor] = {}
-        self._since = internals.next_sequence_number()
-        self._is_alone = True
-        """Whether nothing can stand for a tensor, and nobody else gathers any."""
-
     def begin(self, outer: Look | None) -> None:
-        for t in self._given:
-            self._add(t, t)
-        if outer is not None:
-            self.outer, self._swaps, self._pairs = outer, outer._swaps, outer._pairs
+        super().begin(outer)
+        # Whether nothing can stand for a tensor, and nobody else gathers any.
         self._is_alone = outer is None and not self.is_rerun and not internals.uses_fully_shard()
 
     def adopt(self, inner: Look) -> None:
-        self._known |= inner._known
-        if isinstance(inner, ForwardLook):
-            self._unkept += inner._unkept
-        else:
-            self._known |= inner._own.refs.keys()
-            self._unkept += inner._own.refs.values()
-        self.has_custom |= inner.has_custom
-        self.handed_on |= inner.handed_on & self.outside.keys()
-
-    def forget(self) -> None:
-        """What it has seen was noted: hold nothing."""
-        self.outside.clear()
+        super().adopt(inner)
+        self._known |= inner._own.refs.keys()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Less than that of `Look`: what it needs to compare calls would take half of the time.
         if is_compiling():  # `torch.cond` is compiled under the active modes
             return func(*args, **(kwargs or {}))
         delegate = self.delegate
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
+        effects = EFFECTS.get(func) or effects_of(func)
+        if effects is METADATA:
+            return func(*args, **kwargs) if kwargs else func(*args)
         known = self._known
         given = args, kwargs
         for a in (*args, *kwargs.values()) if kwargs else args:
-            kind = type(a)
-            if kind in SCALARS or (id(a) in known if kind not in CONTAINERS else _is_scalars(a)):
+            if isinstance(a, Tensor):
+                if id(a) in known:
+                    continue
+                if type(a) is Parameter and self._is_alone:
+                    self._add(a, a)
+                    continue
+            elif kind_of(a.__class__) is not HOLDER or (type(a) is tuple and SCALARS.issuperset(map(type, a))):
                 continue
-            if kind is Parameter and self._is_alone:
-                self.outside[id(a)] = a, a
-                known.add(id(a))
-            elif isinstance(a, Tensor) or kind in LOOKED_AT:
-                args = self._seen(args)
-                kwargs = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else None
-                break
-        effects = effects_of(func)
-        if effects.draws and not effects.writes:
-            self._mark_draw(func)
-        elif effects.acts:
+            args = self._seen(args)
+            kwargs = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else None
+            break
+        acts = effects.acts and (effects.writes or not effects.draws)
+        if acts or (kwargs and ("out" in kwargs or kwargs.get("inplace"))):
             return self._call(effects, func, args, kwargs or {}, given)
-        if kwargs and ("out" in kwargs or kwargs.get("inplace")):
-            return self._call(effects, func, args, kwargs, given)
-        self.call = func, args, kwargs or {}
+        if effects.acts:
+            self._mark_draw(func)
+        if self.keeps_call:
+            self.call = func, args, kwargs or {}
         out = func(*args, **kwargs) if kwargs else func(*args)
         self.call = None
-        kind = type(out)
-        if kind is Tensor and not is_wrapper(out):
-            known.add(id(out))
-            if not out.requires_grad and id(out) not in self.outside:
-                self._unkept.append(weakref.ref(out))
-        elif kind not in SCALARS:
+        if type(out) is Tensor and not internals.is_wrapper(out):
+            self._add_own(out)
+        elif kind_of(out.__class__) is HOLDER:
             with internals.DisableTorchFunction():
                 self.add_results(func, out)
         return out
@@ -137,15 +113,7 @@ class ForwardLook(Look):
     def before_write(self, written: Tensor) -> None:
         if id(written) in self._was_lazy or internals.fully_shard_at_work():
             return  # what FSDP2's hooks write, they write again
-        memory = self._memory = {} if self._memory is None else self._memory
-        for key, (_, value) in itertools.islice(self.outside.items(), self._indexed, None):
-            memory.setdefault(memory_of(value), []).append(key)
-        self._indexed = len(self.outside)
-        for key in memory.get(memory_of(written), ()):
-            if key not in self.copies:
-                self.copies[key] = self._copied(self.outside[key][1])
-        if self.outer is not None:
-            self.outer.before_write(written)
+        super().before_write(written)
 
     def _set_data(self, tensor: Tensor, data: Tensor) -> None:
         if is_lazy(tensor):
@@ -156,8 +124,10 @@ class ForwardLook(Look):
             self.gathered |= {id(tensor)}
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
-        self.outside[id(tensor)] = tensor, value
+        self.outside[id(tensor)] = Seen(tensor, value)
         self._known.add(id(value))
+        if self._memory is not None:
+            self._memory.setdefault(memory_of(value), []).append(id(tensor))
 
     def add_call(self, name: str, out: Any, calls: Iterable[Any] = (), remembered: Any = None) -> None:
         self.nests = True
@@ -165,40 +135,35 @@ class ForwardLook(Look):
 
     def add_results(self, func: Any, out: Any, args: Iterable[Any] = (), listed: bool = True) -> None:
         for t in tensors_in(out):
-            if internals.requires_grad_at_any_level(t):
-                self._know_layers(t)
-            elif internals.level_of(t) <= self.depth:
-                self._add_own(t)
+            self._know_layers(t)
+            self._add_own(t)
 
     def _add_own(self, tensor: Tensor) -> None:
-        self._known.add(id(tensor))
-        if id(tensor) not in self.outside:
-            self._unkept.append(weakref.ref(tensor))
+        key = id(tensor)
+        self._known.add(key)
+        if key not in self.outside:
+            self._own.refs[key] = ref(tensor)
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
+        if key in self._stale:
+            raise self._stale[key]
         if key in self._known:
             return tensor
         if internals.level_of(tensor) > self.depth:
-            self.read(internals.unwrapped(tensor), handed_on=True)
+            inner = internals.unwrapped(tensor)
+            if self.read(inner) is not inner and not inner.requires_grad:
+                raise CheckpointError(_HANDED_ON.format(self.name, list(inner.shape)))
             self._known.add(key)
             return tensor
         if internals.fully_shard_at_work():
             return tensor
         value = self._swaps.get(key, tensor) if self.outer is None else self.outer.read(tensor, handed_on)
-        if handed_on:
-            self.handed_on.add(key)
         self._add(tensor, value)
         return value
 
     def has_made(self, tensor: Tensor) -> bool:
-        key = id(tensor)
-        return (
-            key in self._known
-            and key not in self.outside
-            # Another tensor may have got the identity of one that has died.
-            and (is_made_since(tensor, self._since) or any(ref() is tensor for ref in self._unkept))
-        )
+        return id(tensor) not in self.outside and self._own.has(tensor)
 
     def _copied(self, value: Tensor) -> Tensor:
         copy = value.detach().clone()
@@ -215,40 +180,21 @@ class RerunLook(ForwardLook):
     is_rerun = True
 
     def __init__(
-        self,
-        name: str,
-        given: Iterable[Tensor],
-        swaps: Iterable[tuple[Tensor, Tensor]],
-        stale: dict[int, RuntimeError],
+        self, name: str, given: Iterable[Tensor], pairs: list[tuple[Tensor, Tensor]], stale: dict[int, RuntimeError]
     ) -> None:
         """A look at a rerun of the function `name`, which is given tensors.
 
         **Arguments:**
 
-        - `swaps`: tensors, and what stands for them.
+        - `pairs`: tensors, and what stands for them.
         - `stale`: by identity, what to raise where tensors are read that were changed since the forward.
         """
         super().__init__(name, [t for t in given if id(t) not in stale], None)
-        self._swaps = {id(tensor): stand_in for tensor, stand_in in swaps}
+        self._pairs, self._swaps = pairs, {id(tensor): stand_in for tensor, stand_in in pairs}
         self._stale = stale
-
-    def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
-        key = id(tensor)
-        if key in self._stale:
-            raise self._stale[key]
-        if key in self._known:
-            return tensor
-        stand_in = self._swaps.get(key)
-        if stand_in is not None:
-            return stand_in
-        self._add(tensor, tensor)
-        return tensor
 
     def before_write(self, written: Tensor) -> None:
         """What the forward wrote to is a copy here."""
-
-    def notice(self, generator: torch.Generator) -> None:
-        """It draws again what the forward drew."""
 
     def _with_hook(self, args: Any) -> Any:
         if id(args[0]) in self.outside:  # the forward has put it on the tensor itself

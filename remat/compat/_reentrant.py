@@ -9,13 +9,9 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._errors import RematError
+from remat._errors import RematError, warn
 from remat._graph import Stranger, prove
-from remat._nested_mode import current_look
 from remat.compat._call import NOTHING, Call
-from remat.compat._devices import warn_without_grad
-from remat.compat._look import ForwardLook
-from remat.compat._region import UsesTransforms
 
 _NOT_NECESSARY = "none of output has requires_grad=True, this checkpoint() is not necessary"
 _CHANGES = (
@@ -60,7 +56,10 @@ class CheckpointFunction(torch.autograd.Function):
     @classmethod
     def apply(cls, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         """Run the function on the arguments, which are positional."""
-        if not warn_without_grad(args) or not torch.is_grad_enabled():
+        differentiates = any(x.requires_grad for x in args if isinstance(x, Tensor))
+        if not differentiates:
+            warn("None of the inputs have requires_grad=True. Gradients will be None")
+        if not differentiates or not torch.is_grad_enabled():
             with torch.no_grad():
                 return run_function(*args)
         with internals.DisableTorchFunction():
@@ -69,35 +68,25 @@ class CheckpointFunction(torch.autograd.Function):
         with torch.no_grad(), look:
             out = run_function(*args)
         with internals.DisableTorchFunction():
-            if look.handed_on:
-                call.undo(look)
-                raise UsesTransforms
-            arguments = _arguments(call, look)
+            for before in look.copies.values():
+                if before.requires_grad:
+                    raise RematError(_CHANGES.format(call.name, list(before.shape), before.dtype))
+            # Those that the function has written to start from copies.
+            arguments = [None if id(t) in look.copies else t for t in call.operands[: call.arguments]]
             values = [
                 v.detach() if isinstance(v, Tensor) and not look.has_made(v) else v  # it belongs to somebody else
                 for v in (out if isinstance(out, tuple) else (out,))
             ]
-            call.finish(look)
-            gathered = look.gathered
-            captured = {id(t): t for t in call.parameters if t.requires_grad}
-            captured.update((o.key, o.unpack()) for o in call.outside if o.requires_grad)
-            rest = [captured.pop(key) for key in gathered if key in captured]
+            call.finish()
+            captured = {r.key: r.value() for r in call.reads if r.requires_grad}
+            rest = [captured.pop(key) for key in look.gathered if key in captured]
             results = super().apply(call, captured, rest, values, len(arguments), *arguments, *captured.values())
-            outer = current_look()
-            if outer is not None:
-                outer.add_call(call.name, results)
+            if look.outer is not None:
+                look.outer.add_call(call.name, results)
         return _rebuilt(type(out), results) if isinstance(out, tuple) else results[0]
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: Call,
-        captured: dict[int, Tensor],
-        gathered: list[Tensor],
-        values: list[Any],
-        count: int,
-        *inputs: Tensor | None,
-    ) -> Any:
+    def forward(ctx: Any, call: Call, captured: Any, gathered: Any, values: Any, count: int, *inputs: Any) -> Any:
         """Attach the node to the values of the forward run, which is over."""
         ctx.call, ctx.captured, ctx.gathered = call, captured, gathered
         ctx.save_for_backward(*(None if t is None else internals.savable(t) for t in inputs[:count]))
@@ -117,14 +106,6 @@ class CheckpointFunction(torch.autograd.Function):
         return (None, None, None, None, None, *found)
 
 
-def _arguments(call: Call, look: ForwardLook) -> list[Tensor | None]:
-    """The positional arguments, without those that the function has written to, which start from copies."""
-    for before in look.copies.values():
-        if before.requires_grad:
-            raise RematError(_CHANGES.format(call.name, list(before.shape), before.dtype))
-    return [None if id(t) in look.copies else t for t in call.operands[: call.arguments]]
-
-
 def _rebuilt(kind: Any, items: Sequence[Any]) -> Any:
     """A tuple, or one with names."""
     if hasattr(kind, "_fields"):
@@ -140,11 +121,7 @@ def _stand_in(operand: Tensor, create_graph: bool) -> Tensor:
 
 
 def _gradients(
-    call: Call,
-    saved: Sequence[Tensor | None],
-    captured: dict[int, Tensor],
-    gathered: Sequence[Tensor],
-    cotangents: Sequence[Any],
+    call: Call, saved: Sequence[Tensor | None], captured: dict[int, Tensor], gathered: Any, cotangents: Any
 ) -> list[Tensor | None]:
     """The gradients of the arguments and of what was captured.
 
@@ -162,8 +139,7 @@ def _gradients(
     stand_ins = {key: _stand_in(t, create_graph) for key, t in captured.items()}
     own = [*arguments, *stand_ins.values()]
     since = internals.next_sequence_number()
-    out = call.rerun(arguments, stand_ins=stand_ins, looks=not accumulates)
-    look, call.last_look = call.last_look, None
+    out, look = call.rerun(arguments, stand_ins=stand_ins, looks=not accumulates)
     pairs = [
         (o, c)
         for o, c in zip(out if isinstance(out, tuple) else (out,), cotangents, strict=False)
@@ -175,14 +151,11 @@ def _gradients(
     if accumulates:
         torch.autograd.backward(outputs, given)
         return [None if t is None else t.grad for t in own]
-    targets = {i: t for i, t in enumerate(own) if t is not None and t.requires_grad}
+    targets = [t for t in own if t is not None and t.requires_grad]
     if look is not None:
         try:
-            prove(outputs, [*targets.values()], since, look.has_made)
+            prove(outputs, targets, since, look.has_made)
         except Stranger as stranger:
             raise RematError(_OUT_OF_SIGHT.format(call.name, stranger)) from None
-    found = torch.autograd.grad(outputs, [*targets.values()], given, allow_unused=True, create_graph=create_graph)
-    gradients: list[Tensor | None] = [None] * len(own)
-    for i, gradient in zip(targets, found, strict=True):
-        gradients[i] = gradient
-    return gradients
+    found = iter(torch.autograd.grad(outputs, targets, given, allow_unused=True, create_graph=create_graph))
+    return [next(found) if t is not None and t.requires_grad else None for t in own]

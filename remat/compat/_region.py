@@ -9,7 +9,9 @@ Regions nest: what the inner one is given is saved through the hooks of the oute
 
 from __future__ import annotations
 
+import functools
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,16 +20,14 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._errors import CheckpointError
+from remat._errors import CheckpointError, RematError
 from remat._holder import Holder
 from remat._saved import held_in
-from remat.compat._call import NOTHING, Call, Context, modified
-from remat.compat._group import recomputed_in
+from remat.compat._call import NO_CONTEXTS, NOTHING, Call, Contexts, modified
+from remat.compat._selective import Replay, Selective
+from remat.compat._settings import recomputed_in
 
-Contexts = tuple[Context, Context]
-NO_CONTEXTS: Contexts = (NOTHING, NOTHING)
-Meta = tuple[torch.Size, torch.dtype, torch.device]
-_meta_of: Callable[[Tensor], Meta] = operator.attrgetter("shape", "dtype", "device")
+_meta_of = operator.attrgetter("shape", "dtype", "device")
 
 _TIP = (
     "To find the cause, pass debug=True to checkpoint, or call it under set_checkpoint_debug_enabled(True): the error "
@@ -48,14 +48,14 @@ _OVERLAP = (
     "Unpack is being triggered for a tensor that was already unpacked once. Performing two backward calls that overlap "
     "(i.e. require the same saved activation in order to compute gradients) is not allowed under one GraphExecGroup."
 )
+_TRANSFORMS = (
+    "checkpoint: {} calls torch.func.grad or the like, which torch does not allow under saved-tensor hooks, as here. "
+    "Call remat.remat(function)(*args), which works with all transforms."
+)
 _SWALLOWED = (
     "remat.checkpoint: the forward context provided by context_fn suppressed an exception raised during the "
     "checkpointed forward, so there is no result. Catch it inside of the function, or around checkpoint."
 )
-
-
-class UsesTransforms(Exception):  # noqa: N818
-    """The function uses `torch.func`: the functional engine has to run it. What it did so far is taken back."""
 
 
 class _Stop(BaseException):
@@ -75,50 +75,44 @@ class Options(NamedTuple):
 
 
 class _Recomputed:
-    """The saved tensors for one backward pass, with their versions. None: nobody asks for it, or it was unpacked."""
+    """What a rerun saves, for one backward pass.
 
-    __slots__ = ("__weakref__", "key", "saved")
+    **Attributes:**
 
-    def __init__(self, key: Any, saved: list[tuple[Tensor, int] | None]) -> None:
+    - `saved`: the tensors with their versions. None: nobody asks for it, or it was unpacked.
+    - `replay`: the context of the rerun that gives back what a policy has kept.
+    """
+
+    replay: Replay | None = None
+
+    def __init__(self, key: Any, holders: list[weakref.ref[Holder]], early_stop: bool) -> None:
+        """`key`: tells the backward pass from others."""
         self.key = key
-        self.saved = saved
-
-    def clear(self) -> None:
-        """The backward pass is over."""
-        self.saved = []
-
-
-class _Collector:
-    """Collects what a rerun saves."""
-
-    def __init__(self, holders: list[weakref.ref[Holder]], early_stop: bool) -> None:
         self.saved: list[tuple[Tensor, int] | None] = []
         self._holders = holders
-        self._last = len(holders) - 1 if early_stop else -1
-        self._is_done = False
+        self._last = len(holders) - 1 if early_stop else sys.maxsize
 
     @internals.hook_of_checkpoint
     @internals.left_alone_by_dynamo
     def pack(self, tensor: Tensor) -> Tensor:
         """The hook: collects `tensor`."""
         with internals.DisableTorchFunction():
-            return self._pack(tensor)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        if self._is_done:  # somebody has caught what says "stop"
+            if tensor.requires_grad:
+                tensor = tensor.detach()
+            index, holders = len(self.saved), self._holders
+            if index > self._last:  # somebody has caught what says "stop"
+                return tensor
+            wanted = index < len(holders) and holders[index]() is not None
+            if wanted and self.replay is not None:
+                self.replay.saves(tensor)
+            self.saved.append((tensor, -1 if tensor.is_inference() else tensor._version) if wanted else None)
+            if index == self._last:
+                raise _Stop
             return tensor
-        saved, holders = self.saved, self._holders
-        index = len(saved)
-        if index < len(holders) and holders[index]() is not None:
-            saved.append((tensor, -1 if tensor.is_inference() else tensor._version))
-        else:
-            saved.append(None)
-        if index == self._last:
-            self._is_done = True
-            raise _Stop
-        return tensor
+
+    def clear(self) -> None:
+        """The backward pass is over."""
+        self.saved = []
 
 
 @internals.left_alone_by_dynamo
@@ -139,57 +133,51 @@ class Region:
     """Modes that note the ops of the forward and of the rerun: for debugging."""
 
     def __init__(
-        self,
-        fun: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        options: Options,
-        contexts: Contexts,
+        self, fun: Any, args: Any, kwargs: Any, options: Options, contexts: Contexts, selective: Selective | None
     ) -> None:
-        self.forward_context, self.rerun_context = contexts
-        self._options = options
-        custom = contexts is not NO_CONTEXTS
-        self._call = Call(fun, args, kwargs, options.preserve_rng_state, custom)
+        self._options, self._contexts, self._selective = options, contexts, selective
+        watches_cells = contexts is not NO_CONTEXTS and selective is None
+        self._call = Call(fun, args, kwargs, options.preserve_rng_state, watches_cells)
         self._saved: list[Any] = [internals.save(t) for t in self._call.operands[: self._call.arguments]]
         self._holders: list[weakref.ref[Holder]] = []
-        self._metas: list[Meta] = []
+        self._metas: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._recomputed: weakref.ref[_Recomputed] | None = None
         self._is_complete = False
-
-    @property
-    def name(self) -> str:
-        """Of the function."""
-        return self._call.name
 
     # The forward.
 
     def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The user's own call."""
-        call = self._call
+        call, selective = self._call, self._selective
         with internals.DisableTorchFunction():
             look = call.look()
+        look.keeps_call = selective is not None
+        context = self._contexts[0] if selective is None else selective.recorder
         returned = False
         internals.push_saved_tensors_hooks(self._pack, _unpack)
         try:
-            with self.forward_context, self.traces[0], look:
+            with context, self.traces[0], look:
                 out = fun(*args, **kwargs)
                 returned = True
         except RuntimeError as error:
-            if internals.refuses_hooks(error):
-                call.undo(look)
-                raise UsesTransforms from None
+            if "don't yet support saved tensor hooks" in str(error):
+                raise RematError(_TRANSFORMS.format(call.name)) from error
             raise
         finally:
             internals.pop_saved_tensors_hooks()
         if not returned:
             raise RuntimeError(_SWALLOWED)
         with internals.DisableTorchFunction():
-            for i, operand in enumerate(call.operands[: call.arguments]):
+            for i, operand in enumerate(call.operands[: call.arguments] if look.copies else ()):
                 if id(operand) in look.copies:  # it may lead to this region
                     self._saved[i] = None
             if look.saves_unwritten:
                 self._options = self._options._replace(early_stop=False)
-            call.finish(look, getattr(self.forward_context, "tape", None))
+            if selective is not None:
+                selective.finish(look.outside)
+            call.finish()
+            if look.outer is not None:
+                look.outer.add_call(call.name, out)
         self._is_complete = True
         return out
 
@@ -199,6 +187,8 @@ class Region:
         """The hook: what the graph keeps in the place of `tensor`."""
         with internals.DisableTorchFunction():
             self._metas.append(_meta_of(tensor))
+            if self._selective is not None:
+                self._selective.recorder.saves(tensor)
         holder = Holder(self, len(self._holders))
         self._holders.append(weakref.ref(holder))
         return holder
@@ -207,7 +197,8 @@ class Region:
 
     def held(self) -> Sequence[Any]:
         """What it holds to run again: tensors, or what hooks have put in their place."""
-        saved = [*self._saved, *(o.saved for o in self._call.outside)]
+        reads = (r.saved for r in self._call.reads if not r.is_written)
+        saved = [*self._saved, *(s for s in reads if not isinstance(s, torch.nn.Parameter))]
         return [s if isinstance(s, Tensor) else held_in(s) for s in saved if s is not None]
 
     def unpack(self, index: int) -> Tensor:
@@ -227,7 +218,8 @@ class Region:
         return tensor
 
     def _recompute(self, key: Any, group: Any) -> _Recomputed:
-        recomputed = _Recomputed(key, internals.with_subclasses(self._rerun))
+        recomputed = _Recomputed(key, self._holders, self._options.early_stop)
+        internals.with_subclasses(lambda: self._rerun(recomputed))
         if key == -1:  # outside of a backward pass: `grad_fn._saved_self`
             return recomputed
         self._recomputed = weakref.ref(recomputed)
@@ -237,26 +229,27 @@ class Region:
             recomputed_in.setdefault(group, []).append(recomputed)
         return recomputed
 
-    def _rerun(self) -> list[tuple[Tensor, int] | None]:
-        """Run the function again: what its graph saves."""
+    def _rerun(self, recomputed: _Recomputed) -> None:
+        """Run the function again, for what its graph saves."""
         with internals.base_level() if internals.transforms_active() else NOTHING:
             arguments = [None if s is None else s.unpack() for s in self._saved]
-            collector = _Collector(self._holders, self._options.early_stop)
-            context, trace = self.rerun_context, self.traces[1]
+            context, trace, tell = self._contexts[1], self.traces[1], None
             if not self._is_complete:  # a backward inside of the forward, and of its context
                 context, trace = internals.DisableTorchDispatch(), NOTHING
-            internals.push_saved_tensors_hooks(collector.pack, _same)
+            elif self._selective is not None:
+                context = recomputed.replay = self._selective.replay()
+                tell = functools.partial(self._selective.stand_in, context)
+            internals.push_saved_tensors_hooks(recomputed.pack, _same)
             try:
-                self._call.rerun(arguments, (context, trace))
+                self._call.rerun(arguments, (context, trace), tell=tell)
             except _Stop:
                 pass
             finally:
                 internals.pop_saved_tensors_hooks()
-            if hasattr(context, "settle"):
-                context.settle()
+            if recomputed.replay is not None:
+                recomputed.replay.settle()
         if self._is_complete:
-            self._check(collector.saved)
-        return collector.saved
+            self._check(recomputed.saved)
 
     def _check(self, saved: list[tuple[Tensor, int] | None]) -> None:
         """Raise unless the rerun saved what the forward saved."""

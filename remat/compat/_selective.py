@@ -1,32 +1,28 @@
-"""Selective checkpointing: two contexts, of which the first keeps what a policy says and the second gives it back.
+"""Selective checkpointing: what a policy keeps of the forward is given back to the reruns.
 
-They use the tape of `remat(policy=)`. What they add is torch's: an error where the rerun runs an op more often than the
+The tape is that of `remat(policy=)`. What is added is torch's: an error where the rerun runs an op more often than the
 forward did, and one where a kept result was changed in place, unless that is allowed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.utils.checkpoint import SAC_IGNORED_OPS, noop_context_fn
 
-from remat import _compile
+from remat import _compile, _recorder, _replay
 from remat import _torch_internals as internals
-from remat._context import OwnCasts
 from remat._errors import CheckpointError, shown, warn
-from remat._recorder import Recorder
 from remat._remat import remat
-from remat._replay import Replay
-from remat._tape import KEEP, Origin, Tape
+from remat._tape import KEEP, Tape
 from remat._values import Key, Op, Value
-from remat.compat._devices import noop_context_fn
-from remat.compat._region import Contexts
+from remat.compat._call import Contexts
 from remat.policies import CheckpointPolicy, Policy, as_policy
 from remat.policies._ops import OpOverload, OpOverloadPacket, spell
 
@@ -46,9 +42,6 @@ _NOT_FOUND = (
     "function is not deterministic, or depends on something that changed in the meantime."
 )
 
-SAC_IGNORED_OPS: set[Any] = {*torch.utils.checkpoint.SAC_IGNORED_OPS}
-"""`detach`, which autograd calls as often as it likes, and look-ups, which are ops for tensor subclasses."""
-
 
 class _Packed:
     """A kept value that the user's hooks have made something else of."""
@@ -64,7 +57,7 @@ class _Packed:
         return internals.alias(self._unpack(self._packed))
 
 
-class _Recorder(Recorder):
+class Recorder(_recorder.Recorder):
     """Sees the forward.
 
     **Attributes:**
@@ -74,13 +67,12 @@ class _Recorder(Recorder):
     - `mutated`: the values that the policy keeps and a later op has changed.
     """
 
-    def __init__(self, policy: Policy, alone: bool) -> None:
-        super().__init__(policy.start(), alone=alone)
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy.start())
         self.counts: Counter[int] = Counter()
         self.mutated: set[Value] = set()
         self._graph_task = internals.graph_task()
-        if internals.saved_tensors_hooks() is not None:
-            self._saved = {}  # they tell what the graph saves
+        self._saved = {}  # the region tells what the graph saves
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in SAC_IGNORED_OPS:
@@ -95,16 +87,15 @@ class _Recorder(Recorder):
         super()._note(op, outputs, changed, decision)
 
 
-class _Replay(Replay):
+class Replay(_replay.Replay):
     """Sees a rerun."""
 
     is_about_functions = True
 
-    def __init__(self, forward: Selective) -> None:
-        super().__init__(forward.tape, internals.in_last_backward(), alone=not forward.of_region)
-        self._left = forward.recorder.counts.copy()
-        self._mutated = set() if forward.allow_cache_entry_mutation else forward.recorder.mutated
-        self._allows_mutation = forward.allow_cache_entry_mutation
+    def __init__(self, tape: Tape, counts: Counter[int], mutated: set[Value] | None) -> None:
+        """`mutated`: what must not have been changed in place; None where all may be."""
+        super().__init__(tape, internals.in_last_backward())
+        self._left, self._mutated = counts.copy(), mutated
         self._graph_task = internals.graph_task()
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -116,123 +107,61 @@ class _Replay(Replay):
             self._left[id(func)] -= 1
         return super()._op(func, args, kwargs)
 
-    _op_of_remat = Replay._op  # it reads values, but does not count
+    _op_of_remat = _replay.Replay._op  # it reads values, but does not count
 
     def _known(self, key: Key) -> Op | None:
         op = super()._known(key)
-        if op is not None and not self._mutated.isdisjoint(op.values):
+        if op is not None and self._mutated is not None and not self._mutated.isdisjoint(op.values):
             raise CheckpointError(_MUTATED.format(op.facts.func))
         return op
 
     def _kept(self, op: Op) -> dict[Value, Tensor]:
         expected = self._tape.kept.keys() & op.values
         found = super()._kept(op)
-        if not self._allows_mutation and len(found) < len(expected):
+        if self._mutated is not None and len(found) < len(expected):
             raise CheckpointError(_MUTATED.format(op.facts.func))
         return found
 
     def saves(self, tensor: Tensor) -> None:
         """The graph is about to save a tensor: compute it, if it was skipped."""
-        with internals.DisableTorchFunction():
-            self.accessed(None, (tensor,), {})
+        self.accessed(None, (tensor,), {})
 
 
-@contextlib.contextmanager
-def _told_of_saved_tensors(tell: Callable[[Tensor], None]) -> Iterator[None]:
-    """Within it, `tell` is called with each tensor before the active hooks pack it."""
-    hooks = internals.saved_tensors_hooks()
-    if hooks is None:
-        yield
-        return
-    pack, unpack = hooks
-
-    @internals.hook_of_checkpoint
-    @internals.left_alone_by_dynamo
-    def tells(tensor: Tensor) -> Any:
-        tell(tensor)
-        return pack(tensor)
-
-    internals.push_saved_tensors_hooks(tells, unpack)
-    try:
-        yield
-    finally:
-        internals.pop_saved_tensors_hooks()
-
-
-class _Context:
-    """A context that can be entered again and again."""
-
-    def _entered(self) -> contextlib.AbstractContextManager[None]:
-        raise NotImplementedError
-
-    def __enter__(self) -> None:
-        self._context = self._entered()
-        self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._context.__exit__(*error)
-
-
-class Selective(_Context):
-    """The context of the forward.
+class Selective:
+    """What a policy keeps of one checkpointed call.
 
     **Attributes:**
 
-    - `tape`: what was kept.
-    - `recorder`: what has seen the forward.
+    - `policy`: the policy.
+    - `recorder`: the context of the forward.
     """
 
-    tape: Tape
-    recorder: _Recorder
-
-    def __init__(
-        self, policy: Policy, allow_cache_entry_mutation: bool, hooks: Hooks | None = None, of_region: bool = False
-    ) -> None:
-        """`of_region`: whether a `Region` uses it, which looks at the calls of the function."""
-        self.policy, self.allow_cache_entry_mutation, self._hooks = policy, allow_cache_entry_mutation, hooks
-        self.of_region = of_region
-
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        recorder = _Recorder(self.policy, not self.of_region)
+    def __init__(self, policy: Policy, allows_mutation: bool, hooks: Hooks | None) -> None:
+        """`hooks`: what is kept goes through them."""
+        self.policy, self._allows_mutation, self._hooks = policy, allows_mutation, hooks
+        self.recorder = Recorder(policy)
         torch.clear_autocast_cache()  # a cast from before the run is no op of it
-        with _told_of_saved_tensors(recorder.saves), recorder:
-            yield
-        self.recorder, self.tape = recorder, recorder.tape([])
+
+    def finish(self, outside: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """The forward is over. `outside`: by identity, what it has read from outside, and what stood for it."""
+        self._tape = self.recorder.tape([])
+        self._origins = {key: self._tape.origin(value) for key, (_, value) in outside.items()}
         if self._hooks is not None:
+            pack, unpack = self._hooks
+            kept: dict[Value, Any] = self._tape.kept
             with torch.no_grad():
-                self._pack(*self._hooks)
+                for value, k in kept.items():
+                    if not k.offloaded and (packed := pack(k.memory)) is not k.memory:
+                        kept[value] = _Packed(packed, unpack)
 
-    def _pack(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        kept: dict[Value, Any] = self.tape.kept
-        for value, k in kept.items():
-            if not k.offloaded and (packed := pack(k.memory)) is not k.memory:
-                kept[value] = _Packed(packed, unpack)
+    def replay(self) -> Replay:
+        """The context of a rerun: ops whose results were kept return them."""
+        return Replay(self._tape, self.recorder.counts, None if self._allows_mutation else self.recorder.mutated)
 
-
-class GivenBack(_Context):
-    """The context of the rerun: ops whose results were kept return them."""
-
-    def __init__(self, forward: Selective) -> None:
-        self._forward = forward
-
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        self._replay = _Replay(self._forward)
-        try:
-            with _told_of_saved_tensors(self._replay.saves), self._replay, OwnCasts():
-                yield
-        finally:
-            if not self._forward.of_region:  # which does it when the frames of the function are gone
-                self.settle()
-
-    def settle(self) -> None:
-        """The rerun is over: compute what it has skipped and somebody keeps, an attribute of a module, say."""
-        self._replay.settle()
-
-    def stands_for(self, copy: Tensor, origin: Origin) -> None:
-        """The rerun is given a tensor in the place of one that the forward has read."""
-        self._replay.stands_for(copy, origin)
+    def stand_in(self, replay: Replay, values: Mapping[int, Tensor]) -> None:
+        """A rerun is given tensors in the place of those that the forward has read. `values`: by their identity."""
+        for key, tensor in values.items():
+            replay.stands_for(tensor, self._origins.get(key))
 
 
 def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Contexts:
@@ -254,16 +183,26 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
 
     Examples:
         >>> import functools, torch
-        >>> from remat.compat import checkpoint, create_selective_checkpoint_contexts
-        >>> context_fn = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        >>> from remat import compat
+        >>> saves_products = functools.partial(
+        ...     compat.create_selective_checkpoint_contexts,
+        ...     [torch.ops.aten.mm.default],
+        ... )
         >>> x = torch.ones(3, 3, requires_grad=True)
-        >>> y = checkpoint(lambda x: (x @ x).tanh(), x, use_reentrant=False, context_fn=context_fn)
+        >>> y = compat.checkpoint(
+        ...     lambda x: (x @ x).tanh(),
+        ...     x,
+        ...     use_reentrant=False,
+        ...     context_fn=saves_products,
+        ... )
         >>> y.sum().backward()
     """
     if isinstance(policy_fn_or_list, Policy):
         policy = policy_fn_or_list
     elif isinstance(policy_fn_or_list, Collection) and not isinstance(policy_fn_or_list, (str, bytes)):
-        policy = _policy_of_ops(policy_fn_or_list)
+        policy, never_seen = _policy_of_ops(frozenset(policy_fn_or_list))
+        for reason in never_seen:
+            warn(reason)
     elif callable(policy_fn_or_list) and not isinstance(policy_fn_or_list, (OpOverload, OpOverloadPacket, type)):
         policy = as_policy(policy_fn_or_list)
     else:
@@ -271,65 +210,46 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
             "create_selective_checkpoint_contexts: policy_fn_or_list must be either a function or a list of ops; "
             f"got {shown(policy_fn_or_list)}."
         )
-    forward = Selective(policy, allow_cache_entry_mutation)
-    return forward, GivenBack(forward)
+    # Torch's checkpoint can use these. Ours takes them for what they say, and has a tape for each call.
+    return torch.utils.checkpoint.create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation)
 
 
-def _policy_of_ops(ops: Collection[Any]) -> Policy:
-    """The policy that keeps the results of these ops. It warns of those that can never run."""
-    seen = []
+@functools.cache  # to look through all ops takes milliseconds
+def _policy_of_ops(ops: frozenset[Any]) -> tuple[Policy, list[str]]:
+    """The policy that keeps the results of these ops, and why some of them can never run."""
+    seen, never_seen = [], []
     for op in ops:
         if not isinstance(op, (OpOverload, internals.HigherOrderOperator)):
-            hint = f" Name one of its overloads, as in {op}.{op.overloads()[0]}." if _is_packet(op) else ""
+            hint = f" Name one of its overloads: {op}.{op.overloads()[0]}." if isinstance(op, OpOverloadPacket) else ""
             raise ValueError(
                 f"create_selective_checkpoint_contexts: Expected op in `op_list` to be an OpOverload but got: {op!r} "
                 f"of type {type(op)}.{hint}"
             )
-        reason = _why_never_seen(op)
-        if reason is None:
-            seen.append(op)
-        else:
-            warn(reason)
-    return _policy_of_seen(frozenset(seen))
+        try:
+            seen.append(spell("create_selective_checkpoint_contexts", op))
+        except (TypeError, ValueError) as error:
+            never_seen.append(str(error))
+    return as_policy(seen), never_seen
 
 
-@functools.cache  # to look through all ops takes milliseconds
-def _why_never_seen(op: Any) -> str | None:
-    try:
-        spell("create_selective_checkpoint_contexts", op)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return None
-
-
-_policy_of_seen = functools.cache(as_policy)
-
-
-def _is_packet(op: Any) -> bool:
-    return isinstance(op, OpOverloadPacket)
-
-
-def for_one_region(forward: Any, rerun: Any, respects_hooks: bool | None) -> Contexts:
-    """The contexts, for one call of `checkpoint` alone: a pair may be given to several.
+def for_one_call(contexts: Contexts, respects_hooks: bool | None) -> Selective | None:
+    """What selective contexts say, for one call of `checkpoint` alone: a pair may be given to several.
 
     **Arguments:**
 
     - `respects_hooks`: whether what is kept goes through the user's hooks; None warns that it will.
     """
-    if not isinstance(forward, Selective) and internals.selective_policy(forward) is None:
-        return forward, rerun
+    selective = internals.selective_policy(*contexts)
+    if selective is None:
+        return None
     hooks = internals.saved_tensors_hooks_of_user() if respects_hooks is not False else None
     if hooks is not None and respects_hooks is None:
         warn(_BYPASSED, FutureWarning)
-    if not isinstance(forward, Selective):
-        return forward, rerun
-    forward = Selective(forward.policy, forward.allow_cache_entry_mutation, hooks if respects_hooks else None, True)
-    return forward, GivenBack(forward)
+    policy, allows_mutation = selective
+    return Selective(as_policy(policy), allows_mutation, hooks if respects_hooks else None)
 
 
-def call_compiled(
-    fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context_fn: Any, preserve_rng_state: bool
-) -> Any:
+def call_compiled(context_fn: Any, preserve_rng_state: bool, fun: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that torch.compile is tracing."""
     if context_fn is noop_context_fn:
         return _compile.call(remat, None, preserve_rng_state, fun, args, kwargs)
@@ -339,13 +259,11 @@ def call_compiled(
 
 
 def _policy_of(context_fn: Any) -> Policy:
-    forward, _ = context_fn()
-    if isinstance(forward, Selective):
-        return forward.policy
-    decides = internals.selective_policy(forward)
-    if decides is None:
+    contexts = context_fn()
+    selective = internals.selective_policy(*contexts)
+    if selective is None:
         raise TypeError(
             "checkpoint: under torch.compile the context_fn must return what create_selective_checkpoint_contexts "
-            f"returns: the compiler asks its policy. Got {type(forward).__name__} {forward!r}."
+            f"returns: the compiler asks its policy. Got {type(contexts[0]).__name__} {contexts[0]!r}."
         )
-    return as_policy(decides)
+    return as_policy(selective[0])

@@ -1,25 +1,34 @@
-"""Settings that a context manager makes: each thread and each context has its own."""
+"""Settings that a context manager makes for those who run within it."""
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
+from typing_extensions import Self
+
+from remat import _torch_internals as internals
 from remat._errors import shown
 
 early_stop: ContextVar[bool | None] = ContextVar("early_stop", default=None)
 debug_enabled: ContextVar[bool | None] = ContextVar("debug_enabled", default=None)
 
 
-def _checked(who: str, what: str, value: bool | None) -> bool | None:
-    if value not in (True, False, None):
-        raise TypeError(f"{who}: {what} must be a bool or None; got {shown(value)}.")
-    return value
-
-
 @contextlib.contextmanager
-def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
+def _set(variable: ContextVar[bool | None], what: str, value: bool | None) -> Iterator[None]:
+    if value not in (True, False, None):
+        raise TypeError(f"{what} must be a bool or None; got {shown(value)}.")
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def set_checkpoint_early_stop(enable: bool | None) -> contextlib.AbstractContextManager[None]:
     """Set whether reruns stop once all that the backward needs is there, whatever the calls of `checkpoint` say.
 
     It has to be active in the forward alone, and holds for this thread and context.
@@ -42,15 +51,10 @@ def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
         ...     y = checkpoint(torch.sin, x, use_reentrant=False)
         >>> y.sum().backward()
     """
-    token = early_stop.set(_checked("set_checkpoint_early_stop", "enable", enable))
-    try:
-        yield
-    finally:
-        early_stop.reset(token)
+    return _set(early_stop, "set_checkpoint_early_stop: enable", enable)
 
 
-@contextlib.contextmanager
-def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
+def set_checkpoint_debug_enabled(enabled: bool | None) -> contextlib.AbstractContextManager[None]:
     """Set whether errors of the determinism check show the ops of both runs, whatever the calls of `checkpoint` say.
 
     It has to be active in the forward alone, and holds for this thread and context.
@@ -73,8 +77,42 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
         ...     y = checkpoint(torch.sin, x, use_reentrant=False)
         >>> y.sum().backward()
     """
-    token = debug_enabled.set(_checked("set_checkpoint_debug_enabled", "enabled", enabled))
-    try:
-        yield
-    finally:
-        debug_enabled.reset(token)
+    return _set(debug_enabled, "set_checkpoint_debug_enabled: enabled", enabled)
+
+
+recomputed_in: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+"""What was recomputed under each `GraphExecGroup`, torch's too."""
+
+
+class GraphExecGroup:
+    """Within it, the backward passes together run a checkpointed region again at most once.
+
+    They must not need the same saved tensor, as where the outputs of a region are differentiated one by one with
+    respect to different things. It has no meaning for the reentrant variant.
+
+    **Raises:** `RuntimeError` where one is entered inside of another; `CheckpointError` where two backward passes need
+    the same saved tensor.
+
+    **Source:** `torch.utils.checkpoint.GraphExecGroup`.
+
+    Examples:
+        >>> import torch
+        >>> from remat.compat import GraphExecGroup, checkpoint
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y, z = checkpoint(lambda x: (x.sin(), x.cos()), x, use_reentrant=False)
+        >>> with GraphExecGroup():
+        ...     y.sum().backward()
+        ...     z.sum().backward()
+    """
+
+    def __enter__(self) -> Self:
+        current = internals.graph_exec_group()
+        if current is not None:
+            raise RuntimeError(f"GraphExecGroup contexts cannot be nested. Already inside group {current}")
+        internals.set_graph_exec_group(self)
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        internals.set_graph_exec_group(None)
+        for recomputed in recomputed_in.pop(self, []):
+            recomputed.clear()
