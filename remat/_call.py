@@ -291,9 +291,10 @@ class Call:
                 look.read(t)
         self.since = internals.next_sequence_number()
         values = [look.read(originals[i]) for i in forward.reached]
-        zeros = [t.flatten()[:0].sum() for t in values if matters(t) and (t.is_floating_point() or t.is_complex())]
-        if not zeros:  # another call of the same name: its results are not differentiated
-            return None
+        values = [t for t in values if matters(t) and (t.is_floating_point() or t.is_complex())]
+        if not values or any(t.layout is not torch.strided or t.is_nested for t in values):
+            return None  # another call of the same name, whose results are not differentiated; or not for `flatten`
+        zeros = [t.flatten()[:0].sum() for t in values]
         self._look = look
         operands.stands_in = True
         operands.known_places = {id(ref()): places for ref, places in forward.found}

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from remat import _torch_internals as internals
+from remat._dispatch_mode import ops_of_remat
 
 
 class Stranger(Exception):  # noqa: N818  # always caught, and raised again as another
@@ -158,9 +159,10 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
 
 def _of_one(accumulator: Any, tensors: Sequence[Tensor]) -> int | None:
     """The position of the leaf that an AccumulateGrad node belongs to. Hooks on saved tensors may have copied it."""
-    for i, t in enumerate(tensors):
-        if t.requires_grad and t.is_leaf and internals.gradient_edge(t).node is accumulator:
-            return i
+    with ops_of_remat():  # to find the node of a leaf takes an op
+        for i, t in enumerate(tensors):
+            if t.requires_grad and t.is_leaf and internals.gradient_edge(t).node is accumulator:
+                return i
     return None
 
 

@@ -285,7 +285,7 @@ class Look(NestedMode):
         if (known := self._known_value(tensor)) is not None:
             return known
         if self.outer is not None:
-            self.outer._reader = self._reader
+            self.outer._reader = (self._count(), self._reader)
             value = self.outer.read(tensor, handed_on)
         if not value.requires_grad and internals.dtensor_at_work():
             raise RematError(_TAKEN_APART.format(self.name))

@@ -20,7 +20,7 @@ from torch import Tensor
 from remat._signature import hash_of
 
 Occasion = tuple[int, Any]
-"""A position in the signature, and the torch function that reads."""
+"""A position in the signature, and the torch function that reads: or, in a nested call, the occasion there."""
 
 kept: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 """By identity, living tensors that forwards made without a derivative. Reruns of other calls must not read them."""
@@ -59,9 +59,9 @@ class Made:
         """Take over the notes of a nested run, which has ended at this position of the signature."""
         self.refs.update(inner.refs)
         for key, occasions in inner._occasions.items():
-            self._occasions.setdefault(key, set()).update((position, reader) for _, reader in occasions)
-        for (_, reader), times in inner.times.items():
-            self.times[position, reader] += times
+            self._occasions.setdefault(key, set()).update((position, occasion) for occasion in occasions)
+        for occasion, times in inner.times.items():
+            self.times[position, occasion] += times
 
     def survivors(self, outside: Iterable[Any]) -> list[tuple[weakref.ref[Tensor], dict[Occasion, int]]]:
         """The tensors that are read and still alive, with their occasions and how often one was read on each.

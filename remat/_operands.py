@@ -282,7 +282,7 @@ class Operands:
             ]
         if not original.places and (internals.is_wrapper(tensor) or not tensor.is_leaf):
             read = look.outside.get(key)
-            reader = "an op" if read is None or read.reader is None else name_of(read.reader)
+            reader = name_of(None if read is None else read.reader)
             raise RematError(_HANDED_ON.format(self.name, reader, list(tensor.shape), tensor.dtype))
 
     def plan(self, inputs: list[Tensor]) -> Plan:

@@ -59,6 +59,10 @@ def hash_of(tensor: Tensor, args: Iterable[Any] = ()) -> int:
 
 def name_of(func: Any) -> str:
     """The name of a function, for an error."""
+    while isinstance(func, tuple) and isinstance(func[0], int):  # it was called in a nested call: see `Occasion`
+        func = func[1]
     if isinstance(func, tuple):  # a nested call: its name, and a hash of its signature
         return str(func[0])
+    if func is None:
+        return "an op"
     return resolve_name(func) or getattr(func, "__qualname__", None) or str(func)

@@ -783,3 +783,18 @@ def test_hooks_of_the_user_and_what_is_kept(respects: bool | None) -> None:
     assert_same(x.grad, expected(block))
     with pytest.raises(ValueError, match=r"respect_saved_tensors_hooks` is only supported when use_reentrant=False"):
         REMAT.checkpoint(block, x, use_reentrant=True, respect_saved_tensors_hooks=True)
+
+
+def test_a_function_under_remat_in_a_selective_checkpoint_in_a_checkpoint() -> None:
+    """The policy does not see the ops of remat itself."""
+    w, x = leaf(numbers(3, 3)), numbers(2, 3, seed=1)
+
+    def layer(w: Tensor) -> Tensor:
+        return torch.tanh(x @ w)
+
+    def selectively(w: Tensor) -> Tensor:
+        return call(REMAT, policies.save_ops("mm"), lambda w: remat.remat(layer)(w).sin(), w)
+
+    expected = grad_of(layer(w).sin().sum(), w)
+    assert_same(grad_of(selectively(w).sum(), w), expected)
+    assert_same(grad_of(REMAT.checkpoint(selectively, w, use_reentrant=False).sum(), w), expected)

@@ -504,9 +504,10 @@ def test_flops_count_the_rerun() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_sparse_operand_that_requires_grad(captured: bool) -> None:
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_sparse_operand_that_requires_grad(nested: bool, captured: bool) -> None:
     grads = []
-    for ck in (remat, plain):
+    for ck in (lambda f: remat(lambda *args: remat(f)(*args)) if nested else remat(f), plain):
         v, x = leaf(numbers(3).abs()), leaf(numbers(3, 4))
         a = torch.sparse_coo_tensor(torch.tensor([[0, 1, 2], [1, 0, 2]]), v, (3, 3))
         if captured:

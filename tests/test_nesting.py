@@ -461,3 +461,21 @@ def test_a_deque_of_tensors_that_a_transform_inside_takes() -> None:
     x = numbers(3)
     for transform in (jacrev, jacfwd):
         assert_same(transform(lambda x: f(remat, x))(x), transform(lambda x: f(plain, x))(x))
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=str)
+def test_a_table_made_in_a_nested_call_beside_a_tensor_of_its_shape(policy: Any) -> None:
+    """The forward reads both with the same op, at the same position of the outer function."""
+    g, tables = leaf(numbers(3, seed=1)), []
+
+    def fun(x: Tensor) -> Tensor:
+        if not tables:
+            tables.append(torch.arange(3.0).double())
+        return x * g * tables[0]
+
+    def both(x: Tensor, ck: Any) -> Tensor:
+        return ck(lambda x: ck(fun)(x).sin() * x, policy=policy)(x).sum()
+
+    x = leaf(numbers(3))
+    actual = torch.autograd.grad(both(x, remat), (x, g))
+    assert_same(actual, torch.autograd.grad(both(x, lambda fun, policy=None: fun), (x, g)))
