@@ -131,6 +131,7 @@ class Look(NestedMode):
         self._pairs: Sequence[tuple[Tensor, Tensor]] = ()
         self._own = Made()
         self._has_tangents = internals.forward_ad_active()
+        self._is_compiled = is_compiling()
 
     def begin(self, outer: Look | None) -> None:
         """Note the tensors that the run is given. `outer`: the look at the surrounding run."""
@@ -161,7 +162,7 @@ class Look(NestedMode):
             elif (kind := kind_of(a.__class__)) is not HOLDER:
                 plain = plain or kind is PLAIN
                 continue
-            if is_compiling():  # `torch.cond` is compiled under the active modes
+            if is_compiling() and not self._is_compiled:  # `torch.cond` is compiled under the active modes
                 return func(*args, **(kwargs or {}))
             plain = True
             self._reader = func

@@ -51,7 +51,7 @@ def _adopted(kind: type) -> bool:
 
 def unflatten(spec: PyTreeSpec, leaves: list[Any]) -> Any:
     """The inverse of `flatten`."""
-    return optree.tree_unflatten(spec, leaves)
+    return leaves[0] if spec is _LEAF else optree.tree_unflatten(spec, leaves)  # dynamo does not know that spec
 
 
 class Picked:

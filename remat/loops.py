@@ -11,7 +11,6 @@ are those of nested remat'd functions.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from math import comb
 from typing import Any, TypeVar
@@ -24,8 +23,8 @@ from remat import _torch_internals as internals
 from remat._context import NOTHING, RandomState
 from remat._errors import shown
 from remat._look import Look
+from remat._loop_checks import CarryCheck, as_int, check_options, differ, kinds_of, paths, said, steps_of, structure
 from remat._remat import remat
-from remat.policies import as_policy
 from remat.policies._policy import PolicyLike
 from remat.random._keyed import resumed, running
 
@@ -116,6 +115,8 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def _split(xs: Any, sizes: list[int], reverse: bool) -> list[Any]:
     """Split `xs` along the leading dimension."""
+    if xs is None:
+        return [None] * len(sizes)
     leaves, spec = _tree.flatten(xs)
     sizes = sizes[::-1] if reverse else sizes
     pieces = [[None] * len(sizes) if x is None else x.split(sizes) for x in leaves]
@@ -125,15 +126,18 @@ def _split(xs: Any, sizes: list[int], reverse: bool) -> list[Any]:
 
 def _joined(who: str, parts: list[Any], reverse: bool) -> Any:
     """Join the results y of several parts along their leading dimension."""
+    if all(part is None for part in parts):
+        return None
     flat = [_tree.flatten(part) for part in parts]
-    leaves, spec = flat[0]
+    spec = flat[0][1]
+    kinds = kinds_of(flat[0][0], 1)
     for others, other in flat[1:]:
-        if _differ(other, spec):
-            raise TypeError(f"{who}: y is {_structure(spec)} in one step, and {_structure(other)} in another.")
-        for i, (a, b) in enumerate(zip(leaves, others, strict=True)):
-            if _kind(a, 1) != _kind(b, 1):
-                one, another = _said(_kind(a, 1)), _said(_kind(b, 1))
-                raise TypeError(f"{who}: {_paths(spec, 'y')[i]} is {one} in one step, and {another} in another.")
+        if differ(other, spec):
+            raise TypeError(f"{who}: y is {structure(spec)} in one step, and {structure(other)} in another.")
+        for i, (one, another) in enumerate(zip(kinds, kinds_of(others, 1), strict=True)):
+            if one != another:
+                path = paths(spec, "y")[i]
+                raise TypeError(f"{who}: {path} is {said(one)} in one step, and {said(another)} in another.")
     rows = zip(*(others for others, _ in (flat[::-1] if reverse else flat)), strict=True)
     return _tree.unflatten(spec, [row[0] if row[0] is None or len(row) == 1 else torch.cat(row) for row in rows])
 
@@ -142,97 +146,6 @@ def _row(y: Any) -> Tensor:
     if not isinstance(y, (Tensor, bool, int, float, complex)):
         raise TypeError(f"remat.scan: the leaves of y must be tensors, numbers and None; got {shown(y)}.")
     return torch.as_tensor(y)[None]
-
-
-# Checks.
-
-
-def _kind(leaf: Any, skip: int = 0) -> Any:
-    """The properties that must not change from step to step: shape (without leading dimensions) and dtype, or type."""
-    return (tuple(leaf.shape[skip:]), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
-
-
-def _said(kind: Any) -> str:
-    return f"{list(kind[0])}, {kind[1]}" if isinstance(kind, tuple) else f"of type {kind.__name__}"
-
-
-def _paths(spec: _tree.PyTreeSpec, root: str) -> list[str]:
-    return [accessor.codify(root) for accessor in spec.accessors()]
-
-
-def _differ(one: _tree.PyTreeSpec, other: _tree.PyTreeSpec) -> bool:
-    return not _compile.tracing() and one != other  # dynamo can't compare them
-
-
-def _structure(spec: _tree.PyTreeSpec) -> str:
-    return str(spec).removeprefix("PyTreeSpec(").removesuffix(", NoneIsLeaf, namespace='torch')")
-
-
-def _carry_check(who: str, what: str, init: Any) -> Callable[[Any], None]:
-    """Return a function that checks the carries that the body, named `what`, returns. It holds no tensor."""
-    leaves, spec = _tree.flatten(init)
-    kinds = [_kind(leaf) for leaf in leaves]
-    del leaves
-
-    def check(carry: Any) -> None:
-        found, other = _tree.flatten(carry)
-        if _differ(other, spec):
-            wanted, got = _structure(spec), _structure(other)
-            raise TypeError(f"{who}: {what} must return a carry of the structure of init, {wanted}; got {got}.")
-        for i, (kind, leaf) in enumerate(zip(kinds, found, strict=True)):
-            if _kind(leaf) != kind:
-                path = _paths(spec, "carry")[i]
-                hint = "" if isinstance(kind, tuple) else " Begin with a tensor: torch.tensor(...)."
-                raise TypeError(
-                    f"{who}: {what} must return a carry of the shapes and dtypes of init. {path} is {_said(kind)} in "
-                    f"init, and {_said(_kind(leaf))} in the result of {what}."
-                    + (hint if isinstance(leaf, Tensor) else "")
-                )
-
-    return check
-
-
-def _check_options(who: str, checkpoints: Any, policy: PolicyLike, **functions: Any) -> None:
-    for name, function in functions.items():
-        if not callable(function):
-            raise TypeError(f"{who}: {name} must be a function; got {shown(function)}.")
-    if checkpoints is not None and (not isinstance(checkpoints, int) or isinstance(checkpoints, bool)):
-        raise TypeError(f"{who}: checkpoints must be an int or None; got {shown(checkpoints)}.")
-    if checkpoints is not None and checkpoints < 1:
-        raise ValueError(f"{who}: checkpoints must be at least 1: the initial state is one; got {checkpoints}.")
-    as_policy(policy)
-
-
-def _as_int(who: str, name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except (TypeError, RuntimeError):  # torch's, for a tensor that a vmap maps over
-        hint = "If a tensor says how many steps there are, write remat.while_loop." if isinstance(value, Tensor) else ""
-        raise TypeError(f"{who}: {name} must be an int; got {shown(value)}. {hint}".rstrip()) from None
-
-
-def _steps(xs: Any, length: Any) -> int:
-    """The number of steps of a scan."""
-    n = None if length is None else _as_int("remat.scan", "length", length)
-    if n is not None and n < 0:
-        raise ValueError(f"remat.scan: length must not be negative; got {n}.")
-    leaves, spec = _tree.flatten(xs)
-    first: int | None = None
-
-    def path(i: int | None) -> str:
-        return "length" if i is None else _paths(spec, "xs")[i]
-
-    for i, x in enumerate(leaves):
-        if x is None:
-            continue
-        if not isinstance(x, Tensor) or x.dim() == 0:
-            raise TypeError(f"remat.scan: {path(i)} must be a tensor, its leading dimension the steps; got {shown(x)}.")
-        if n is not None and x.shape[0] != n:
-            raise ValueError(f"remat.scan: {path(first)} says {n} steps, but {path(i)} has {x.shape[0]}.")
-        n, first = x.shape[0], i
-    if n is None:
-        raise ValueError("remat.scan: how many steps? Give xs, or length.")
-    return n
 
 
 @contextlib.contextmanager
@@ -317,9 +230,9 @@ def scan(
         tensor(476.7442)
     """
     who = "remat.scan"
-    _check_options(who, checkpoints, policy, f=f)
-    n = _steps(xs, length)
-    check = _carry_check(who, "f", init)
+    check_options(who, checkpoints, policy, f=f)
+    n = steps_of(xs, length)
+    check = CarryCheck(who, "f", init)
 
     def step(_: int, carry: Any, x: Any) -> tuple[Any, Any]:
         out = f(carry, _map(lambda t: t[0], x))
@@ -376,10 +289,10 @@ def fori_loop(
         (58.0, 103.0)
     """
     who = "remat.fori_loop"
-    _check_options(who, checkpoints, policy, body_fun=body_fun)
-    first = _as_int(who, "lower", lower)
-    n = max(_as_int(who, "upper", upper) - first, 0)
-    check = _carry_check(who, "body_fun", init_val)
+    check_options(who, checkpoints, policy, body_fun=body_fun)
+    first = as_int(who, "lower", lower)
+    n = max(as_int(who, "upper", upper) - first, 0)
+    check = CarryCheck(who, "body_fun", init_val)
 
     def step(i: int, carry: Any, _: None) -> tuple[Any, Any]:
         carry = body_fun(first + i, carry)
@@ -437,8 +350,8 @@ def while_loop(
         tensor([1.0000, 0.2500, 0.0500])
     """
     who = "remat.while_loop"
-    _check_options(who, checkpoints, policy, cond_fun=cond_fun, body_fun=body_fun)
-    check = _carry_check(who, "body_fun", init_val)
+    check_options(who, checkpoints, policy, cond_fun=cond_fun, body_fun=body_fun)
+    check = CarryCheck(who, "body_fun", init_val)
     leaves, spec = _tree.flatten(init_val)
     body = remat(body_fun, policy=policy) if _compile.tracing() else body_fun
     start = tuple(t.detach() if isinstance(t, Tensor) else t for t in leaves)  # in a cell: frozen
@@ -461,7 +374,7 @@ def while_loop(
             if not isinstance(leaf, (Tensor, type(None))):
                 raise TypeError(
                     f"{who}: the elements of a batch end after different numbers of steps, so all leaves must be "
-                    f"tensors; {_paths(spec, 'init_val')[i]} is {shown(leaf)}. Write torch.tensor(...)."
+                    f"tensors; {paths(spec, 'init_val')[i]} is {shown(leaf)}. Write torch.tensor(...)."
                 )
         return [a if a is None else torch.where(holds, a, b) for a, b in zip(new, old, strict=True)]
 

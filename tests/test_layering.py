@@ -34,6 +34,7 @@ LAYERS = [
     {"_derived"},
     {"_primitive"},
     {"_remat"},
+    {"_loop_checks"},
     {"loops"},
     {"_custom", "_inspect"},
     {"compat"},

@@ -13,6 +13,7 @@ import torch
 from helpers import SIZE, SOME_TRANSFORMS, TRANSFORMS, UNIT, CountOps, assert_same, numbers
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat
 from remat import loops, policies
@@ -590,3 +591,32 @@ def test_a_constant_in_a_closure_of_a_loop_in_a_function_under_remat(transform: 
 
     x = numbers(3, 3)
     assert_same(TRANSFORMS[transform](remat.remat(fun(remat)), x), TRANSFORMS[transform](fun(Plain), x))
+
+
+# Tracers and compilers.
+
+
+def squares(w: Tensor) -> Tensor:
+    def step(h: Tensor, x: Tensor) -> Any:
+        h = torch.tanh(w * h + x)
+        return h, h.square()
+
+    return remat.scan(step, torch.zeros(3), OTHERS[:4, 0].float(), checkpoints=2)[1].sum()
+
+
+def powers(w: Tensor) -> Tensor:
+    return remat.fori_loop(0, 5, lambda i, c: (c * w).sin(), torch.ones(3), checkpoints=2).sum()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("loss", [squares, powers])
+def test_a_compiled_gradient(loss: Any, backend: str) -> None:
+    w = torch.tensor([0.5, 0.2, 0.1])
+    torch._dynamo.reset()
+    assert_same(torch.compile(grad(loss), backend=backend, fullgraph=True)(w), grad(loss)(w))
+
+
+@pytest.mark.parametrize("loss", [squares, powers])
+def test_a_traced_gradient(loss: Any) -> None:
+    w = torch.tensor([0.5, 0.2, 0.1])
+    assert_same(make_fx(grad(loss))(w)(2 * w), grad(loss)(2 * w))
