@@ -159,7 +159,8 @@ class Call:
             random: Any = None
             recorder: Any = NOTHING
             if tracing:
-                random = recorder = Traced(None if policy is None else policy.start(), preserve_rng_state)
+                follows = policy is not None and internals.compiling()
+                random = recorder = Traced(policy.start() if follows else None, preserve_rng_state)
             elif preserve_rng_state:
                 random = RandomState(given, keyed=keys is not None)
             if policy is not None and not tracing:

@@ -1,4 +1,4 @@
-"""Reruns under a tracer (`make_fx`, a compiler): the results of draws, and those that a policy keeps, are used again.
+"""Reruns under a tracer: the results of draws are used again; under a compiler, also those that a policy keeps.
 
 A traced op that draws would draw other numbers in a rerun. And a tracer runs on tensors without memory, so liveness
 means nothing: all that the policy keeps is kept, and the compiler drops what nobody reads.
