@@ -325,7 +325,7 @@ class Call:
             later = [n for n in nodes if internals.sequence_number(n) >= look.tail_number]
             if not keep_no_tensors(later):
                 look.signature.tail = None
-        if look.sets_hooks:  # hooks may hold the graph
+        if look.sets_hooks and not internals.tracing():  # hooks may hold the graph
             forget_saved(nodes)
         return reached | ambiguous
 
