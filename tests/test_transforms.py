@@ -554,6 +554,20 @@ def test_a_hook_is_written_down_by_linearize() -> None:
     assert_same(pushed(remat), pushed(plain))
 
 
+def test_hooks_of_a_nested_call_are_told_apart() -> None:
+    """In the rerun for `y`, a tensor requires grad that did not in the forward, where another one got a hook."""
+
+    def gradient(ck: Any) -> Tensor:
+        y = numbers(3, seed=1).requires_grad_()
+
+        def inner(x: Tensor) -> Tensor:
+            return sets_a_hook(y) * sets_a_hook(x)
+
+        return torch.autograd.grad(grad(lambda x: ck(lambda x: 2 * ck(inner)(x))(x).sum())(numbers(3)).sum(), y)[0]
+
+    assert_same(gradient(remat), gradient(plain))
+
+
 @pytest.mark.parametrize("transform", CALLED_FOR_BOTH_ORDERS)
 def test_hooks_that_would_be_called_for_both_orders(transform: str) -> None:
     with pytest.raises(RematError, match=r"sets_a_hook puts a hook on a tensor that it has made, and .* both orders"):

@@ -169,9 +169,9 @@ class ForwardLook(Look):
         copy = value.detach().clone()
         return copy.requires_grad_() if value.requires_grad else copy
 
-    def _with_hook(self, args: Any) -> Any:
+    def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
         self.sets_hooks = self.sets_hooks or not self.has_made(args[0])
-        return args if self.outer is None else self.outer._with_hook(args)
+        return args if self.outer is None else self.outer._with_hook(args, (self._count(), *inner))
 
 
 class RerunLook(ForwardLook):
@@ -196,7 +196,7 @@ class RerunLook(ForwardLook):
     def before_write(self, written: Tensor) -> None:
         """What the forward wrote to is a copy here."""
 
-    def _with_hook(self, args: Any) -> Any:
+    def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
         if id(args[0]) in self.outside:  # the forward has put it on the tensor itself
             return (internals.leaf_of_nothing(), *args[1:])
         return args
