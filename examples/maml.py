@@ -28,7 +28,7 @@ Loop = Callable[[Callable[[State], State], int], Callable[[State], State]]
 RATE = 0.02  # of the inner steps
 
 
-def start(width: int = 40) -> Params:
+def start(width: int = 64) -> Params:
     def weight(i: int, o: int) -> Tensor:
         return torch.randn(i, o) / i**0.5
 
@@ -137,8 +137,8 @@ def draw(untrained: Params, trained: Params, inner: int, measured: dict[str, Mea
 
 def main() -> None:
     fast = parser("MAML through many inner steps, with remat.").parse_args().fast
-    inner, outer, batch, times = (6, 2, 4, 1) if fast else (100, 20, 25, 3)
-    lengths, chunk_sizes = ((1, 3), (2,)) if fast else ((25, 10, 5), (13, 7, 4))
+    inner, outer, batch, times = (6, 2, 4, 1) if fast else (100, 20, 50, 3)
+    lengths, chunk_sizes = ((1, 3), (2,)) if fast else ((25, 10, 5), (25, 13, 7))
 
     torch.set_num_threads(1)  # the tensors are small: a second thread would only wait
     torch.manual_seed(0)
