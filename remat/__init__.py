@@ -6,7 +6,7 @@ from remat import integrations as integrations
 from remat import nn as nn
 from remat import policies as policies
 from remat import random as random
-from remat._call import is_rerunning as is_rerunning
+from remat._context import is_rerunning as is_rerunning
 from remat._custom import custom_remat as custom_remat
 from remat._errors import CheckpointError as CheckpointError
 from remat._errors import RematError as RematError

@@ -16,7 +16,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import ATOMS, Closure, Operand, Rebuilder
-from remat._context import NOTHING, Ambient, Modes, OwnCasts, RandomState, all_of, replayed
+from remat._context import NOTHING, Ambient, Modes, OwnCasts, RandomState, all_of, is_rerunning, replayed, rerunning
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, prove
 from remat._look import Look
@@ -34,8 +34,6 @@ from remat.policies import nothing_saveable
 from remat.policies._policy import policy_around
 from remat.random._keyed import Position, resumed, running, suspended
 
-rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)
-
 _OTHER_OPERANDS = (
     "remat: the rerun of {} {} on tensor {} of the {} that it was given or that it captured, unlike its forward run. {}"
 )
@@ -49,30 +47,6 @@ _NO_TREE = (
     "is saved. Return a tuple, a dict or a NamedTuple, or make the class known: torch.export.register_dataclass, "
     "or optree.register_pytree_node with namespace='torch'."
 )
-
-
-def is_rerunning() -> bool:
-    """Whether the calling code runs in a rerun, of `remat` or of `remat.checkpoint`.
-
-    A function under remat runs again on backward, with its prints, counters and hooks. Code that must run only once
-    can ask here, and do nothing in a rerun. It must not change the torch calls: a rerun that makes other calls than
-    the forward is an error.
-
-    **Returns:** True in a rerun, else False.
-
-    Examples:
-        >>> import torch
-        >>> from remat import is_rerunning, remat
-        >>> calls = []
-        >>> def f(x):
-        ...     if not is_rerunning():
-        ...         calls.append("f")
-        ...     return x.sin()
-        >>> remat(f)(torch.ones(3, requires_grad=True)).sum().backward()
-        >>> calls
-        ['f']
-    """
-    return rerunning.get()
 
 
 class Call:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import threading
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,33 @@ from remat.random._generators import global_state, same_state, set_global_state
 from remat.random._keyed import Threading
 
 NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+
+rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)
+
+
+def is_rerunning() -> bool:
+    """Whether the calling code runs in a rerun, of `remat` or of `remat.checkpoint`.
+
+    A function under remat runs again on backward, with its prints, counters and hooks. Code that must run only once
+    can ask here, and do nothing in a rerun. It must not change the torch calls: a rerun that makes other calls than
+    the forward is an error.
+
+    **Returns:** True in a rerun, else False.
+
+    Examples:
+        >>> import torch
+        >>> from remat import is_rerunning, remat
+        >>> calls = []
+        >>> def f(x):
+        ...     if not is_rerunning():
+        ...         calls.append("f")
+        ...     return x.sin()
+        >>> remat(f)(torch.ones(3, requires_grad=True)).sum().backward()
+        >>> calls
+        ['f']
+    """
+    return rerunning.get()
 
 
 def all_of(*contexts: contextlib.AbstractContextManager[Any]) -> contextlib.AbstractContextManager[Any]:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from remat import _torch_internals as internals
-from remat._call import Call, is_rerunning
+from remat._call import Call
+from remat._context import is_rerunning
 from remat._errors import call_site
 from remat._inspect._forward import is_leaf, tensors, tensors_behind
 from remat._inspect._origins import Names

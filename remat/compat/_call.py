@@ -14,9 +14,8 @@ from torch.nn import Parameter
 
 from remat import _torch_internals as internals
 from remat import _tree
-from remat._call import rerunning
 from remat._closure import Closure, Operand
-from remat._context import Ambient, Modes, OwnCasts, RandomState, replayed
+from remat._context import Ambient, Modes, OwnCasts, RandomState, replayed, rerunning
 from remat._errors import CheckpointError, note_rerun
 from remat._graph import is_made_since
 from remat._memory import two_that_share_memory
