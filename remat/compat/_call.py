@@ -99,9 +99,7 @@ class Call:
     """Of the forward, while it runs."""
     _needs_look = False
 
-    def __init__(
-        self, fun: Callable[..., Any], args: Any, kwargs: Any, preserve_rng_state: bool, watches_cells: bool = False
-    ) -> None:
+    def __init__(self, fun: Any, args: Any, kwargs: Any, preserve_rng_state: bool, watches_cells: bool = False) -> None:
         """A call that is about to run.
 
         **Arguments:**

@@ -13,8 +13,7 @@ from weakref import ref
 
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn import Parameter
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 
 from remat import _torch_internals as internals
 from remat._effects import EFFECTS, METADATA, Effects, effects_of, tensors_in
