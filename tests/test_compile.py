@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from remat import CheckpointError, RematError, checkpoint, checkpoint_name, policies, random, remat
+from remat import compat as remat_compat
 from remat._traced import Traced
 from remat.compat import create_selective_checkpoint_contexts
 from remat.debug import LiveBytes
@@ -758,11 +759,18 @@ def test_selective_checkpoint(kind: str) -> None:
     assert_same(compiled(grad(loss))(WS, X), grad(loss_of(plain))(WS, X), 1e-8)
 
 
+@pytest.mark.parametrize("api", [torch.utils.checkpoint, remat_compat], ids=["torch", "remat"])
+def test_use_reentrant_is_not_said(api: Any) -> None:
+    """The warning of it breaks no graph."""
+    loss = lambda checkpoint: lambda ws, x: checkpoint(block, ws[0], x).sum()  # noqa: E731
+    assert_same(backward(compiled(loss(api.checkpoint)))(WS[:1], X), backward(loss_of(plain))(WS[:1], X), 1e-8)
+
+
 def test_contexts_without_a_policy() -> None:
     def contexts() -> Any:
         return torch.no_grad(), torch.no_grad()
 
-    with pytest.raises(Exception, match="the context_fn must return what create_selective_checkpoint_contexts returns"):
+    with pytest.raises(Exception, match="context_fn must generate a tuple of two `TorchDispatchMode`s"):
         compiled(lambda x: checkpoint(torch.sin, x, use_reentrant=False, context_fn=contexts))(X)
 
 

@@ -268,7 +268,7 @@ def _policy_of(context_fn: Any) -> Policy:
     selective = internals.selective_policy(*contexts)
     if selective is None:
         raise TypeError(
-            "checkpoint: under torch.compile the context_fn must return what create_selective_checkpoint_contexts "
-            f"returns: the compiler asks its policy. Got {type(contexts[0]).__name__} {contexts[0]!r}."
+            "checkpoint: under torch.compile, context_fn must generate a tuple of two `TorchDispatchMode`s, those of "
+            f"create_selective_checkpoint_contexts: the compiler asks their policy. Got {shown(contexts[0])}."
         )
     return as_policy(selective[0])
