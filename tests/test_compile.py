@@ -759,7 +759,24 @@ def test_selective_checkpoint(kind: str) -> None:
     assert_same(compiled(grad(loss))(WS, X), grad(loss_of(plain))(WS, X), 1e-8)
 
 
-@pytest.mark.parametrize("api", [torch.utils.checkpoint, remat_compat], ids=["torch", "remat"])
+APIS = pytest.mark.parametrize("api", [torch.utils.checkpoint, remat_compat], ids=["torch", "remat"])
+
+
+@APIS
+def test_the_rerun_uses_the_compiled_code_of_the_forward(api: Any) -> None:
+    graphs = Seen()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    fun = torch.compile(functools.partial(block, WS[0]), backend=backend, fullgraph=True)
+    for _ in range(2):
+        api.checkpoint(fun, leaf(X), use_reentrant=False).sum().backward()
+    assert len(graphs) == 1
+
+
+@APIS
 def test_use_reentrant_is_not_said(api: Any) -> None:
     """The warning of it breaks no graph."""
     loss = lambda checkpoint: lambda ws, x: checkpoint(block, ws[0], x).sum()  # noqa: E731

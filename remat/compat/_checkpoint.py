@@ -17,7 +17,7 @@ from remat._nested_mode import current_look
 from remat._remat import plainly, remat, runs_later
 from remat.compat import _debug, _settings
 from remat.compat._call import NO_CONTEXTS, Contexts
-from remat.compat._look import ForwardLook
+from remat.compat._look import CheckpointLook
 from remat.compat._reentrant import CheckpointFunction
 from remat.compat._region import Options, Region
 from remat.compat._selective import Selective, call_compiled, for_one_call
@@ -161,7 +161,7 @@ def _needs_transforms() -> bool:
     if not internals.function_modes_active():
         return False
     look = current_look()
-    if look is not None and not isinstance(look, ForwardLook):
+    if look is not None and not isinstance(look, CheckpointLook):
         return True  # in a function under remat: its reruns may be at another level of transforms
     return running() is not None  # its draws are those of a key
 
