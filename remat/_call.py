@@ -200,6 +200,12 @@ class Call:
                     warn(_NO_TREE.format(self.name, type(leaf).__name__))
         return results
 
+    def returned_unchanged(self, results: _tree.Picked) -> list[Tensor]:
+        """The tensors that the function did not make, among those that it returned."""
+        assert self._look is not None
+        others = (x for i, x in enumerate(results.leaves) if i not in results.positions)
+        return [x for x in others if isinstance(x, Tensor) and not self._look.has_made(x)]
+
     def _is_computed(self, result: Tensor) -> bool:
         """Whether this call gives a result its derivative. Outside tensors, and views of them, keep their own graph.
 
@@ -325,7 +331,7 @@ class Call:
             later = [n for n in nodes if internals.sequence_number(n) >= look.tail_number]
             if not keep_no_tensors(later):
                 look.signature.tail = None
-        if look.sets_hooks:  # hooks may hold the graph
+        if look.sets_hooks and not internals.tracing():  # hooks may hold the graph
             forget_saved(nodes)
         return reached | ambiguous
 
@@ -344,6 +350,11 @@ class Call:
         return any(look.has_made(leaf) for look in self._rerun_looks)
 
     # Reruns.
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether its derivative runs inner backward passes: NOTE [handed on]."""
+        return self.nests and self.tape is None and not internals.tracing()
 
     @property
     def needs_level(self) -> bool:

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from remat import _torch_internals as internals
 from remat._errors import RematError
 from remat._graph import Stranger, prove
+from remat._sealed import hand_on, seal, unseal
 from remat._typing import RepeatableCall
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -96,8 +97,9 @@ def vjp(
     """
 
     def pullback(*args: Tensor) -> list[Any]:
-        call, operands, cotangents = fn.call, args[:n], args[n:]
+        call, operands, cotangents = fn.call, args[:n], [*map(unseal, args[n:])]
         call.level = level
+        hands_on = call.hands_on and not batches
         is_read, record = any(map(_requires_grad, args)), torch.is_grad_enabled()
         at_base = _may_run_at_base(call, operands, cotangents)
         if at_base and record and is_read and call.random is None:
@@ -109,30 +111,37 @@ def vjp(
             # Faster than a functorch level, and an autograd.Function needs no functorch support.
             with internals.no_transforms(), internals.grad_enabled():
                 inputs = _leaves(operands, leaves, record)
-                edges, given = _rerun(fn, inputs, outs, cotangents)
+                edges, given = _rerun(fn, inputs, outs, cotangents, hands_on)
         else:
             if record and is_read and level == 0 and 0 in call.hooked:
                 raise RematError(HOOKED.format(call.name, "create_graph=True, around a transform,"))
             with internals.grad_level() as lift:
                 inputs = [lift(t) if i in leaves else t for i, t in enumerate(operands)]
-                edges, given = _rerun(fn, inputs, outs, cotangents)
+                edges, given = _rerun(fn, inputs, outs, cotangents, hands_on)
         if not given:
             return [None] * len(wrt)
         sized = [(size, [d for d, e in zip(dims, edges, strict=True) if e is not None]) for size, dims in batches]
         # At the base, the graph of a recorded backward leads into the rerun's graph, which is then kept.
         keep = record and at_base
+        if hands_on:
+            cotangents.clear()
+            given[:] = map(seal, given)
         grads = _engine([e for e in edges if e is not None], [inputs[i] for i in wrt], given, sized, record, keep)
         return [None if g is None else _detached(g) for g in grads] if keep and not is_read else grads
 
     return fn.then(pullback, is_vjp=True)
 
 
-def _prove_rerun(fn: Derived, values: Sequence[Tensor], inputs: Sequence[Tensor], since: int, complete: bool) -> None:
+def _prove_rerun(
+    fn: Derived, values: Sequence[Tensor], inputs: Sequence[Tensor], since: int, complete: bool
+) -> list[Any]:
     """Check that a rerun depends on the inputs that the forward depended on, and on nothing else.
 
     **Arguments:**
 
     - `complete`: whether `values` are all results.
+
+    **Returns:** the nodes of its graph.
     """
     try:
         proof = prove(values, inputs, since, (lambda leaf: True) if fn.is_vjp else fn.call.made_by_rerun)
@@ -140,19 +149,30 @@ def _prove_rerun(fn: Derived, values: Sequence[Tensor], inputs: Sequence[Tensor]
         raise RematError(_UNSEEN.format(fn.call.name, stranger)) from None
     if fn.is_whole and not internals.forward_ad_active():
         fn.call.compare_reached(proof.reached, complete)
+    return proof.nodes
 
 
 def _rerun(
-    fn: Derived, inputs: Sequence[Tensor], outs: Sequence[int], cotangents: Iterable[Tensor]
+    fn: Derived, inputs: Sequence[Tensor], outs: Sequence[int], cotangents: Iterable[Tensor], hands_on: bool
 ) -> tuple[list[GradientEdge | None], list[Tensor]]:
     """Run a function again, and keep only the graph: the results are freed.
+
+    **Arguments:**
+
+    - `hands_on`: whether the graph is given sealed cotangents: NOTE [handed on].
 
     **Returns:** the graph edge of each result at `outs`, None if it has no graph; and the cotangents of the others.
     """
     since = internals.next_sequence_number()
     values = fn.run(*inputs)
-    _prove_rerun(fn, [values[o] for o in outs], inputs, since, len(outs) == len(values))
-    edges = [internals.gradient_edge(values[out]) if values[out].requires_grad else None for out in outs]
+    ends = [values[o] for o in outs]
+    nodes = _prove_rerun(fn, ends, inputs, since, len(outs) == len(values))
+    if hands_on:
+        ends = [_alias(end) if end.requires_grad else end for end in ends]
+    edges = [internals.gradient_edge(end) if end.requires_grad else None for end in ends]
+    if hands_on:
+        hand_on(nodes, [edge.node for edge in edges if edge is not None])
+    ends.clear()
     values.clear()
     fn.call.settle()
     return edges, [c for c, e in zip(cotangents, edges, strict=True) if e is not None]
@@ -231,7 +251,9 @@ def _detached(tensor: Tensor, leaf: bool = False) -> Tensor:
             return tensor.detach().requires_grad_()
         return tensor.detach() if tensor.requires_grad else tensor
     primal, tangent = forward_ad.unpack_dual(tensor)
-    primal = primal.detach().requires_grad_(leaf)
+    primal = primal.detach()
+    if leaf:
+        primal.requires_grad_()
     return primal if tangent is None else forward_ad.make_dual(primal, tangent.detach())
 
 

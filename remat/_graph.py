@@ -70,7 +70,7 @@ def edges_of(tensor: Tensor, since: int) -> list[tuple[Any, int]]:
 def _with_node(tensor: Tensor) -> Tensor:
     """The tensor, or its base: under vmap and a dispatch mode, and in forward-mode AD, some views have no node."""
     base = tensor._base if tensor.grad_fn is None and tensor.requires_grad else None
-    return tensor if base is None or base.grad_fn is None else base
+    return tensor if base is None or not base.requires_grad else base
 
 
 def _leaf_at(node: Any) -> Tensor | None:
@@ -104,7 +104,7 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
     leaves: dict[int, int] = {}
     reached: set[int] = set()
     ambiguous: set[int] = set()
-    for i, t in enumerate(operands):
+    for i, t in enumerate(map(_with_node, operands)):
         if t.requires_grad:
             edges = edges_of(t, since)
             leaf = _leaf_at(edges[-1][0]) if edges else t

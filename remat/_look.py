@@ -422,16 +422,22 @@ class Look(NestedMode):
             if level_of(layer) <= self.depth:
                 self._known.add(id(layer))
 
-    def _with_hook(self, args: Any) -> Any:
-        """The arguments of `register_hook`. A rerun puts a hook that is not for its level on an unused tensor."""
+    def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
+        """The arguments of `register_hook`. A rerun puts a hook that is not for its level on an unused tensor.
+
+        **Arguments:**
+
+        - `inner`: of a hook that a nested run sets, the position there.
+        """
         if internals.is_hook_of_fully_shard(args[1]):
             raise RematError(_SHARDED.format(self.name))
         self.sets_hooks = True
-        given = args if self.outer is None else self.outer._with_hook(args)  # the outer look counts nested hooks too
+        position = (self._count(), *inner)
+        given = args if self.outer is None else self.outer._with_hook(args, position)
         if not any(read.value is args[0] for read in self.outside.values()):
             level = max(internals.level_of(args[0]), 0)
             level = ELSEWHERE if given is not args else NO_LEVEL if level > self.depth else level
-            self.signature.hooks.append((self._count(), level))
+            self.signature.hooks.append((position, level))
         return given
 
     def others_for(self, read: Read) -> list[Tensor]:

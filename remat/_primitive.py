@@ -30,6 +30,7 @@ from remat._derived import HOOKED, Batch, Derived, at_front, functionalize, jvp,
 from remat._errors import CheckpointError, RematError
 from remat._memory import sharing_memory
 from remat._nested_mode import unseen
+from remat._sealed import seal, unseal
 
 Values = list[Tensor]
 
@@ -93,7 +94,7 @@ class RematNode(internals.SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, link: Link, values: Values, shared: set[int], *operands: Tensor) -> tuple[Tensor, ...]:
-        ctx.link = link
+        ctx.link, ctx.hands_on = link, link.fn.call.hands_on
         ctx.tape = link.fn.call.tape
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)
@@ -110,7 +111,7 @@ class RematNode(internals.SingleLevelFunction):
             if link.versions:
                 with internals.DisableTorchFunction():
                     link.check_versions(operands)
-            grads = gradients(link, operands, needed, cotangents)
+            grads = gradients(link, operands, needed, [*map(unseal, cotangents)])
         if not internals.graph_is_retained():
             ctx.link = ctx.tape = None  # frees the closure with the saved operands
         return None, None, None, *grads
@@ -120,16 +121,16 @@ def gradients(
     link: Link,
     operands: Sequence[Tensor],
     needed: Sequence[bool],
-    cotangents: Sequence[Tensor | None],
+    cotangents: list[Any],
 ) -> list[Any]:
-    """The gradients of a node's operands."""
+    """The gradients of a node's operands. This empties `cotangents`: NOTE [handed on]."""
     wrt = [i for i, n in enumerate(needed) if n]
     given = [i for i, c in enumerate(cotangents) if c is not None]
     grads: list[Any] = [None] * len(operands)
     if given and wrt:
         call = link.fn.call
         outs = [link.outs[i] for i in given]
-        cotangents = [cotangents[i] for i in given]
+        cotangents[:] = [cotangents[i] for i in given]
         if call.tape is not None:
             read = [*filter(call.tape.was_read, operands), *cotangents]
             retained = internals.graph_is_retained() or any(map(internals.requires_grad_below, read))
@@ -149,7 +150,7 @@ def _differentiate(
     operands: Sequence[Tensor],
     wrt: Sequence[int],
     outs: Sequence[int],
-    cotangents: Sequence[Any],
+    cotangents: list[Any],
     batches: Sequence[Batch],
 ) -> list[Any]:
     """Run the derivative of a node at the level of the stack where it belongs.
@@ -183,8 +184,8 @@ def _differentiate(
         return _derivative(link, wrt, outs, batches, operands, cotangents)
     with top.lower():
         inputs = [internals.unwrap_grad(t, level) for t in operands]
-        given = [internals.unwrap_grad(c, level) for c in cotangents]
-        results = _derivative(link, wrt, outs, batches, inputs, given)
+        cotangents[:] = [internals.unwrap_grad(c, level) for c in cotangents]
+        results = _derivative(link, wrt, outs, batches, inputs, cotangents)
     return [None if r is None else internals.wrap_grad(r, level) for r in results]
 
 
@@ -194,12 +195,15 @@ def _derivative(
     outs: Sequence[int],
     batches: Sequence[Batch],
     operands: Sequence[Tensor],
-    cotangents: Sequence[Tensor],
+    cotangents: list[Tensor],
 ) -> list[Any]:
     """Compute the derivative on the current stack."""
     inputs = [*operands, *cotangents]
     if any(map(internals.is_dead, inputs)):
         inputs = [*map(internals.unwrap_dead, inputs)]
+    if link.fn.call.hands_on and not (torch.is_grad_enabled() and _is_differentiated(inputs)):
+        inputs[len(operands) :] = map(seal, inputs[len(operands) :])
+        cotangents.clear()
     return run(vjp(link.fn, len(operands), wrt, outs, batches, link.level, link.leaves), inputs)
 
 

@@ -160,10 +160,9 @@ def _with_derivative(call: Call, out: Any, outer: Look | None) -> Any:
     """The result of a forward, with the remat'd derivative instead of its graph."""
     with internals.DisableTorchFunction():
         results = call.results_of(out)
-        if outer is not None:  # a tensor that is returned unchanged may come from outside the outer function
-            for i, x in enumerate(results.leaves):
-                if i not in results.positions and isinstance(x, Tensor):
-                    outer.read(x)
+        if outer is not None:
+            for x in call.returned_unchanged(results):
+                outer.read(x)  # it may come from outside the outer function
         if not results.tensors:
             return out
         attached = call.attach(results, functools.partial(attach, Derived(call, call, call.since)))

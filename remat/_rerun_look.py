@@ -85,7 +85,7 @@ class RerunLook(Look):
         self._forward = forward
         self._since = internals.next_sequence_number()
         self._position = 0
-        self._hooks: Counter[int] = Counter()
+        self._hooks: Counter[tuple[int, ...]] = Counter()
         """How many hooks it has set at each position of the signature."""
         self._level = level
         self._read: set[int] = set()
@@ -174,12 +174,13 @@ class RerunLook(Look):
         """Note that the rerun wrote to an operand. It is a copy already."""
         self._to_write.pop(memory_of(written), None)
 
-    def _with_hook(self, args: Any) -> Any:
+    def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
         if id(args[0]) in self.outside:  # the forward has put it on the tensor itself
             return (internals.leaf_of_nothing(), *args[1:])
-        levels = [level for position, level in self._forward.hooks if position == self._position]
-        number = self._hooks[self._position]
-        self._hooks[self._position] += 1
+        here = (self._position, *inner)
+        levels = [level for position, level in self._forward.hooks if position == here]
+        number = self._hooks[here]
+        self._hooks[here] += 1
         level = levels[number] if number < len(levels) else ELSEWHERE  # set only `if x.requires_grad`, say
         if level not in (NO_LEVEL, self._level):
             return (internals.leaf_of_nothing(), *args[1:])  # the hook must not be called here

@@ -29,8 +29,8 @@ class Signature:
     - `calls`: for each call, the function and a hash of its plain arguments and of the shapes of its results.
     - `tail`: the position of the last matrix product or nested call, if no later call reads values; else None.
     - `tail_call`: the record of that nested call (`Remembered`); None for a product.
-    - `hooks`: for each hook that the function sets on a tensor of its own, the length of `calls` at that time, and the
-        level of the tensor, or `ELSEWHERE` or `NO_LEVEL`.
+    - `hooks`: for each hook that the function sets on a tensor of its own, the length of `calls` at that time (and, in
+        a nested call, the lengths there), and the level of the tensor, or `ELSEWHERE` or `NO_LEVEL`.
     """
 
     __slots__ = ("calls", "hooks", "tail", "tail_call")
@@ -39,7 +39,7 @@ class Signature:
         self.calls: list[tuple[Any, int]] = []
         self.tail: int | None = None
         self.tail_call: Any = None
-        self.hooks: list[tuple[int, int]] = []
+        self.hooks: list[tuple[tuple[int, ...], int]] = []
 
 
 def hash_of(tensor: Tensor, args: Iterable[Any] = ()) -> int:

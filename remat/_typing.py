@@ -27,6 +27,10 @@ class RepeatableCall(Protocol):
     """The levels of the tensors that the function has put hooks on."""
 
     @property
+    def hands_on(self) -> bool:
+        """Whether backward passes nest here, so that they hand their cotangents on."""
+
+    @property
     def needs_level(self) -> bool:
         """Whether reruns have to be under a transform, as the forward was."""
 

@@ -1,5 +1,6 @@
 """Functions under remat that call functions under remat."""
 
+import functools
 import gc
 import math
 import weakref
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from helpers import SOME_TRANSFORMS, TRANSFORMS, UNIT, CountOps, Fun, activation, assert_same, leaf, numbers, plain
 from torch import Tensor, nn
-from torch.func import grad, jacfwd, jacrev
+from torch.func import grad, jacfwd, jacrev, vmap
 from torch.overrides import TorchFunctionMode
 
 from remat import CheckpointError, checkpoint, policies, remat
@@ -479,3 +480,12 @@ def test_a_table_made_in_a_nested_call_beside_a_tensor_of_its_shape(policy: Any)
     x = leaf(numbers(3))
     actual = torch.autograd.grad(both(x, remat), (x, g))
     assert_same(actual, torch.autograd.grad(both(x, lambda fun, policy=None: fun), (x, g)))
+
+
+def test_a_nested_call_under_vmap_returns_a_constant() -> None:
+    def loss(ck: Any, x: Tensor) -> Tensor:
+        c = torch.ones(3, dtype=x.dtype) + 0.5
+        return ck(lambda x: torch.tanh(x * vmap(ck(lambda t: t * c))(c).sum()))(x).sum()
+
+    x = numbers(3)
+    assert_same(grad(functools.partial(loss, remat))(x), grad(functools.partial(loss, plain))(x))

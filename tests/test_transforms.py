@@ -545,6 +545,29 @@ def test_hooks_belong_to_the_level_where_they_are_set(transform: str) -> None:
     assert_same(TRANSFORMS[transform](remat(sets_a_hook), x), TRANSFORMS[transform](sets_a_hook, x))
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # by torch's linearize
+def test_a_hook_is_written_down_by_linearize() -> None:
+    def pushed(ck: Any) -> Any:
+        return linearize(grad(lambda x: ck(lambda x: sets_a_hook(0.5 * x))(x).sum()), x)[1](x.cos())
+
+    x = numbers(3, 3)
+    assert_same(pushed(remat), pushed(plain))
+
+
+def test_hooks_of_a_nested_call_are_told_apart() -> None:
+    """In the rerun for `y`, a tensor requires grad that did not in the forward, where another one got a hook."""
+
+    def gradient(ck: Any) -> Tensor:
+        y = numbers(3, seed=1).requires_grad_()
+
+        def inner(x: Tensor) -> Tensor:
+            return sets_a_hook(y) * sets_a_hook(x)
+
+        return torch.autograd.grad(grad(lambda x: ck(lambda x: 2 * ck(inner)(x))(x).sum())(numbers(3)).sum(), y)[0]
+
+    assert_same(gradient(remat), gradient(plain))
+
+
 @pytest.mark.parametrize("transform", CALLED_FOR_BOTH_ORDERS)
 def test_hooks_that_would_be_called_for_both_orders(transform: str) -> None:
     with pytest.raises(RematError, match=r"sets_a_hook puts a hook on a tensor that it has made, and .* both orders"):

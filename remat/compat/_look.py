@@ -187,8 +187,8 @@ class CheckpointLook(Look):
         copy = value.detach().clone()
         return copy.requires_grad_() if value.requires_grad else copy
 
-    def _with_hook(self, args: Any) -> Any:
+    def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
         if self.is_rerun:  # the forward has put it on the tensor from outside itself
             return (internals.leaf_of_nothing(), *args[1:]) if id(args[0]) in self.outside else args
         self.sets_hooks = self.sets_hooks or not self.has_made(args[0])
-        return args if self.outer is None else self.outer._with_hook(args)
+        return args if self.outer is None else self.outer._with_hook(args, (self._count(), *inner))
