@@ -48,7 +48,9 @@ def note_rerun(error: Exception, who: str) -> None:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, and point at the line of the user's code that called remat."""
+    """Warn, and point at the line of the user's code that called remat. Dynamo, which knows no frames, drops it."""
+    if torch.compiler.is_dynamo_compiling():
+        return
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "remat":
         level, frame = level + 1, frame.f_back

@@ -575,18 +575,20 @@ def hook_of_checkpoint(pack: F) -> F:
 
 
 def saved_tensors_hooks_of_user() -> tuple[Any, Any] | None:
-    """The user's hooks, None where those of a checkpoint are on top of them."""
+    """The user's hooks, also below those of checkpoints (below torch's from 2.14 on)."""
     hooks = saved_tensors_hooks()
-    if hooks is None or hasattr(hooks[0], "_checkpoint_internal"):
+    while hooks is not None and hasattr(hooks[0], "_checkpoint_internal"):
+        hooks = getattr(getattr(hooks[0], "__self__", hooks[0]), "_user_hooks", None)
+    if hooks is None or getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:  # before 2.14
         return None
-    return None if getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__ else hooks  # before 2.14
+    return hooks
 
 
 def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
     """Within it, the user's `saved_tensors_hooks` see nothing: only the topmost hooks are asked."""
     if saved_tensors_hooks() is None:
         return _NOTHING
-    return torch.autograd.graph.saved_tensors_hooks(_detached, _same)
+    return torch.autograd.graph.saved_tensors_hooks(_detached, same)
 
 
 @hook_of_checkpoint
@@ -596,7 +598,8 @@ def _detached(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def _same(tensor: Tensor) -> Tensor:
+def same(tensor: Tensor) -> Tensor:
+    """An unpack hook for tensors that are packed as they are."""
     return tensor
 
 

@@ -885,6 +885,18 @@ def test_the_phrases_of_errors(api: Any, case: str) -> None:
         mismatch(api, forward, rerun, **options).backward()
 
 
+def test_errors_hint_at_compiled_functions(api: Any) -> None:
+    phrases = (
+        "Use torch._dynamo.mark_dynamic() to explicitly mark varying dimensions",
+        "Call torch._C._dynamo.eval_frame._set_lru_cache(False) to disable LRU cache",
+    )
+    for case in ("more", "fewer"):
+        forward, rerun, options, _ = PHRASES[case]
+        with pytest.raises(api.CheckpointError) as caught:
+            mismatch(api, forward, rerun, **options).backward()
+        assert all(phrase in str(caught.value) for phrase in phrases)
+
+
 def selective(api: Any, policy: Any) -> Any:
     contexts = functools.partial(api.create_selective_checkpoint_contexts, policy)
     return api.checkpoint(torch.sin, leaf(numbers(3)), use_reentrant=False, context_fn=contexts)

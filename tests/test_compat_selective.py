@@ -147,7 +147,7 @@ def test_a_policy_as_the_contexts() -> None:
 
 @each
 def test_a_packet_in_a_list_is_refused(api: Any) -> None:
-    with pytest.raises(ValueError, match=r"aten\.mm\.default"):
+    with pytest.raises(ValueError, match=r"update the OpOverloadPacket to a specific OpOverload.*aten\.mm\.default"):
         api.create_selective_checkpoint_contexts([torch.ops.aten.mm])
     with pytest.raises(ValueError, match="OpOverload"):
         api.create_selective_checkpoint_contexts(["mm"])
@@ -265,6 +265,29 @@ seen_op.register_autograd(
     lambda ctx, g: g * ctx.saved_tensors[0].cos(),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
+
+
+@each
+def test_a_custom_op_that_is_kept_runs_once_even_where_no_backward_reads_its_result(api: Any) -> None:
+    for fun in (lambda x: seen_op(x.exp()), lambda x: seen_op(x.exp()) + 1):
+        ops = reruns(api, by_op(torch.ops.remat_tests.seen.default, P.MUST_SAVE), fun)
+        assert (ops["seen"], ops["exp"]) == (0, 1)
+
+
+@each
+def test_an_op_that_runs_more_often_in_the_rerun(api: Any) -> None:
+    runs = Seen()
+
+    def fun(x: Tensor) -> Tensor:
+        runs.append(0)
+        for _ in runs:
+            x.detach().sin()
+        return x.sin()
+
+    context_fn = functools.partial(api.create_selective_checkpoint_contexts, [sin])
+    y = api.checkpoint(fun, leaf(numbers(3)), use_reentrant=False, context_fn=context_fn, early_stop=False)
+    with pytest.raises(RuntimeError, match=r"aten\.sin\.default invocation index 2 .* not found in storage"):
+        y.sum().backward()
 
 
 def test_results_that_each_have_a_backward_of_their_own() -> None:
@@ -783,6 +806,37 @@ def test_hooks_of_the_user_and_what_is_kept(respects: bool | None) -> None:
     assert_same(x.grad, expected(block))
     with pytest.raises(ValueError, match=r"respect_saved_tensors_hooks` is only supported when use_reentrant=False"):
         REMAT.checkpoint(block, x, use_reentrant=True, respect_saved_tensors_hooks=True)
+
+
+def keeping(op: Any, fun: Any, respects: bool) -> Any:
+    contexts = functools.partial(REMAT.create_selective_checkpoint_contexts, [op])
+    return functools.partial(
+        REMAT.checkpoint, fun, use_reentrant=False, context_fn=contexts, respect_saved_tensors_hooks=respects
+    )
+
+
+AROUND = {
+    "checkpoint": lambda fun: functools.partial(REMAT.checkpoint, fun, use_reentrant=False),
+    "selective": lambda fun: keeping(sin, fun, respects=False),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_hooks_of_the_user_around_a_checkpoint_around_what_is_kept(around: str, depth: int) -> None:
+    """Each kept value is packed once: in the forward, not in the reruns of the checkpoint around it."""
+    packed: list[Tensor] = []
+    inner = keeping(mm, block, respects=True)
+    fun = lambda x: inner(x).sin()  # noqa: E731
+    for _ in range(depth):
+        fun = AROUND[around](fun)
+    x = leaf(numbers(3, 3))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t * 2, lambda t: t / 2):
+        y = fun(x)
+    assert len(packed) == 1 + 3
+    y.sum().backward()
+    assert len(packed) == 1 + 3
+    assert_same(x.grad, expected(lambda x: block(x).sin()))
 
 
 def test_a_function_under_remat_in_a_selective_checkpoint_in_a_checkpoint() -> None:

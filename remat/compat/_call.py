@@ -21,7 +21,7 @@ from remat._graph import is_made_since
 from remat._memory import two_that_share_memory
 from remat._nested_mode import unseen
 from remat._places import Place, filled, item, places_in_modules
-from remat.compat._look import ForwardLook, RerunLook
+from remat.compat._look import CheckpointLook
 from remat.random._keyed import running, suspended
 
 Context = contextlib.AbstractContextManager[Any]
@@ -94,13 +94,11 @@ class Call:
     _flags: Mapping[int, types.CellType] = types.MappingProxyType({})
     _places: Mapping[int, list[Place]] = types.MappingProxyType({})
     """Where modules had tensors, by identity."""
-    _look: ForwardLook | None = None
+    _look: CheckpointLook | None = None
     """Of the forward, while it runs."""
     _needs_look = False
 
-    def __init__(
-        self, fun: Callable[..., Any], args: Any, kwargs: Any, preserve_rng_state: bool, watches_cells: bool = False
-    ) -> None:
+    def __init__(self, fun: Any, args: Any, kwargs: Any, preserve_rng_state: bool, watches_cells: bool = False) -> None:
         """A call that is about to run.
 
         **Arguments:**
@@ -136,10 +134,10 @@ class Call:
 
     # The forward.
 
-    def look(self) -> ForwardLook:
+    def look(self) -> CheckpointLook:
         """What has to look at the forward."""
         self._since = internals.next_sequence_number()
-        self._look = ForwardLook(self.name, self.operands, self.random)
+        self._look = CheckpointLook(self.name, self.operands, self.random)
         return self._look
 
     def finish(self) -> None:
@@ -154,7 +152,7 @@ class Call:
         self._needs_look = look.nests or look.sets_hooks
         self._objects, self.operands = [], []
 
-    def _note_reads(self, look: ForwardLook) -> None:
+    def _note_reads(self, look: CheckpointLook) -> None:
         shared = two_that_share_memory([look.outside[key][0] for key in look.copies]) if look.copies else None
         if shared is not None:
             raise CheckpointError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
@@ -166,7 +164,7 @@ class Call:
             if (t := ref()) is not None:
                 reads.append(Read(t, t if value is None else value, look.outer))
 
-    def _found(self, look: ForwardLook, reads: list[Read]) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
+    def _found(self, look: CheckpointLook, reads: list[Read]) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
         """What the forward has read, and what stood for it; parameters are added to `reads`.
 
         Without the positional arguments and what it has written to.
@@ -194,7 +192,7 @@ class Call:
         stand_ins: Mapping[int, Tensor] = types.MappingProxyType({}),
         looks: bool = False,
         tell: Callable[[Mapping[int, Tensor]], None] | None = None,
-    ) -> tuple[Any, RerunLook | None]:
+    ) -> tuple[Any, CheckpointLook | None]:
         """The call again: its result, and what has looked at it, if anything has.
 
         **Arguments:**
@@ -209,7 +207,7 @@ class Call:
 
     def _rerun(
         self, arguments: Any, contexts: Contexts, stand_ins: Mapping[int, Tensor], looks: bool, tell: Any
-    ) -> tuple[Any, RerunLook | None]:
+    ) -> tuple[Any, CheckpointLook | None]:
         rerunning.set(True)
         context, trace = contexts
         with internals.grad_enabled():
@@ -237,7 +235,7 @@ class Call:
 
     def _prepared(
         self, arguments: Any, stand_ins: Mapping[int, Tensor], looks: bool
-    ) -> tuple[dict[int, Tensor], list[tuple[Place, Tensor]], RerunLook | None]:
+    ) -> tuple[dict[int, Tensor], list[tuple[Place, Tensor]], CheckpointLook | None]:
         """By identity, what stands for the tensors that the forward has read; what to put into modules; the look."""
         values = {key: argument for key, argument in zip(self._index, arguments, strict=False) if argument is not None}
         for operand in self.operands[self.arguments :]:  # in a backward inside of the forward
@@ -261,10 +259,10 @@ class Call:
             if (now := item(*place)) is not value and not (id(now) == key and key in swaps)
         ]
         if swaps or stale or looks or self._needs_look or internals.may_run_compiled_code():
-            return values, fill, RerunLook(self.name, values.values(), [*swaps.values()], stale)
+            return values, fill, CheckpointLook.at_rerun(self.name, values.values(), [*swaps.values()], stale)
         return values, fill, None
 
 
-def _written(look: ForwardLook) -> list[Read]:
+def _written(look: CheckpointLook) -> list[Read]:
     """What a forward has written to."""
     return [Read(look.outside[key][0], before, is_written=True) for key, before in look.copies.items()]

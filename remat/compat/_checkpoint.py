@@ -17,7 +17,7 @@ from remat._nested_mode import current_look
 from remat._remat import plainly, remat, runs_later
 from remat.compat import _debug, _settings
 from remat.compat._call import NO_CONTEXTS, Contexts
-from remat.compat._look import ForwardLook
+from remat.compat._look import CheckpointLook
 from remat.compat._reentrant import CheckpointFunction
 from remat.compat._region import Options, Region
 from remat.compat._selective import Selective, call_compiled, for_one_call
@@ -89,8 +89,7 @@ def checkpoint(
         torch.Size([3, 3])
     """
     if use_reentrant is None:
-        _warn_use_reentrant("checkpoint")
-        use_reentrant = True
+        use_reentrant = _default_use_reentrant("checkpoint")
     for what, flag in (("use_reentrant", use_reentrant), ("preserve_rng_state", preserve_rng_state)):
         if flag not in (0, 1):  # as NumPy's bools are
             raise TypeError(f"checkpoint: {what} must be a bool; got {shown(flag)}.")
@@ -162,7 +161,7 @@ def _needs_transforms() -> bool:
     if not internals.function_modes_active():
         return False
     look = current_look()
-    if look is not None and not isinstance(look, ForwardLook):
+    if look is not None and not isinstance(look, CheckpointLook):
         return True  # in a function under remat: its reruns may be at another level of transforms
     return running() is not None  # its draws are those of a key
 
@@ -185,21 +184,21 @@ def _functional(function: Any, contexts: Contexts, selective: Selective | None, 
 # What it can't work with.
 
 
-def _warn_use_reentrant(who: str) -> None:
-    """Warn that an argument is missing."""
+def _default_use_reentrant(who: str) -> bool:
+    """The default, with a warning."""
     warn(
         f"remat.{who}: the use_reentrant parameter should be passed explicitly. use_reentrant=False is recommended; "
         "use_reentrant=True keeps what happens now, without it. torch.utils.checkpoint raises an exception here in its "
         "later versions."
     )
+    return True
 
 
 def _check_function(function: Any) -> None:
     if not callable(function):
         hint = " Write checkpoint(layer, x), not checkpoint(layer(x))." if isinstance(function, torch.Tensor) else ""
         raise TypeError(f"checkpoint: function must be callable; got {shown(function)}.{hint}")
-    called = function.func if type(function) is functools.partial else function
-    if runs_later(called):
+    if runs_later(function.func if type(function) is functools.partial else function):
         remat(function)  # raises
 
 
@@ -250,8 +249,7 @@ def checkpoint_sequential(
         torch.Size([2, 3])
     """
     if use_reentrant is None:
-        _warn_use_reentrant("checkpoint_sequential")
-        use_reentrant = True
+        use_reentrant = _default_use_reentrant("checkpoint_sequential")
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
     steps = tuple(functions.children() if isinstance(functions, torch.nn.Sequential) else functions)

@@ -36,11 +36,8 @@ class _Trace(DispatchMode):
     """Notes the ops of one run: what they are given and return, and the line of the user's code."""
 
     is_about_functions = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-        self.sites: list[str] = []
+    ops: list[str]
+    sites: list[str]
 
     def __enter__(self) -> Any:
         self.ops, self.sites = [], []

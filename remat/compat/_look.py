@@ -13,8 +13,7 @@ from weakref import ref
 
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn import Parameter
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 
 from remat import _torch_internals as internals
 from remat._effects import EFFECTS, METADATA, Effects, effects_of, tensors_in
@@ -35,8 +34,11 @@ class Seen(NamedTuple):
     value: Tensor
 
 
-class ForwardLook(Look):
-    """Looks at the forward of a checkpoint: what it reads from outside, and what that was before it was written to.
+class CheckpointLook(Look):
+    """Looks at a run of a checkpoint: what it reads from outside, and what that was before the forward wrote to it.
+
+    In a rerun, copies stand for what the forward wrote to, and what was read has to be as it was. The class is the same
+    for both, for torch.compile compiles code anew under a mode of another class.
 
     **Attributes:**
 
@@ -52,6 +54,22 @@ class ForwardLook(Look):
     _stale: Mapping[int, RuntimeError] = MappingProxyType({})
     _was_lazy: frozenset[int] = frozenset()
     """Parameters that have got their memory in this run. A rerun finds them as they are."""
+
+    @classmethod
+    def at_rerun(
+        cls, name: str, given: Iterable[Tensor], pairs: list[tuple[Tensor, Tensor]], stale: dict[int, RuntimeError]
+    ) -> CheckpointLook:
+        """A look at a rerun of the function `name`, which is given tensors.
+
+        **Arguments:**
+
+        - `pairs`: tensors, and what stands for them.
+        - `stale`: by identity, what to raise where tensors are read that were changed since the forward.
+        """
+        look = cls(name, [t for t in given if id(t) not in stale], None)
+        look.is_rerun, look._stale = True, stale
+        look._pairs, look._swaps = pairs, {id(tensor): stand_in for tensor, stand_in in pairs}
+        return look
 
     def begin(self, outer: Look | None) -> None:
         super().begin(outer)
@@ -111,8 +129,8 @@ class ForwardLook(Look):
         self.saves_unwritten = self.saves_unwritten or "rrelu" in func.__name__
 
     def before_write(self, written: Tensor) -> None:
-        if id(written) in self._was_lazy or internals.fully_shard_at_work():
-            return  # what FSDP2's hooks write, they write again
+        if self.is_rerun or id(written) in self._was_lazy or internals.fully_shard_at_work():
+            return  # the rerun writes to copies; what FSDP2's hooks write, they write again
         super().before_write(written)
 
     def _set_data(self, tensor: Tensor, data: Tensor) -> None:
@@ -170,33 +188,7 @@ class ForwardLook(Look):
         return copy.requires_grad_() if value.requires_grad else copy
 
     def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
+        if self.is_rerun:  # the forward has put it on the tensor from outside itself
+            return (internals.leaf_of_nothing(), *args[1:]) if id(args[0]) in self.outside else args
         self.sets_hooks = self.sets_hooks or not self.has_made(args[0])
         return args if self.outer is None else self.outer._with_hook(args, (self._count(), *inner))
-
-
-class RerunLook(ForwardLook):
-    """Looks at a rerun: copies stand for what the forward wrote to, and what was read has to be as it was."""
-
-    is_rerun = True
-
-    def __init__(
-        self, name: str, given: Iterable[Tensor], pairs: list[tuple[Tensor, Tensor]], stale: dict[int, RuntimeError]
-    ) -> None:
-        """A look at a rerun of the function `name`, which is given tensors.
-
-        **Arguments:**
-
-        - `pairs`: tensors, and what stands for them.
-        - `stale`: by identity, what to raise where tensors are read that were changed since the forward.
-        """
-        super().__init__(name, [t for t in given if id(t) not in stale], None)
-        self._pairs, self._swaps = pairs, {id(tensor): stand_in for tensor, stand_in in pairs}
-        self._stale = stale
-
-    def before_write(self, written: Tensor) -> None:
-        """What the forward wrote to is a copy here."""
-
-    def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
-        if id(args[0]) in self.outside:  # the forward has put it on the tensor itself
-            return (internals.leaf_of_nothing(), *args[1:])
-        return args

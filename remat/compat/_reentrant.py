@@ -13,7 +13,6 @@ from remat._errors import RematError, warn
 from remat._graph import Stranger, prove
 from remat.compat._call import NOTHING, Call
 
-_NOT_NECESSARY = "none of output has requires_grad=True, this checkpoint() is not necessary"
 _CHANGES = (
     "checkpoint: with use_reentrant=True, {} changes a tensor of shape {}, {} in place that is differentiated. Its "
     "rerun would start from the changed value. Change a copy instead: x = x.clone(), or use use_reentrant=False."
@@ -146,7 +145,7 @@ def _gradients(
         if isinstance(o, Tensor) and o.requires_grad
     ]
     if not pairs:
-        raise RuntimeError(_NOT_NECESSARY)
+        raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
     outputs, given = [o for o, _ in pairs], [c for _, c in pairs]
     if accumulates:
         torch.autograd.backward(outputs, given)

@@ -32,7 +32,9 @@ _meta_of = operator.attrgetter("shape", "dtype", "device")
 _TIP = (
     "To find the cause, pass debug=True to checkpoint, or call it under set_checkpoint_debug_enabled(True): the error "
     "then names the first op that differs, with both call sites. Pass a list for an iterator, which the forward has "
-    "used up. Switch a cache off (use_cache=False) that the forward has filled."
+    "used up. Switch a cache off (use_cache=False) that the forward has filled. For a function under torch.compile:\n"
+    "- Use torch._dynamo.mark_dynamic() to explicitly mark varying dimensions as dynamic.\n"
+    "- Call torch._C._dynamo.eval_frame._set_lru_cache(False) to disable LRU cache reordering."
 )
 _MORE = "trying to save more tensors during recomputation than during the original forward pass: {1} instead of {0}."
 _FEWER = (
@@ -120,10 +122,6 @@ def _unpack(holder: Holder) -> Tensor:
     return holder.owner.unpack(holder.index)
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 class Region:
     """One checkpointed call."""
 
@@ -131,6 +129,8 @@ class Region:
     """What makes a more detailed error of one: for debugging."""
     traces: Contexts = NO_CONTEXTS
     """Modes that note the ops of the forward and of the rerun: for debugging."""
+    _user_hooks: Any = None
+    """The user's hooks around the forward, while it runs: for selective calls in it."""
 
     def __init__(
         self, fun: Any, args: Any, kwargs: Any, options: Options, contexts: Contexts, selective: Selective | None
@@ -154,6 +154,7 @@ class Region:
         look.keeps_call = selective is not None
         context = self._contexts[0] if selective is None else selective.recorder
         returned = False
+        self._user_hooks = internals.saved_tensors_hooks_of_user()
         internals.push_saved_tensors_hooks(self._pack, _unpack)
         try:
             with context, self.traces[0], look:
@@ -165,6 +166,7 @@ class Region:
             raise
         finally:
             internals.pop_saved_tensors_hooks()
+            self._user_hooks = None  # the graph holds the region
         if not returned:
             raise RuntimeError(_SWALLOWED)
         with internals.DisableTorchFunction():
@@ -239,7 +241,7 @@ class Region:
             elif self._selective is not None:
                 context = recomputed.replay = self._selective.replay()
                 tell = functools.partial(self._selective.stand_in, context)
-            internals.push_saved_tensors_hooks(recomputed.pack, _same)
+            internals.push_saved_tensors_hooks(recomputed.pack, internals.same)
             try:
                 self._call.rerun(arguments, (context, trace), tell=tell)
             except _Stop:

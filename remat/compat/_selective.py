@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS, noop_context_fn
 
 from remat import _compile, _recorder, _replay
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError, shown, warn
+from remat._ops import tensors
 from remat._remat import remat
 from remat._tape import KEEP, Tape
 from remat._values import Key, Op, Value
@@ -32,14 +32,15 @@ _BYPASSED = (
     "region. What the policy keeps does not go through it, which later versions of torch.utils.checkpoint change. Pass "
     "respect_saved_tensors_hooks=True to have that now, or False to leave it without this warning."
 )
+_PACKET = " Please update the OpOverloadPacket to a specific OpOverload, such as {}.{}."
 _MUTATED = (
     "checkpoint: Tensor cached during selective activation checkpoint has been mutated: a result of {}. If the "
     "function changes it, as recurrent layers do, pass allow_cache_entry_mutation=True to "
     "create_selective_checkpoint_contexts; elsewhere, change a copy: x = x.clone()."
 )
 _NOT_FOUND = (
-    "checkpoint: {} encountered during backward but not found in storage: the forward did not run it as often. The "
-    "function is not deterministic, or depends on something that changed in the meantime."
+    "checkpoint: {} invocation index {} encountered during backward but not found in storage: the forward did not run "
+    "it as often. The function is not deterministic, or depends on something that changed in the meantime."
 )
 
 
@@ -85,6 +86,9 @@ class Recorder(_recorder.Recorder):
         values = (self._content(t.untyped_storage()).value for t in changed)
         self.mutated.update(value for value in values if value.decision in KEEP)
         super()._note(op, outputs, changed, decision)
+        if op.facts.is_custom and decision in KEEP:  # its derivative may read them, so without them it would run again
+            for t in tensors(outputs, {}):
+                self.saves(t)
 
 
 class Replay(_replay.Replay):
@@ -95,16 +99,17 @@ class Replay(_replay.Replay):
     def __init__(self, tape: Tape, counts: Counter[int], mutated: set[Value] | None) -> None:
         """`mutated`: what must not have been changed in place; None where all may be."""
         super().__init__(tape, internals.in_last_backward())
-        self._left, self._mutated = counts.copy(), mutated
+        self._counts, self._runs, self._mutated = counts, Counter[int](), mutated
         self._graph_task = internals.graph_task()
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in SAC_IGNORED_OPS:
             return func(*args, **kwargs)
         if internals.graph_task() == self._graph_task:
-            if not self._left[id(func)]:
-                raise CheckpointError(_NOT_FOUND.format(func))
-            self._left[id(func)] -= 1
+            index = self._runs[id(func)]
+            if index == self._counts[id(func)]:
+                raise CheckpointError(_NOT_FOUND.format(func, index))
+            self._runs[id(func)] += 1
         return super()._op(func, args, kwargs)
 
     _op_of_remat = _replay.Replay._op  # it reads values, but does not count
@@ -220,7 +225,7 @@ def _policy_of_ops(ops: frozenset[Any]) -> tuple[Policy, list[str]]:
     seen, never_seen = [], []
     for op in ops:
         if not isinstance(op, (OpOverload, internals.HigherOrderOperator)):
-            hint = f" Name one of its overloads: {op}.{op.overloads()[0]}." if isinstance(op, OpOverloadPacket) else ""
+            hint = _PACKET.format(op, op.overloads()[0]) if isinstance(op, OpOverloadPacket) else ""
             raise ValueError(
                 f"create_selective_checkpoint_contexts: Expected op in `op_list` to be an OpOverload but got: {op!r} "
                 f"of type {type(op)}.{hint}"
@@ -263,7 +268,7 @@ def _policy_of(context_fn: Any) -> Policy:
     selective = internals.selective_policy(*contexts)
     if selective is None:
         raise TypeError(
-            "checkpoint: under torch.compile the context_fn must return what create_selective_checkpoint_contexts "
-            f"returns: the compiler asks its policy. Got {type(contexts[0]).__name__} {contexts[0]!r}."
+            "checkpoint: under torch.compile, context_fn must generate a tuple of two `TorchDispatchMode`s, those of "
+            f"create_selective_checkpoint_contexts: the compiler asks their policy. Got {shown(contexts[0])}."
         )
     return as_policy(selective[0])
