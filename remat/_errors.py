@@ -28,6 +28,12 @@ PURITY = (
 )
 
 
+CHANGES = (
+    "remat: {} changes an argument or a captured tensor of shape {}, {} in place, at {}. Its rerun would start from "
+    "the changed value. Change a copy instead: x = x.clone()."
+)
+
+
 def shown(value: object) -> str:
     """A value as errors show it: a tensor by shape and dtype, a module by its class."""
     if isinstance(value, torch.Tensor):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,65 +25,29 @@ from torch.nn.parameter import is_lazy
 from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
 from remat._effects import EFFECTS, ORDINARY, Effects, as_given, effects_of, reads_numbers_alone, tensors_in, written_by
-from remat._errors import RematError, call_site
-from remat._made import Made, Occasion
+from remat._errors import CHANGES, RematError, call_site
+from remat._made import Made, Occasion, Read
 from remat._memory import memory_of
 from remat._nested_mode import NestedMode, current_look
-from remat._signature import ELSEWHERE, NO_LEVEL, Signature, hash_of, is_plain
+from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, PLAIN, Signature, hash_of, kind_of
 from remat._tail import is_large
-
-SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
-CONTAINERS = (list, tuple, dict)
-LOOKED_AT = (*CONTAINERS, torch.Generator)
-"""Arguments of torch calls that are no tensors, and not passed on unseen."""
 
 level_of, stack_depth = internals.level_of, internals.stack_depth
 
-
-HOLDER, PLAIN, OTHER = "holder", "plain", "other"
-
-
-@functools.cache
-def kind_of(cls: Any) -> str:
-    """Whether an argument of this class may hold tensors or is a generator (`HOLDER`), or belongs to the signature."""
-    if issubclass(cls, (Tensor, *LOOKED_AT)) and cls is not torch.Size:
-        return HOLDER
-    return PLAIN if is_plain(cls) else OTHER
-
-
-CHANGES = (
-    "remat: {} changes an argument or a captured tensor of shape {}, {} in place, at {}. Its rerun would start from "
-    "the changed value. Change a copy instead: x = x.clone()."
-)
 _MADE_INSIDE = " If the function makes a module, which has this parameter: make the module outside, and pass it."
+_INSTEAD = "remat.nn.remat_module, or call the function through remat.checkpoint(..., use_reentrant=False)."
 _SHARDED = (
     "remat: {} calls a module that fully_shard has sharded. FSDP2 takes gradients from the backward graph of that "
-    "module itself, which a rerun by remat does not have. Wrap the module with remat.nn.remat_module, or call it "
-    "through remat.checkpoint(..., use_reentrant=False)."
+    f"module itself, which a rerun by remat does not have. Wrap the module with {_INSTEAD}"
 )
 _TAKEN_APART = (
     "remat: {} takes a DTensor apart (to_local or redistribute, which the hooks of parallelize_module call), and "
-    "remat can't see the tensors inside of it. Wrap the module with remat.nn.remat_module, or call the function "
-    "through remat.checkpoint(..., use_reentrant=False)."
+    f"remat can't see the tensors inside of it. Wrap the module with {_INSTEAD}"
 )
 _LAZY = (
     "remat: {} calls a lazy module that has yet to make its parameters, and a rerun would begin after that. Call it "
     "once before, in torch.no_grad()."
 )
-
-
-class Read(NamedTuple):
-    """A tensor that a run was given or has read from outside, at the first read."""
-
-    tensor: Tensor
-    value: Tensor
-    """The tensor that was read in its place, in an outer rerun; else the tensor itself."""
-    version: int
-    """How often the value had been written to."""
-    position: int
-    """The length of the signature."""
-    reader: Any
-    """The torch function that read it."""
 
 
 class Look(NestedMode):
@@ -149,6 +113,8 @@ class Look(NestedMode):
         self.handed_on |= inner.handed_on & self.outside.keys()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_compiling() and not self._is_compiled:  # dynamo traces what is compiled inside, with the active modes
+            return func(*args, **(kwargs or {}))
         delegate = self.delegate
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
@@ -162,8 +128,6 @@ class Look(NestedMode):
             elif (kind := kind_of(a.__class__)) is not HOLDER:
                 plain = plain or kind is PLAIN
                 continue
-            if is_compiling() and not self._is_compiled:  # `torch.cond` is compiled under the active modes
-                return func(*args, **(kwargs or {}))
             plain = True
             self._reader = func
             args = self._seen(args)
@@ -260,7 +224,7 @@ class Look(NestedMode):
     def _seen_in(self, arg: Any) -> Any:
         if isinstance(arg, Tensor):
             return self.read(arg)
-        if isinstance(arg, (list, tuple)) and any(isinstance(a, (Tensor, *CONTAINERS)) for a in arg):
+        if isinstance(arg, (list, tuple)) and any(isinstance(a, (Tensor, list, tuple, dict)) for a in arg):
             items = [self._seen_in(a) for a in arg]
             return type(arg)(*items) if hasattr(arg, "_fields") else type(arg)(items)
         if type(arg) is dict:
@@ -272,9 +236,7 @@ class Look(NestedMode):
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         """Note that the run reads a tensor. Returns the tensor to read in its place.
 
-        **Arguments:**
-
-        - `handed_on`: whether a transform inside of the function has wrapped it: then no torch call reads it directly.
+        `handed_on`: whether a transform inside of the function has wrapped it: then no torch call reads it directly.
         """
         key = id(tensor)
         value = self._swaps.get(key, tensor)  # in an outer rerun, which may run below the original's level
@@ -361,12 +323,9 @@ class Look(NestedMode):
             self.signature.calls.append((func, shape))
 
     def add_call(self, name: str, out: Any, calls: Iterable[Any] = (), remembered: Any = None) -> None:
-        """Note a nested call of a function under remat, which returned `out`.
+        """Note a nested call of a function under remat, which returned `out`. `calls`: its signature.
 
-        **Arguments:**
-
-        - `calls`: its signature.
-        - `remembered`: the record with which a rerun can skip the call; None if the call must run.
+        `remembered`: the record with which a rerun can skip the call; None if the call must run.
         """
         self.nests = True
         signature = self.signature
@@ -425,9 +384,7 @@ class Look(NestedMode):
     def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
         """The arguments of `register_hook`. A rerun puts a hook that is not for its level on an unused tensor.
 
-        **Arguments:**
-
-        - `inner`: of a hook that a nested run sets, the position there.
+        `inner`: of a hook that a nested run sets, the position there.
         """
         if internals.is_hook_of_fully_shard(args[1]):
             raise RematError(_SHARDED.format(self.name))

@@ -1,11 +1,11 @@
-"""The tensors that a run makes without a derivative, and how it reads them.
+"""The tensors that a run reads, and those that it makes without a derivative.
 
-NOTE [survivors]: a function may keep such a tensor, and a rerun then finds it. That is right for a table that is made
-on first use. It is wrong for a running average, `self.mean = 0.9 * self.mean + x`: the rerun would go on from the new
-mean. The reads tell them apart. An *occasion* is a position in the signature and the torch function that reads there.
-The rerun may read a survivor only on an occasion on which the forward read it: the forward reads the new mean later
-than the old one. If both reads have the same occasion, they are counted: the rerun reads one tensor more there. All
-tensors that a run makes are counted together, because those of the rerun are others than those of the forward.
+NOTE [survivors]: a function may keep a tensor that it makes, and a rerun then finds it. That is right for a table that
+is made on first use. It is wrong for a running average, `self.mean = 0.9 * self.mean + x`: the rerun would go on from
+the new mean. The reads tell them apart. An *occasion* is a position in the signature and the torch function that reads
+there. The rerun may read a survivor only on an occasion on which the forward read it: the forward reads the new mean
+later than the old one. If both reads have the same occasion, they are counted: the rerun reads one tensor more there.
+All tensors that a run makes are counted together, because those of the rerun are others than those of the forward.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,6 +24,20 @@ Occasion = tuple[int, Any]
 
 kept: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 """By identity, living tensors that forwards made without a derivative. Reruns of other calls must not read them."""
+
+
+class Read(NamedTuple):
+    """A tensor that a run was given or has read from outside, at the first read."""
+
+    tensor: Tensor
+    value: Tensor
+    """The tensor that was read in its place, in an outer rerun; else the tensor itself."""
+    version: int
+    """How often the value had been written to."""
+    position: int
+    """The length of the signature."""
+    reader: Any
+    """The torch function that read it."""
 
 
 class Made:
@@ -63,7 +77,7 @@ class Made:
         for occasion, times in inner.times.items():
             self.times[position, occasion] += times
 
-    def survivors(self, outside: Iterable[Any]) -> list[tuple[weakref.ref[Tensor], dict[Occasion, int]]]:
+    def survivors(self, outside: Iterable[Read]) -> list[tuple[weakref.ref[Tensor], dict[Occasion, int]]]:
         """The tensors that are read and still alive, with their occasions and how often one was read on each.
 
         **Arguments:**

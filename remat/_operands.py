@@ -18,9 +18,9 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._closure import Operand
-from remat._errors import CheckpointError, RematError
+from remat._errors import CHANGES, CheckpointError, RematError
 from remat._graph import Stranger, edges_of, is_made_since, layers_and_tangents
-from remat._look import CHANGES, Look
+from remat._look import Look
 from remat._memory import memory_of, two_that_share_memory
 from remat._places import Place, item, places_in_modules, script_module_near, search
 from remat._signature import name_of

@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
@@ -19,6 +20,18 @@ function made the level."""
 def is_plain(kind: Any) -> bool:
     """Whether values of this type are numbers (NumPy's and those of an enum too), flags or names."""
     return issubclass(kind, (numbers.Number, str, type(None)))
+
+
+HOLDER, PLAIN, OTHER = "holder", "plain", "other"
+_HOLDERS = (Tensor, list, tuple, dict, torch.Generator)
+
+
+@functools.cache
+def kind_of(cls: Any) -> str:
+    """Whether an argument of this class may hold tensors or is a generator (`HOLDER`), or belongs to the signature."""
+    if issubclass(cls, _HOLDERS) and cls is not torch.Size:
+        return HOLDER
+    return PLAIN if is_plain(cls) else OTHER
 
 
 class Signature:

@@ -28,6 +28,7 @@ _LEAST, _LEAST_RESULTS = 2**20, 2**8
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default}
+"""The last two arguments of each but the convolution are the matrices."""
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
@@ -43,10 +44,13 @@ class _WithoutProducts(DispatchMode):
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func not in _PRODUCTS or any(isinstance(t, Tensor) and not _is_plain(t) for t in args):
             return func(*args, **kwargs)
-        with internals.DisableTorchDispatch():  # unseen by meters: nothing is computed
-            shaped = func(*(t.to("meta") if isinstance(t, Tensor) else t for t in args), **kwargs)
         like = next(t for t in args if isinstance(t, Tensor))
-        out = torch.empty_strided(shaped.shape, shaped.stride(), dtype=shaped.dtype, device=like.device)
+        if func is _aten.convolution.default:
+            with internals.DisableTorchDispatch():  # unseen by meters: nothing is computed
+                shaped = func(*(t.to("meta") if isinstance(t, Tensor) else t for t in args), **kwargs)
+            out = torch.empty_strided(shaped.shape, shaped.stride(), dtype=shaped.dtype, device=like.device)
+        else:  # `addmm` on meta tensors takes 0.2 ms
+            out = like.new_empty((*args[-2].shape[:-1], args[-1].shape[-1]))
         return out.fill_(float("nan"))
 
 

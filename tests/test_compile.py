@@ -680,6 +680,19 @@ def test_a_policy_around_what_was_compiled(kind: str) -> None:
     assert not counters["frames"]
 
 
+def test_what_is_compiled_inside_does_not_hold_how_remat_looks_on() -> None:
+    inner = torch.compile(lambda x: x.sin().cos(), backend="aot_eager", fullgraph=True)
+
+    def gradient(ck: Any, fun: Any) -> Any:
+        x = X.clone().requires_grad_()
+        ck(lambda x: ck(lambda x: fun(x).exp())(x).sin())(x).sum().backward()
+        return x.grad
+
+    counters.clear()
+    assert_same(gradient(remat, inner), gradient(plain, lambda x: x.sin().cos()))
+    assert counters["stats"]["unique_graphs"] <= 2  # of the forward and of the reruns
+
+
 class Reader(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.parameter import Parameter, is_lazy
@@ -18,9 +19,11 @@ from torch.nn.parameter import Parameter, is_lazy
 from remat import _torch_internals as internals
 from remat._effects import EFFECTS, METADATA, Effects, effects_of, tensors_in
 from remat._errors import CheckpointError
-from remat._look import HOLDER, SCALARS, Look, kind_of
+from remat._look import Look
 from remat._memory import memory_of
+from remat._signature import HOLDER, kind_of
 
+_SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
 _HANDED_ON = (
     "checkpoint: {} hands a tensor of shape {} to a transform that it has found outside and that is not as it was in "
     "the forward. Pass it as an argument."
@@ -99,7 +102,7 @@ class CheckpointLook(Look):
                 if type(a) is Parameter and self._is_alone:
                     self._add(a, a)
                     continue
-            elif kind_of(a.__class__) is not HOLDER or (type(a) is tuple and SCALARS.issuperset(map(type, a))):
+            elif kind_of(a.__class__) is not HOLDER or (type(a) is tuple and _SCALARS.issuperset(map(type, a))):
                 continue
             args = self._seen(args)
             kwargs = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else None
