@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
-from remat._effects import EFFECTS, ORDINARY, Effects, as_given, effects_of, reads_numbers_alone, tensors_in, written_by
+from remat._effects import EFFECTS, ORDINARY, Effects, as_given, effects_of, reads_no_value, tensors_in, written_by
 from remat._errors import CHANGES, RematError, call_site
 from remat._made import Made, Occasion, Read
 from remat._memory import memory_of
@@ -133,20 +133,21 @@ class Look(NestedMode):
             args = self._seen(args)
             break
         effects = EFFECTS.get(func) or effects_of(func)
-        if effects is ORDINARY and not kwargs:
-            self.signature.tail = None
+        if kwargs or effects.acts:
+            self._reader = func
+            named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
+            return self._call(effects, func, args, named, (given, kwargs))
+        if effects.multiplies:
+            out = self._maybe_tail(effects, func, args, {})
+        else:
+            if effects is ORDINARY or not (reads_no_value(effects, args) and torch.is_grad_enabled()):
+                self.signature.tail = None
             if self.keeps_call:
                 self.call = func, args, {}
                 out = func(*args)
                 self.call = None
             else:
                 out = func(*args)
-        elif kwargs or effects.acts:
-            self._reader = func
-            named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
-            return self._call(effects, func, args, named, (given, kwargs))
-        else:
-            out = self._maybe_tail(effects, func, args, {})
         if type(out) is not Tensor:
             if kind_of(out.__class__) is HOLDER:
                 with internals.DisableTorchFunction():
@@ -198,7 +199,7 @@ class Look(NestedMode):
         """Call a function, and note whether it begins or ends the tail: see `_tail.py`."""
         signature = self.signature
         position = len(signature.calls)
-        if not (effects.reads_no_value and reads_numbers_alone(func, args, kwargs) and torch.is_grad_enabled()):
+        if not (reads_no_value(effects, args, kwargs) and torch.is_grad_enabled()):
             signature.tail = None
         if self.keeps_call:
             self.call = func, args, kwargs
