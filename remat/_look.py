@@ -64,6 +64,7 @@ class Look(NestedMode):
     - `nests`: whether the run made nested calls of functions under remat.
     - `keeps_call`: whether to note the torch call that is running, for a policy.
     - `sets_hooks`: whether the run put a hook on a tensor.
+    - `shows_nodes`: whether the user's code got a node of the graph, and may put a hook on that.
     - `has_custom`: whether the run was seen to call an autograd.Function.
     - `tail_number`, `tail_results`: of the call at `signature.tail`: the sequence number after it, and its results.
     """
@@ -72,6 +73,7 @@ class Look(NestedMode):
     nests = False
     keeps_call = False
     sets_hooks = False
+    shows_nodes = False
     has_custom = False
     tail_number = 0
     tail_results: Sequence[weakref.ref[Tensor]] = ()
@@ -144,10 +146,8 @@ class Look(NestedMode):
                 self.signature.tail = None
             if self.keeps_call:
                 self.call = func, args, {}
-                out = func(*args)
-                self.call = None
-            else:
-                out = func(*args)
+            out = func(*args)
+            self.call = None
         if type(out) is not Tensor:
             if kind_of(out.__class__) is HOLDER:
                 with internals.DisableTorchFunction():
@@ -186,6 +186,8 @@ class Look(NestedMode):
                 args = self._with_hook(args)
             if effects.draws:
                 self._mark_draw(func)
+            if effects.shows_graph:
+                self.shows_nodes |= not internals.called_by("torch.")
         out = self._maybe_tail(effects, func, args, kwargs)
         if effects.looks_up and isinstance(out, Tensor):
             with internals.DisableTorchFunction():
@@ -264,8 +266,7 @@ class Look(NestedMode):
         """The tensor to read in the place of one that the run has made or has read before. None: it is from outside."""
         if id(tensor) in self._known or self._reads_own(tensor):
             return tensor
-        read = self.outside.get(id(tensor))
-        return None if read is None else read.value
+        return None if (read := self.outside.get(id(tensor))) is None else read.value
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
         self.outside[id(tensor)] = Read(tensor, value, internals.version(value), self._count(), self._reader)
@@ -383,9 +384,9 @@ class Look(NestedMode):
                 self._known.add(id(layer))
 
     def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
-        """The arguments of `register_hook`. A rerun puts a hook that is not for its level on an unused tensor.
+        """The arguments of `register_hook`. `inner`: of a hook that a nested run sets, the position there.
 
-        `inner`: of a hook that a nested run sets, the position there.
+        A rerun puts a hook that is not for its level on an unused tensor.
         """
         if internals.is_hook_of_fully_shard(args[1]):
             raise RematError(_SHARDED.format(self.name))
@@ -413,8 +414,7 @@ class Look(NestedMode):
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run made this tensor."""
-        key = id(tensor)
-        return key not in self.outside and (key in self._known or self._own.has(tensor))
+        return id(tensor) not in self.outside and (id(tensor) in self._known or self._own.has(tensor))
 
     def survivors(self) -> list[tuple[weakref.ref[Tensor], dict[Occasion, int]]]:
         """The tensors that the run made without a derivative and read, and that somebody keeps: NOTE [survivors]."""
