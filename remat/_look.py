@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
@@ -97,7 +97,6 @@ class Look(NestedMode):
         self._pairs: Sequence[tuple[Tensor, Tensor]] = ()
         self._own = Made()
         self._has_tangents = internals.forward_ad_active()
-        self._is_compiled = is_compiling()
 
     def begin(self, outer: Look | None) -> None:
         """Note the tensors that the run is given. `outer`: the look at the surrounding run."""
@@ -115,7 +114,7 @@ class Look(NestedMode):
         self.handed_on |= inner.handed_on & self.outside.keys()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_compiling() and not self._is_compiled:  # dynamo traces what is compiled inside, with the active modes
+        if is_dynamo_compiling():  # dynamo traces what is compiled inside, with the active modes
             return func(*args, **(kwargs or {}))
         delegate = self.delegate
         if delegate is not None:
