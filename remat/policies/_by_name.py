@@ -28,7 +28,6 @@ class _ByName(Policy):
     named: CheckpointPolicy
     unnamed: CheckpointPolicy
     offloaded: frozenset[str] = frozenset()
-    looks_at_calls = False
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del ctx, op, args, kwargs

@@ -123,8 +123,6 @@ def save_if(predicate: Callable[..., bool]) -> Policy:
 class _Counting:
     """The decisions of `save_every` in one run."""
 
-    looks_at_calls = False
-
     def __init__(self, n: int, ops: Collection[Any]) -> None:
         self._n = n
         self._ops = ops
@@ -187,7 +185,6 @@ def save_every(n: int, *ops: Any) -> Policy:
 class _BySize(Policy):
     least: int
     most: int | None
-    looks_at_calls = False
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del args, kwargs

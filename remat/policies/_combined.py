@@ -87,10 +87,6 @@ class _Combined(Policy):
         # Ask every part about every op, whatever the others say: a part may count ops.
         return _COMBINE[self.how]([p(ctx, op, *args, **kwargs) for p in self.parts])
 
-    @property
-    def looks_at_calls(self) -> bool:
-        return any(getattr(p, "looks_at_calls", True) for p in self.parts)
-
     def by_op(self, op: Any) -> CheckpointPolicy | None:
         decisions = [p.by_op(op) if isinstance(p, Policy) else None for p in self.parts]
         known = [d for d in decisions if d is not None]

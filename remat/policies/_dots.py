@@ -118,10 +118,6 @@ class _Dots(Policy):
             call = op, args, kwargs
         return PREFER_RECOMPUTE if _has_batch_dims(*call) else self.decision
 
-    @property
-    def looks_at_calls(self) -> bool:
-        return not self.batched
-
     def by_op(self, op: Any) -> CheckpointPolicy | None:
         if op not in dots():
             return PREFER_RECOMPUTE

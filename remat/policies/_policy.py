@@ -78,11 +78,6 @@ class Policy(abc.ABC):
         - `args`, `kwargs`: the arguments of the op, below all transforms.
         """
 
-    @property
-    def looks_at_calls(self) -> bool:
-        """Whether a decision may depend on `ctx.call`, which takes time to prepare."""
-        return True
-
     def by_op(self, op: Any) -> CheckpointPolicy | None:
         """The decision on an op if it depends on the op alone; else None."""
         del op
@@ -134,7 +129,6 @@ class Constant(Policy):
 
     name: str
     decision: CheckpointPolicy
-    looks_at_calls = False
 
     def __call__(self, ctx: Any = None, op: Any = None, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del ctx, args, kwargs
@@ -163,7 +157,6 @@ class ByOp(Policy):
     ops: frozenset[str]
     listed: CheckpointPolicy
     other: CheckpointPolicy
-    looks_at_calls = False
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del ctx, args, kwargs
