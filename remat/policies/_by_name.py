@@ -8,16 +8,15 @@ from typing import Any
 
 from remat._errors import shown
 from remat._names import current_name
-from remat.policies._enum import CheckpointPolicy
-from remat.policies._policy import (
+from remat.policies._enum import (
     MUST_CPU_OFFLOAD,
     MUST_RECOMPUTE,
     MUST_SAVE,
     PREFER_RECOMPUTE,
     PREFER_SAVE,
-    Policy,
-    call,
+    CheckpointPolicy,
 )
+from remat.policies._policy import Policy, call
 
 
 @dataclass(frozen=True, repr=False)

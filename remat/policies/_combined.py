@@ -11,14 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from remat.policies._enum import CheckpointPolicy
-from remat.policies._policy import (
+from remat.policies._enum import (
     MUST_CPU_OFFLOAD,
     MUST_RECOMPUTE,
     MUST_SAVE,
     PREFER_CPU_OFFLOAD,
     PREFER_RECOMPUTE,
     PREFER_SAVE,
+    CheckpointPolicy,
+)
+from remat.policies._policy import (
     Decide,
     Policy,
     PolicyLike,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from remat.policies._by_name import check_places
-from remat.policies._enum import CheckpointPolicy
-from remat.policies._policy import CALLED, MUST_CPU_OFFLOAD, MUST_SAVE, PREFER_RECOMPUTE, Policy
+from remat.policies._enum import MUST_CPU_OFFLOAD, MUST_SAVE, PREFER_RECOMPUTE, CheckpointPolicy
+from remat.policies._policy import CALLED, Policy
 
 _DOTS = """
     mm addmm _addmm_activation bmm baddbmm addbmm mv addmv dot vdot linear mkldnn_linear matmul _trilinear

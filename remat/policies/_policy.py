@@ -12,18 +12,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch.utils.checkpoint
+import torch
 
 from remat._errors import shown
 from remat.policies import _ops
-from remat.policies._enum import CheckpointPolicy
-
-MUST_SAVE = CheckpointPolicy.MUST_SAVE
-PREFER_SAVE = CheckpointPolicy.PREFER_SAVE
-MUST_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE
-PREFER_RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
-MUST_CPU_OFFLOAD = CheckpointPolicy.MUST_CPU_OFFLOAD
-PREFER_CPU_OFFLOAD = CheckpointPolicy.PREFER_CPU_OFFLOAD
+from remat.policies._enum import (
+    MUST_CPU_OFFLOAD,
+    MUST_RECOMPUTE,
+    MUST_SAVE,
+    PREFER_RECOMPUTE,
+    CheckpointPolicy,
+)
 
 Decide = Callable[..., CheckpointPolicy]
 
@@ -199,7 +198,7 @@ class Function(Policy):
             return MUST_SAVE if result else PREFER_RECOMPUTE
         if self.maker == "save_if":
             raise TypeError(f"save_if: the predicate {name} must return a bool; got {shown(result)} for {op}.")
-        if isinstance(result, (CheckpointPolicy, torch.utils.checkpoint.CheckpointPolicy)):
+        if isinstance(result, CheckpointPolicy):
             return result
         raise TypeError(
             f"remat: the policy {name} must return a bool or a CheckpointPolicy; got {shown(result)} for {op}."
