@@ -1,4 +1,4 @@
-"""The decisions of a policy: torch's enum, and its members."""
+"""The decisions of a policy: torch's enum, and those of its members that policies name."""
 
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
@@ -7,4 +7,3 @@ PREFER_SAVE = CheckpointPolicy.PREFER_SAVE
 MUST_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE
 PREFER_RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
 MUST_CPU_OFFLOAD = CheckpointPolicy.MUST_CPU_OFFLOAD
-PREFER_CPU_OFFLOAD = CheckpointPolicy.PREFER_CPU_OFFLOAD
