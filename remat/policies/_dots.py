@@ -58,7 +58,7 @@ def _has_batch_dims(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | Non
     As in `jax.numpy.matmul`, a dimension of size 1 is no batch dimension.
     """
     name = _name(func)
-    if name in _NEVER_BATCHED or name.startswith("conv") or "convolution" in name:
+    if name in _NEVER_BATCHED or "conv" in name:
         return False
     if name == "einsum" and isinstance(args[0], str):
         return _einsum_has_batch_dims(args[0], args[1:])
