@@ -18,7 +18,7 @@ from remat.policies._policy import Policy, Printable, call
 class _ByName(Printable):
     """A decision for each listed name (None: for values without one), another for the rest."""
 
-    listed: dict[str | None, CheckpointPolicy] = field(hash=False)
+    listed: dict[str | None, CheckpointPolicy] = field(hash=False)  # a dict has no hash
     other: CheckpointPolicy
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -145,13 +145,10 @@ def save_and_offload_only_these_names(
     check_places(who, offload_src, offload_dst)
     saved = _listed(who, names_which_can_be_saved, MUST_SAVE)
     offloaded = _listed(who, names_which_can_be_offloaded, MUST_CPU_OFFLOAD)
-    if both := [name for name in saved if name in offloaded]:
-        raise ValueError(
-            f"{who}: a name is either saved or offloaded; got {', '.join(map(repr, both))} in both of "
-            f"names_which_can_be_saved={list(saved)} and names_which_can_be_offloaded={list(offloaded)}."
-        )
-    text = f"{who}(names_which_can_be_saved={list(saved)}, names_which_can_be_offloaded={list(offloaded)})"
-    return _ByName(text, saved | offloaded, PREFER_RECOMPUTE)
+    given = f"names_which_can_be_saved={list(saved)}, names_which_can_be_offloaded={list(offloaded)}"
+    if both := ", ".join(repr(name) for name in saved if name in offloaded):
+        raise ValueError(f"{who}: a name is either saved or offloaded; got {both} in both of {given}.")
+    return _ByName(f"{who}({given})", saved | offloaded, PREFER_RECOMPUTE)
 
 
 def check_places(who: str, src: str, dst: str) -> None:
