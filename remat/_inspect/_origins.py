@@ -42,10 +42,12 @@ class Origins(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.made: weakref.WeakKeyDictionary[Any, Origin] = weakref.WeakKeyDictionary()
+        """By storage, those that are still alive."""
         self.read: dict[Any, str] = {}
+        """By storage, the place in the user's code."""
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is not CONSTANT:
+        if func is not CONSTANT:  # the argument of that is new
             for storage in storages(tensors((args, kwargs))):
                 if storage not in self.made:
                     self.read.setdefault(storage, call_site())
