@@ -6,13 +6,16 @@ own under checkpointing, and closes over a weight.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from _common import WAYS, Benchmark, Fun, Row, Run, leaf
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
+from torch.overrides import TorchFunctionMode
 
 BLOCKS, BATCH = 10, 3
 WAYS_COMPARED = ("no remat", "torch, non-reentrant", "remat")
@@ -122,6 +125,40 @@ DERIVATIVES: dict[str, Callable[[Fun], Run]] = {
 }
 
 
+class Blind(TorchFunctionMode):
+    """Sees each torch call, and does nothing about it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class ByHand(torch.autograd.Function):
+    """Checkpointing without any check, for one argument and what the function closes over."""
+
+    @staticmethod
+    def forward(ctx: Any, fun: Fun, mode: Any, x: Tensor) -> Tensor:
+        ctx.fun, ctx.mode = fun, mode
+        ctx.save_for_backward(x)
+        with mode:
+            return fun(x)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad(), ctx.mode:
+            out = ctx.fun(x)
+        out.backward(cotangent)
+        return None, None, x.grad
+
+
+def by_hand(mode: Callable[[], Any]) -> Callable[[Fun], Fun]:
+    return lambda fun: lambda x: ByHand.apply(fun, mode(), x)
+
+
+FLOORS = {"by hand": by_hand(contextlib.nullcontext), "by hand, under an empty mode": by_hand(Blind)}
+"""What a checkpoint costs without any check, and under a mode that sees each torch call, as remat's does."""
+
+
 def of_a_large_model(way: Callable[[Fun], Fun]) -> Run:
     """A function that closes over a model of 800 modules, and uses one."""
     model = nn.ModuleList(nn.Linear(4, 4) for _ in range(800))
@@ -173,6 +210,10 @@ def main() -> None:
     )
     for name, rows in derivatives.items():
         bench.ratios[f"{name}: remat / no remat"] = rows["remat"].over(rows["no remat"])
+    ways = {way: backward(chain(ck, plainly)) for way, ck in (compared | FLOORS).items()}
+    (rows,) = measured({".backward(), without any check": ways}, rounds=15, repeats=4).values()
+    for floor in FLOORS:
+        bench.ratios[f".backward(), {floor} / torch"] = rows[floor].over(rows["torch, non-reentrant"])
     others = {"one of 800 modules": of_a_large_model, f"a nest of {NEST}": nest}
     found = measured(
         {name: {way: make(ck) for way, ck in compared.items()} for name, make in others.items()}, rounds=7, repeats=1

@@ -68,6 +68,7 @@ class Call:
     policy: Any = None
     _followed: Any = None
     nests = False
+    _shows_nodes = False
     leaves: frozenset[int] = frozenset()
     hooked: frozenset[int] = frozenset()
     last_rerun = False
@@ -158,7 +159,7 @@ class Call:
                 self._drew_from = position
                 self._key = self.operands.add(look.read(keys.key)).index
         self.signature = look.signature
-        self.nests = look.nests
+        self.nests, self._shows_nodes = look.nests, look.shows_nodes
         self._has_custom = look.has_custom
         if look.signature.hooks:
             self.hooked = frozenset([level for _, level in look.signature.hooks if level >= 0])
@@ -327,8 +328,8 @@ class Call:
 
     @property
     def hands_on(self) -> bool:
-        """Whether its derivative runs inner backward passes: NOTE [handed on]."""
-        return self.nests and self.tape is None and not internals.tracing()
+        """Whether its derivative runs inner backward passes, out of the user's sight: NOTE [handed on]."""
+        return self.nests and not self._shows_nodes and self.tape is None and not internals.tracing()
 
     @property
     def needs_level(self) -> bool:

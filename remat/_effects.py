@@ -83,6 +83,8 @@ class Effects(NamedTuple):
     """It is `Tensor.register_hook`."""
     moves_hooks: bool = False
     """Autograd moves hooks to a new node with it, and holds a lock that reading `grad_fn` would wait for."""
+    shows_graph: bool = False
+    """It is `x.grad_fn`."""
     sets_data: bool = False
     """It is `x.data = ...`."""
     is_custom: bool = False
@@ -98,12 +100,13 @@ class Effects(NamedTuple):
     """Whether one of the fields above is true."""
     multiplies: bool = False
     """It is a matrix product or a convolution."""
-    reads_no_value: bool = False
-    """Neither its derivative nor what the caller learns depends on values: sums and views."""
+    operands: int = 0
+    """Of a sum 2, of a view 1: neither its derivative nor what the caller learns depends on the values of so many first
+    arguments. The others must be numbers."""
 
 
 ORDINARY = Effects()
-METADATA = Effects(reads_no_value=True)
+METADATA = Effects(operands=1)
 """Of the functions that tell shape, dtype and the like: this very object."""
 EFFECTS: dict[Any, Effects] = {}
 """Those of the functions that were asked for so far."""
@@ -118,13 +121,14 @@ def effects_of(func: Any) -> Effects:
             draws=getattr(func, "__name__", "") in _RANDOM,
             sets_hook=func is Tensor.register_hook,
             moves_hooks=internals.moves_hooks(func),
+            shows_graph=func == _GRAD_FN,
             sets_data=func == Tensor.data.__set__,  # type: ignore[attr-defined]
             is_custom=internals.is_custom_function_call(func),
             is_unlisted=internals.is_custom_function_call(func) or func in (Tensor.requires_grad_, Tensor.view_as),
             looks_up=func == Tensor.grad.__get__,  # type: ignore[union-attr]
             reads_memory=func in READS_MEMORY,
             multiplies=func in _PRODUCTS,
-            reads_no_value=_reads_no_value(func),
+            operands=2 if func in _SUMS else int(_is_view(func)),
         )
         found = found._replace(acts=any(found[: Effects._fields.index("acts")]))
         if len(EFFECTS) < 10_000:  # custom functions may be made anew for each call
@@ -133,21 +137,27 @@ def effects_of(func: Any) -> Effects:
     return found
 
 
-def _reads_no_value(func: Any) -> bool:
+def _is_view(func: Any) -> bool:
     if type(func) is _GETTER:
         return getattr(func.__self__, "__name__", "data") not in _GIVES_VALUES
-    return func in _SUMS or func in _LAYOUT or func is Tensor.register_hook
+    return func in _LAYOUT
 
 
-def reads_numbers_alone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a sum or view gets numbers for its other arguments: its derivative would read tensors there."""
-    operands = 2 if func in _SUMS else 1
-    if func == _GRAD_FN:  # the user may put a hook on the node that reads values; torch's meters do not
+def reads_no_value(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> bool:
+    """Whether neither the derivative of a call nor what the caller learns depends on values."""
+    if effects.shows_graph:  # the user may put a hook on the node that reads values; torch's meters do not
         return internals.called_by("torch.")
-    if func is Tensor.register_hook:
+    if effects.sets_hook:
         return str(getattr(args[1], "__module__", "")).startswith("torch.")  # a user's hook may keep values
-    numbers = (*args[operands:], *(v for k, v in kwargs.items() if k not in ("input", "other")))
-    return not any(isinstance(n, Tensor) for x in numbers for n in (x if isinstance(x, (list, tuple)) else (x,)))
+    if not effects.operands:
+        return False
+    numbers = args[effects.operands :]
+    if kwargs:
+        numbers = (*numbers, *(v for k, v in kwargs.items() if k not in ("input", "other")))
+    for x in numbers:
+        if isinstance(x, Tensor) or (isinstance(x, (list, tuple)) and any(isinstance(n, Tensor) for n in x)):
+            return False
+    return True
 
 
 def may_write(func: Any) -> bool:

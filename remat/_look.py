@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
-from remat._effects import EFFECTS, ORDINARY, Effects, as_given, effects_of, reads_numbers_alone, tensors_in, written_by
+from remat._effects import EFFECTS, ORDINARY, Effects, as_given, effects_of, reads_no_value, tensors_in, written_by
 from remat._errors import CHANGES, RematError, call_site
 from remat._made import Made, Occasion, Read
 from remat._memory import memory_of
@@ -64,6 +64,7 @@ class Look(NestedMode):
     - `nests`: whether the run made nested calls of functions under remat.
     - `keeps_call`: whether to note the torch call that is running, for a policy.
     - `sets_hooks`: whether the run put a hook on a tensor.
+    - `shows_nodes`: whether the user's code got a node of the graph, and may put a hook on that.
     - `has_custom`: whether the run was seen to call an autograd.Function.
     - `tail_number`, `tail_results`: of the call at `signature.tail`: the sequence number after it, and its results.
     """
@@ -72,6 +73,7 @@ class Look(NestedMode):
     nests = False
     keeps_call = False
     sets_hooks = False
+    shows_nodes = False
     has_custom = False
     tail_number = 0
     tail_results: Sequence[weakref.ref[Tensor]] = ()
@@ -95,7 +97,6 @@ class Look(NestedMode):
         self._pairs: Sequence[tuple[Tensor, Tensor]] = ()
         self._own = Made()
         self._has_tangents = internals.forward_ad_active()
-        self._is_compiled = is_compiling()
 
     def begin(self, outer: Look | None) -> None:
         """Note the tensors that the run is given. `outer`: the look at the surrounding run."""
@@ -113,7 +114,7 @@ class Look(NestedMode):
         self.handed_on |= inner.handed_on & self.outside.keys()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_compiling() and not self._is_compiled:  # dynamo traces what is compiled inside, with the active modes
+        if is_dynamo_compiling():  # dynamo traces what is compiled inside, with the active modes
             return func(*args, **(kwargs or {}))
         delegate = self.delegate
         if delegate is not None:
@@ -133,20 +134,19 @@ class Look(NestedMode):
             args = self._seen(args)
             break
         effects = EFFECTS.get(func) or effects_of(func)
-        if effects is ORDINARY and not kwargs:
-            self.signature.tail = None
-            if self.keeps_call:
-                self.call = func, args, {}
-                out = func(*args)
-                self.call = None
-            else:
-                out = func(*args)
-        elif kwargs or effects.acts:
+        if kwargs or effects.acts:
             self._reader = func
             named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
             return self._call(effects, func, args, named, (given, kwargs))
-        else:
+        if effects.multiplies:
             out = self._maybe_tail(effects, func, args, {})
+        else:
+            if effects is ORDINARY or not (reads_no_value(effects, args) and torch.is_grad_enabled()):
+                self.signature.tail = None
+            if self.keeps_call:
+                self.call = func, args, {}
+            out = func(*args)
+            self.call = None
         if type(out) is not Tensor:
             if kind_of(out.__class__) is HOLDER:
                 with internals.DisableTorchFunction():
@@ -185,6 +185,8 @@ class Look(NestedMode):
                 args = self._with_hook(args)
             if effects.draws:
                 self._mark_draw(func)
+            if effects.shows_graph:
+                self.shows_nodes |= not internals.called_by("torch.")
         out = self._maybe_tail(effects, func, args, kwargs)
         if effects.looks_up and isinstance(out, Tensor):
             with internals.DisableTorchFunction():
@@ -198,7 +200,7 @@ class Look(NestedMode):
         """Call a function, and note whether it begins or ends the tail: see `_tail.py`."""
         signature = self.signature
         position = len(signature.calls)
-        if not (effects.reads_no_value and reads_numbers_alone(func, args, kwargs) and torch.is_grad_enabled()):
+        if not (reads_no_value(effects, args, kwargs) and torch.is_grad_enabled()):
             signature.tail = None
         if self.keeps_call:
             self.call = func, args, kwargs
@@ -263,8 +265,7 @@ class Look(NestedMode):
         """The tensor to read in the place of one that the run has made or has read before. None: it is from outside."""
         if id(tensor) in self._known or self._reads_own(tensor):
             return tensor
-        read = self.outside.get(id(tensor))
-        return None if read is None else read.value
+        return None if (read := self.outside.get(id(tensor))) is None else read.value
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
         self.outside[id(tensor)] = Read(tensor, value, internals.version(value), self._count(), self._reader)
@@ -382,9 +383,9 @@ class Look(NestedMode):
                 self._known.add(id(layer))
 
     def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
-        """The arguments of `register_hook`. A rerun puts a hook that is not for its level on an unused tensor.
+        """The arguments of `register_hook`. `inner`: of a hook that a nested run sets, the position there.
 
-        `inner`: of a hook that a nested run sets, the position there.
+        A rerun puts a hook that is not for its level on an unused tensor.
         """
         if internals.is_hook_of_fully_shard(args[1]):
             raise RematError(_SHARDED.format(self.name))
@@ -412,8 +413,7 @@ class Look(NestedMode):
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run made this tensor."""
-        key = id(tensor)
-        return key not in self.outside and (key in self._known or self._own.has(tensor))
+        return id(tensor) not in self.outside and (id(tensor) in self._known or self._own.has(tensor))
 
     def survivors(self) -> list[tuple[weakref.ref[Tensor], dict[Occasion, int]]]:
         """The tensors that the run made without a derivative and read, and that somebody keeps: NOTE [survivors]."""

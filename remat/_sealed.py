@@ -45,7 +45,7 @@ def hand_on(nodes: Iterable[Any], ends: Iterable[Any]) -> None:
 
     **Arguments:**
 
-    - `nodes`: all nodes of the graph. The user's own hooks are on them already, and so see values.
+    - `nodes`: all nodes of the graph.
     - `ends`: the nodes that are given sealed cotangents.
     """
     for node in nodes:

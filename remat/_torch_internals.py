@@ -977,7 +977,7 @@ def fully_shard_at_work() -> bool:
 
     They fill memory that they own, each time anew: the parameters that they gather.
     """
-    return _FULLY_SHARD in sys.modules and called_by(_FULLY_SHARD)
+    return uses_fully_shard() and called_by(_FULLY_SHARD)
 
 
 def _states_of_fully_shard() -> list[Any]:
@@ -1017,4 +1017,4 @@ def is_hook_of_fully_shard(hook: Any) -> bool:
 
 def dtensor_at_work() -> bool:
     """Whether the running torch call is one of DTensor's own (2.13), on the local tensors inside of it."""
-    return _DTENSOR in sys.modules and called_by(_DTENSOR)
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and called_by(_DTENSOR)

@@ -489,3 +489,20 @@ def test_a_nested_call_under_vmap_returns_a_constant() -> None:
 
     x = numbers(3)
     assert_same(grad(functools.partial(loss, remat))(x), grad(functools.partial(loss, plain))(x))
+
+
+def test_hooks_on_the_node_of_a_nest_see_its_cotangents() -> None:
+    def seen(ck: Any) -> list[Tensor]:
+        found: list[Tensor] = []
+
+        def fun(x: Tensor) -> Tensor:
+            y = ck(lambda x: ck(lambda x: ck(torch.sin)(x).cos())(x).sin())(x)
+            assert y.grad_fn is not None
+            y.grad_fn.register_prehook(lambda cotangents: found.extend(c.clone() for c in cotangents))
+            y.grad_fn.register_hook(lambda _, cotangents: found.extend(c.clone() for c in cotangents))
+            return 2 * y
+
+        ck(fun)(numbers(3).requires_grad_()).sum().backward()
+        return found
+
+    assert_same(seen(remat), seen(plain))

@@ -13,7 +13,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import Parameter, is_lazy
 
 from remat import _torch_internals as internals
@@ -85,7 +85,7 @@ class CheckpointLook(Look):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Less than that of `Look`: what it needs to compare calls would take half of the time.
-        if is_compiling():  # `torch.cond` is compiled under the active modes
+        if is_dynamo_compiling():  # `torch.cond` is compiled under the active modes
             return func(*args, **(kwargs or {}))
         delegate = self.delegate
         if delegate is not None:
