@@ -190,6 +190,9 @@ class CheckpointLook(Look):
         copy = value.detach().clone()
         return copy.requires_grad_() if value.requires_grad else copy
 
+    def _check_graph(self, outputs: Any) -> None:
+        """Any graph may be differentiated: it is there in the rerun."""
+
     def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
         if self.is_rerun:  # the forward has put it on the tensor from outside itself
             return (internals.leaf_of_nothing(), *args[1:]) if id(args[0]) in self.outside else args
