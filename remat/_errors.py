@@ -33,6 +33,20 @@ CHANGES = (
     "the changed value. Change a copy instead: x = x.clone()."
 )
 
+_INSTEAD = "remat.nn.remat_module, or call the function through remat.checkpoint(..., use_reentrant=False)."
+SHARDED = (
+    "remat: {} calls a module that fully_shard has sharded. FSDP2 takes gradients from the backward graph of that "
+    f"module itself, which a rerun by remat does not have. Wrap the module with {_INSTEAD}"
+)
+TAKEN_APART = (
+    "remat: {} takes a DTensor apart (to_local or redistribute, which the hooks of parallelize_module call), and "
+    f"remat can't see the tensors inside of it. Wrap the module with {_INSTEAD}"
+)
+OTHER_GRAPH = (
+    "remat: {} differentiates a tensor that was computed outside of it: it calls what torch.func.vjp or linearize has "
+    "returned outside, or torch.autograd.grad. A rerun does not have that graph. Call vjp or linearize inside, too."
+)
+
 
 def shown(value: object) -> str:
     """A value as errors show it: a tensor by shape and dtype, a module by its class."""

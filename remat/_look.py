@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
 from remat._effects import EFFECTS, ORDINARY, Effects, as_given, effects_of, reads_no_value, tensors_in, written_by
-from remat._errors import CHANGES, RematError, call_site
+from remat._errors import CHANGES, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, call_site
 from remat._graph import is_made_since
 from remat._made import Made, Occasion, Read
 from remat._memory import memory_of
@@ -36,19 +36,6 @@ from remat._tail import is_large
 level_of, stack_depth = internals.level_of, internals.stack_depth
 
 _MADE_INSIDE = " If the function makes a module, which has this parameter: make the module outside, and pass it."
-_INSTEAD = "remat.nn.remat_module, or call the function through remat.checkpoint(..., use_reentrant=False)."
-_SHARDED = (
-    "remat: {} calls a module that fully_shard has sharded. FSDP2 takes gradients from the backward graph of that "
-    f"module itself, which a rerun by remat does not have. Wrap the module with {_INSTEAD}"
-)
-_TAKEN_APART = (
-    "remat: {} takes a DTensor apart (to_local or redistribute, which the hooks of parallelize_module call), and "
-    f"remat can't see the tensors inside of it. Wrap the module with {_INSTEAD}"
-)
-_OTHER_GRAPH = (
-    "remat: {} differentiates a tensor that was computed outside of it: it calls what torch.func.vjp or linearize has "
-    "returned outside, or torch.autograd.grad. A rerun does not have that graph. Call vjp or linearize inside, too."
-)
 _LAZY = (
     "remat: {} calls a lazy module that has yet to make its parameters, and a rerun would begin after that. Call it "
     "once before, in torch.no_grad()."
@@ -207,7 +194,7 @@ class Look(NestedMode):
     def _check_graph(self, outputs: Any) -> None:
         """The run is about to differentiate these."""
         if any(internals.nodes_of(t) and not is_made_since(t, self._since) for t in tensors_in(outputs)):
-            raise RematError(_OTHER_GRAPH.format(self.name))
+            raise RematError(OTHER_GRAPH.format(self.name))
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function, and note whether it begins or ends the tail: see `_tail.py`."""
@@ -266,7 +253,7 @@ class Look(NestedMode):
             self.outer._reader = (self._count(), self._reader)
             value = self.outer.read(tensor, handed_on)
         if not value.requires_grad and internals.dtensor_at_work():
-            raise RematError(_TAKEN_APART.format(self.name))
+            raise RematError(TAKEN_APART.format(self.name))
         if handed_on:
             self.handed_on.add(key)
         elif value.requires_grad and not torch.is_grad_enabled():
@@ -401,7 +388,7 @@ class Look(NestedMode):
         A rerun puts a hook that is not for its level on an unused tensor.
         """
         if internals.is_hook_of_fully_shard(args[1]):
-            raise RematError(_SHARDED.format(self.name))
+            raise RematError(SHARDED.format(self.name))
         self.sets_hooks = True
         position = (self._count(), *inner)
         given = args if self.outer is None else self.outer._with_hook(args, position)
