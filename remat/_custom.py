@@ -132,7 +132,7 @@ class custom_remat(Generic[P, R]):  # noqa: N801
 
     **Returns:** a function with the values of `f`.
 
-    **Raises:** `TypeError` if an argument can't be called, or if a rule returns something else than described.
+    **Raises:** `TypeError` if an argument can't be called, or if a rule does not return what is described here.
 
     **Source:** `jax.custom_remat`.
 

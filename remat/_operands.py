@@ -166,7 +166,7 @@ class Operands:
 
         **Arguments:**
 
-        - `tape`: what a policy keeps of the run, None without one.
+        - `tape`: the values that a policy keeps; None without a policy.
         - `since`: all autograd nodes with higher sequence numbers were made in the run.
         """
         if len(look.copies) > 1:

@@ -43,7 +43,7 @@ _STRANGER = (
 )
 
 _OTHER_HOOKS = (
-    "remat: the rerun of {} puts hooks on other tensors than its forward, perhaps because x.requires_grad is another. "
+    "remat: the rerun of {} puts hooks on other tensors than its forward, perhaps because x.requires_grad differs. "
     "Put the hook on the result, outside of the function."
 )
 
