@@ -72,8 +72,9 @@ def checkpoint(
     **Returns:** the function's result, or the decorator.
 
     **Raises:** `TypeError` if `function` can't be called, or is a generator or async function, whose body runs later;
-    `ValueError` for options that the variant does not have. On backward, `CheckpointError` if the rerun differs from
-    the forward, and `RuntimeError` if a tensor that the function was given or read has been changed in place.
+    `ValueError` for options that the variant does not have; `RematError` if the function calls `torch.func.grad` or
+    the like, with `use_reentrant=False`. On backward, `CheckpointError` if the rerun differs from the forward, and
+    `RuntimeError` if a tensor that the function was given or read has been changed in place.
 
     **Source:** Chen et al., *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174.
 

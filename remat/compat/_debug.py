@@ -48,7 +48,7 @@ class _Trace(DispatchMode):
         return [f"{op}, at {site}" for op, site in zip(self.ops, self.sites, strict=True)]
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is DETACH:  # the hooks detach tensors, and not alike in both runs
+        if func is DETACH:  # the hooks make some, and other ones in the rerun
             return func(*args, **kwargs)
         shown = [*map(_describe, args), *(f"{k}={_describe(v)}" for k, v in kwargs.items())]
         self.ops.append(f"{func}({', '.join(shown)})")

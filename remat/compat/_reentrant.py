@@ -100,7 +100,7 @@ class CheckpointFunction(torch.autograd.Function):
         with internals.base_level() if internals.transforms_active() else NOTHING:
             given = ctx.call, ctx.saved_tensors, ctx.captured, ctx.gathered, cotangents
             found = internals.with_subclasses(lambda: _gradients(*given))
-        if not internals.graph_is_retained():  # as saved tensors are: the call may lead to this node
+        if not internals.graph_is_retained():  # freed as saved tensors are: it may lead to this node
             ctx.call, ctx.captured, ctx.gathered = None, {}, []
         return (None, None, None, None, None, *found)
 

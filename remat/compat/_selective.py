@@ -29,8 +29,8 @@ from remat.policies._ops import OpOverload, OpOverloadPacket, spell
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _BYPASSED = (
     "checkpoint: A saved_tensors_hooks context (e.g. save_on_cpu) is active around a selective activation checkpoint "
-    "region. The values that the policy keeps do not go through it. Later versions of torch.utils.checkpoint change "
-    "that. Pass respect_saved_tensors_hooks=True to change it now, or False to keep it without this warning."
+    "region. The values that the policy keeps do not go through it, but will in later versions of "
+    "torch.utils.checkpoint. Pass respect_saved_tensors_hooks=True to have that now, or False to turn off this warning."
 )
 _PACKET = " Please update the OpOverloadPacket to a specific OpOverload, such as {}.{}."
 _MUTATED = (
