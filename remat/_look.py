@@ -239,7 +239,7 @@ class Look(NestedMode):
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         """Note that the run reads a tensor. Returns the tensor to read in its place.
 
-        `handed_on`: whether a transform inside of the function has wrapped it: then no torch call reads it directly.
+        `handed_on`: whether a transform inside the function has wrapped it: then no torch call reads it directly.
         """
         key = id(tensor)
         value = self._swaps.get(key, tensor)  # in an outer rerun, which may run below the original's level

@@ -1,4 +1,4 @@
-"""What loops check: their options, their lengths, and that the carry stays as it is."""
+"""Checks of loops: options, lengths, and that the carry keeps its structure, shapes and dtypes."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Original:
     written = False
     """Whether the function writes to it. Then each rerun gets a copy of its earlier value."""
     attributes: dict[str, Any] | None = None
-    """The Python attributes that somebody has set on it."""
+    """The Python attributes that user code has set on it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref = weakref.ref(tensor)
@@ -335,7 +335,7 @@ class Operands:
         return Plan(pairs, fill, to_write, reads, survivors, alive)
 
     def still_there(self) -> list[Tensor]:
-        """The originals, and the other outside tensors that reruns read, as far as they are still alive."""
+        """The originals, and the other outside tensors that reruns read, if they are still alive."""
         refs = [original.ref for original in self.originals] + [ref for ref, *_ in self.constants]
         refs += [ref for ref, *_ in self._cell_constants]
         return [t for ref in refs if (t := ref()) is not None]

@@ -150,7 +150,7 @@ class _Lowered:
 
 
 def top_transform() -> Transform | None:
-    """The innermost active transform, or None outside of all transforms."""
+    """The innermost active transform, or None outside all transforms."""
     top = _C.peek_interpreter_stack()
     return None if top is None else Transform(top)
 
@@ -278,7 +278,7 @@ class grad_level:  # noqa: N801
 
 
 def _require_grad(wrapper: Tensor) -> None:
-    """Make a new wrapper a leaf: torch refuses `requires_grad_()` inside of a transform."""
+    """Make a new wrapper a leaf: torch refuses `requires_grad_()` inside a transform."""
     before = _C.get_inplace_requires_grad_allowed()
     _C.set_inplace_requires_grad_allowed(True)
     try:
@@ -289,7 +289,7 @@ def _require_grad(wrapper: Tensor) -> None:
 
 @contextlib.contextmanager
 def jvp_level() -> Iterator[int]:
-    """A new `jvp` level, also inside of a `forward_ad.dual_level` that the user has entered."""
+    """A new `jvp` level, also inside a `forward_ad.dual_level` that the user has entered."""
     dual_level = fwad.dual_level() if fwad._current_level < 0 else contextlib.nullcontext()
     with _eager.jvp_increment_nesting() as level, _set_fwd_grad_enabled(True), dual_level:
         yield level
@@ -380,7 +380,7 @@ def apply_at_level(function: type[SingleLevelFunction], *args: Any) -> tuple[Ten
 # NOTE [who asked for this derivative]
 # `torch.func.grad` runs the backward pass while its level is still active and with create_graph=True, although
 # nobody can differentiate the result at that level again: the level ends with it. A backward that the user's
-# function asks for (`torch.autograd.grad` inside of `torch.func.grad`) looks the same to a node, but its result
+# function asks for (`torch.autograd.grad` inside `torch.func.grad`) looks the same to a node, but its result
 # can be differentiated again. They are told apart by the Python frame that called the engine. If that frame can't be
 # found, the answer is "the user": right, though it keeps more alive.
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -500,7 +500,7 @@ def function_modes() -> list[Any]:
 def with_subclasses(run: Callable[[], T]) -> T:
     """Call a function, with `__torch_function__` of tensor subclasses active.
 
-    It is not active in a backward pass that a subclass was asked for: `super().__torch_function__` turns it off (2.13).
+    It is not active in a backward pass that a subclass started: `super().__torch_function__` turns it off (2.13).
     """
     if torch._C._is_torch_function_enabled() or torch._C._is_torch_function_all_disabled():
         return run()
@@ -661,7 +661,7 @@ def below_all_transforms() -> Iterator[None]:
 
 
 def in_inference_mode() -> bool:
-    """Whether plain autograd records nothing. `torch.is_inference_mode_enabled` says no inside of a transform."""
+    """Whether plain autograd records nothing. `torch.is_inference_mode_enabled` says no inside a transform."""
     return not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.ADInplaceOrView)
 
 
@@ -732,7 +732,7 @@ def left_alone_by_dynamo(fun: F) -> F:
     """Mark a function that runs uncompiled, with all that it calls.
 
     After a graph break dynamo compiles the functions that are called next, also by autograd's engine.
-    `torch.compiler.disable` would wrap the function. To mark its code costs nothing if nothing is compiled (2.13).
+    `torch.compiler.disable` would wrap the function. Marking its code costs nothing if nothing is compiled (2.13).
     """
     set_code_exec_strategy(fun.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return fun
@@ -753,7 +753,7 @@ _hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_
 
 
 def uncompiled(fun: Any) -> Any:
-    """The function that was compiled, if `torch.compile` has made `fun`, or what a method or partial calls; else `fun`.
+    """`fun` as it was before `torch.compile`, also where a method or partial calls it; else `fun` itself.
 
     There is no public way to ask. A copy by `functools.wraps` has the same attributes, but another id (2.13).
     """
@@ -882,7 +882,7 @@ def save(tensor: Tensor) -> Any:
 
 
 def savable(tensor: Tensor) -> Tensor:
-    """The tensor; or, as torch can't save an inference tensor, a copy of that, made unseen by modes."""
+    """The tensor. Of an inference tensor, which torch can't save, a copy; no mode sees it being made."""
     with DisableTorchFunction():
         if not tensor.is_inference():
             return tensor
@@ -925,12 +925,12 @@ pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 
 
 def top_function_mode() -> Any:
-    """The innermost active torch-function mode, None outside of all."""
+    """The innermost active torch-function mode; None without one."""
     size = torch._C._len_torch_function_stack()
     return torch._C._get_function_stack_at(size - 1) if size else None
 
 
-# The backward pass that is running in this thread, by number; -1 outside of all.
+# The number of the backward pass that is running in this thread; -1 without one.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 # The `GraphExecGroup` of this thread, torch's or ours; the engine hands it on to its own threads.
@@ -956,7 +956,7 @@ def base_level() -> Iterator[None]:
 
 
 def called_by(package: str) -> bool:
-    """Whether the innermost caller of a torch call is in `package`, apart from other modules of torch and ours."""
+    """Whether the innermost caller of a torch call is in `package`, not counting torch's other modules and ours."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

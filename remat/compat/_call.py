@@ -238,7 +238,7 @@ class Call:
     ) -> tuple[dict[int, Tensor], list[tuple[Place, Tensor]], CheckpointLook | None]:
         """By identity of the forward's tensors, those of the rerun; the tensors to put into modules; the look."""
         values = {key: argument for key, argument in zip(self._index, arguments, strict=False) if argument is not None}
-        for operand in self.operands[self.arguments :]:  # in a backward inside of the forward
+        for operand in self.operands[self.arguments :]:  # in a backward inside the forward
             values[id(operand)] = operand
         swaps, stale = {}, {}
         for read in self.reads if self._look is None else _written(self._look):

@@ -44,9 +44,9 @@ def checkpoint(
     It is `torch.utils.checkpoint.checkpoint`, with the same arguments and the same two variants:
 
     - `use_reentrant=False`, the one to use: the graph is recorded, so it works with nested structures, closures and
-        keyword arguments, under `torch.autograd.grad` and with backward passes inside of the function.
+        keyword arguments, under `torch.autograd.grad` and with backward passes inside the function.
     - `use_reentrant=True`: the forward runs in `torch.no_grad`. There are gradients only if one of the positional
-        arguments requires grad; the function has no keyword arguments.
+        arguments requires grad; the function takes no keyword arguments.
 
     The function runs again with its side effects; `remat.is_rerunning()` is true then. Arguments, closure, random draws
     and autocast are as at the call. Changes in place to tensors from outside happen once. Under the transforms of
@@ -163,7 +163,7 @@ def _needs_transforms() -> bool:
     look = current_look()
     if look is not None and not isinstance(look, CheckpointLook):
         return True  # in a function under remat: its reruns may be at another level of transforms
-    return running() is not None  # its draws are those of a key
+    return running() is not None  # it draws from a key
 
 
 def _functional(function: Any, contexts: Contexts, selective: Selective | None, preserve_rng_state: bool) -> Any:

@@ -222,7 +222,7 @@ class Region:
     def _recompute(self, key: Any, group: Any) -> _Recomputed:
         recomputed = _Recomputed(key, self._holders, self._options.early_stop)
         internals.with_subclasses(lambda: self._rerun(recomputed))
-        if key == -1:  # outside of a backward pass: `grad_fn._saved_self`
+        if key == -1:  # outside a backward pass: `grad_fn._saved_self`
             return recomputed
         self._recomputed = weakref.ref(recomputed)
         if group is None:
@@ -236,7 +236,7 @@ class Region:
         with internals.base_level() if internals.transforms_active() else NOTHING:
             arguments = [None if s is None else s.unpack() for s in self._saved]
             context, trace, tell = self._contexts[1], self.traces[1], None
-            if not self._is_complete:  # a backward inside of the forward, and of its context
+            if not self._is_complete:  # a backward inside the forward and its context
                 context, trace = internals.DisableTorchDispatch(), NOTHING
             elif self._selective is not None:
                 context = recomputed.replay = self._selective.replay()
