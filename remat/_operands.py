@@ -103,13 +103,13 @@ class Plan(NamedTuple):
     fill: list[tuple[Place, Tensor]]
     """The places that must hold operands during the rerun."""
     to_write: dict[int, Tensor]
-    """The operands that the rerun must write to, as the forward did; keys tell their memory."""
+    """By memory, the operands that the rerun must write to, as the forward did."""
     reads: dict[int, int]
     """By identity, tensors that the rerun may read, and the length of the signature when the forward first did."""
     survivors: dict[int, dict[tuple[int, Any], int]]
     """By identity, tensors that the forward made and that are still alive, and how it read them."""
     alive: list[Tensor]
-    """All tensors that are known by identity: another tensor can't get the identity of one of them."""
+    """All tensors that are known by identity, kept alive so that no other tensor can get the identity of one."""
 
 
 class Operands:

@@ -105,7 +105,7 @@ class RematNode(internals.SingleLevelFunction):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         needed = internals.wanted(ctx, ctx.needs_input_grad[3:])
         grads: list[Any] = [None] * len(needed)
-        if any(c is not None for c in cotangents):  # else a later node cut the graph, and this may be freed
+        if any(c is not None for c in cotangents):  # else a later node cut the graph, and this node may be freed
             link: Link = ctx.link
             operands = _saved(ctx, link)
             if link.versions:

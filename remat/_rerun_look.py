@@ -91,7 +91,7 @@ class RerunLook(Look):
         self._read: set[int] = set()
         """Identities of tensors that it read, and may have made unseen."""
         self._revived: dict[tuple[int, Any], tuple[int, torch.Size, torch.dtype]] = {}
-        """Each way in which it read survivors: how often the forward did so; shape and dtype of one of them."""
+        """By occasion on which it read survivors: how often the forward did so; shape and dtype of one of them."""
         self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
 
     def begin(self, outer: Look | None) -> None:
