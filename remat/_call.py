@@ -220,9 +220,10 @@ class Call:
             self.tape = self._recorder.tape([t for t in results.leaves if isinstance(t, Tensor)])
             self._recorder = None
         self.operands.find(look, self.tape, self.since)
+        lowest = internals.lowest_recorded_level()
         while True:
             operands = self.operands.values(look)
-            self.leaves = frozenset([i for i, t in enumerate(operands) if internals.requires_grad_at_any_level(t)])
+            self.leaves = frozenset([i for i, t in enumerate(operands) if _is_recorded(t, lowest)])
             try:
                 return attach(results.tensors, operands)
             except Stranger as stranger:
@@ -312,7 +313,7 @@ class Call:
 
     def compare_reached(self, operands: AbstractSet[int], complete: bool) -> None:
         """Check that a rerun depends on the operands of the forward. `complete`: whether all results were walked."""
-        if self._has_tangents:  # tangents have another graph
+        if self._has_tangents or internals.tracing():  # tangents have another graph, and `make_fx` keeps the forward's
             return
         operands, before = operands - self._ambiguous, self._reached - self._ambiguous
         if not operands <= before or (complete and operands != before):
@@ -429,6 +430,11 @@ class Call:
             self._result = None
         look.outside.clear()
         self._look = None
+
+
+def _is_recorded(tensor: Tensor, lowest: int) -> bool:
+    """Whether a tensor requires grad at a level that is recorded, the lowest of which is given."""
+    return any(t.requires_grad and internals.level_of(t) >= lowest for t in internals.layers(tensor))
 
 
 def _attributes_of(obj: Any) -> list[Any]:

@@ -83,6 +83,8 @@ class Effects(NamedTuple):
     """It is `Tensor.register_hook`."""
     moves_hooks: bool = False
     """Autograd moves hooks to a new node with it, and holds a lock that reading `grad_fn` would wait for."""
+    differentiates: bool = False
+    """It is `torch.autograd.grad`, which `torch.func` calls too."""
     shows_graph: bool = False
     """It is `x.grad_fn`."""
     sets_data: bool = False
@@ -121,6 +123,7 @@ def effects_of(func: Any) -> Effects:
             draws=getattr(func, "__name__", "") in _RANDOM,
             sets_hook=func is Tensor.register_hook,
             moves_hooks=internals.moves_hooks(func),
+            differentiates=func is torch.autograd.grad,
             shows_graph=func == _GRAD_FN,
             sets_data=func == Tensor.data.__set__,  # type: ignore[attr-defined]
             is_custom=internals.is_custom_function_call(func),

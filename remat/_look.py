@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
 from remat._effects import EFFECTS, ORDINARY, Effects, as_given, effects_of, reads_no_value, tensors_in, written_by
 from remat._errors import CHANGES, RematError, call_site
+from remat._graph import is_made_since
 from remat._made import Made, Occasion, Read
 from remat._memory import memory_of
 from remat._nested_mode import NestedMode, current_look
@@ -43,6 +44,10 @@ _SHARDED = (
 _TAKEN_APART = (
     "remat: {} takes a DTensor apart (to_local or redistribute, which the hooks of parallelize_module call), and "
     f"remat can't see the tensors inside of it. Wrap the module with {_INSTEAD}"
+)
+_OTHER_GRAPH = (
+    "remat: {} differentiates a tensor that was computed outside of it: it calls what torch.func.vjp or linearize has "
+    "returned outside, or torch.autograd.grad. A rerun does not have that graph. Call vjp or linearize inside, too."
 )
 _LAZY = (
     "remat: {} calls a lazy module that has yet to make its parameters, and a rerun would begin after that. Call it "
@@ -97,7 +102,7 @@ class Look(NestedMode):
         self._pairs: Sequence[tuple[Tensor, Tensor]] = ()
         self._own = Made()
         self._has_tangents = internals.forward_ad_active()
-        self._is_compiled = is_compiling()
+        self._since = internals.next_sequence_number()
 
     def begin(self, outer: Look | None) -> None:
         """Note the tensors that the run is given. `outer`: the look at the surrounding run."""
@@ -115,7 +120,7 @@ class Look(NestedMode):
         self.handed_on |= inner.handed_on & self.outside.keys()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_compiling() and not self._is_compiled:  # dynamo traces what is compiled inside, with the active modes
+        if is_dynamo_compiling():  # dynamo traces what is compiled inside, with the active modes
             return func(*args, **(kwargs or {}))
         delegate = self.delegate
         if delegate is not None:
@@ -171,6 +176,8 @@ class Look(NestedMode):
         writes = effects.writes or "out" in kwargs or bool(kwargs.get("inplace"))
         written = written_by(func, args, kwargs) if writes else []
         with internals.DisableTorchFunction():
+            if effects.differentiates:
+                self._check_graph(given[0][0] if given[0] else given[1]["outputs"])
             if writes:
                 for t in written:
                     self.before_write(t)
@@ -196,6 +203,11 @@ class Look(NestedMode):
             with internals.DisableTorchFunction():
                 self.add_results(func, out, (*args, *kwargs.values()), not effects.is_unlisted)
         return as_given(out, written, func, given) if written and self._swaps else out
+
+    def _check_graph(self, outputs: Any) -> None:
+        """The run is about to differentiate these."""
+        if any(internals.nodes_of(t) and not is_made_since(t, self._since) for t in tensors_in(outputs)):
+            raise RematError(_OTHER_GRAPH.format(self.name))
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function, and note whether it begins or ends the tail: see `_tail.py`."""

@@ -61,6 +61,13 @@ def matters(tensor: Tensor) -> bool:
     )
 
 
+def of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
+    """The tensor as an instance of the user's own class: autograd nodes and transforms return plain tensors."""
+    if type(tensor) is kind or kind is torch.nn.Parameter or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return tensor
+    return tensor.as_subclass(kind)
+
+
 def _out_of_sight(reader: Any) -> str:
     return "an unknown line" if reader is None else f"an unknown line ({name_of(reader)} was the first to read it)"
 
@@ -86,9 +93,13 @@ class Original:
     """The Python attributes that user code has set on it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.ref = weakref.ref(tensor)
+        self.ref, self._kind = weakref.ref(tensor), type(tensor)
         if type(tensor) in _TENSORS and tensor.__dict__:
             self.attributes = tensor.__dict__.copy()
+
+    def as_found(self, operand: Tensor) -> Tensor:
+        """The operand as an instance of its class."""
+        return operand if self._kind in _TENSORS else of_kind(self._kind, operand)
 
     def set_in_modules(self, places: Sequence[Place]) -> None:
         """Note that modules hold it, in these places."""
@@ -294,7 +305,8 @@ class Operands:
         given: set[int] = set()
         alive: list[Tensor] = []
         for i, original in enumerate(self.originals):
-            operand, tensor = inputs[i], original.ref()
+            operand, tensor = original.as_found(inputs[i]), original.ref()
+            inputs[i] = operand
             if original.written:
                 operand = inputs[i] = operand.clone()
                 if tensor is not None:  # else the function may have made it itself, unseen

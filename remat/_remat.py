@@ -24,6 +24,7 @@ from remat._errors import call_site, shown
 from remat._look import Look
 from remat._module import wrapped_twin
 from remat._nested_mode import current_look
+from remat._operands import of_kind
 from remat._primitive import attach
 from remat._static import StaticArguments, as_tuple
 from remat.policies import Policy, as_policy
@@ -168,17 +169,10 @@ def _with_derivative(call: Call, out: Any, outer: Look | None) -> Any:
         attached = call.attach(results, functools.partial(attach, Derived(call, call, call.since)))
         values = results.tensors
         if attached is not values:
-            attached = [_of_kind(type(v), a) for v, a in zip(values, attached, strict=True)]
+            attached = [of_kind(type(v), a) for v, a in zip(values, attached, strict=True)]
             out = results.replaced(attached)
         values.clear()
         return out
-
-
-def _of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
-    """The tensor as an instance of the user's own class: autograd nodes return plain tensors."""
-    if type(tensor) is kind or kind is torch.nn.Parameter or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return tensor
-    return tensor.as_subclass(kind)
 
 
 _BODY_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

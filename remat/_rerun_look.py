@@ -83,7 +83,6 @@ class RerunLook(Look):
         self._survivors = plan.survivors
         self._to_write = plan.to_write
         self._forward = forward
-        self._since = internals.next_sequence_number()
         self._position = 0
         self._hooks: Counter[tuple[int, ...]] = Counter()
         """How many hooks it has set at each position of the signature."""

@@ -194,6 +194,14 @@ def requires_grad_at_any_level(tensor: Tensor) -> bool:
     return tensor.requires_grad
 
 
+def lowest_recorded_level() -> int:
+    """The level below which nothing is recorded: `torch.no_grad` is around its transform. -2 if there is no such."""
+    if not transforms_active():
+        return -2
+    grads = (i for i in _C.get_interpreter_stack() if i.key() == TransformType.Grad)
+    return max((i.level() for i in grads if not _C.CGradInterpreterPtr(i).prevGradMode()), default=-2)
+
+
 def requires_grad_below(tensor: Tensor) -> bool:
     """The same, for the levels below the one that the tensor is wrapped at."""
     below = is_wrapper(tensor)

@@ -1300,3 +1300,22 @@ def test_gradients_that_pass_through_under_forward_ad() -> None:
         return torch.autograd.grad(jacfwd(jacrev(loss), randomness="same")(x), x)
 
     assert_same(run(remat), run(plain))
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_weights_that_are_updated_in_their_container(kind: Any) -> None:
+    """As in a differentiated inner loop: a rerun finds the weights of its own step."""
+
+    def outer_gradient(ck: Any) -> Tensor:
+        x, start = numbers(2, 3), numbers(3, seed=1).requires_grad_()
+        weights: Any = {0: start} if kind is dict else [start]
+
+        def loss() -> Tensor:
+            return torch.tanh(x @ weights[0]).square().sum()
+
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(ck(loss)(), weights[0], create_graph=True)
+            weights[0] = weights[0] - 0.1 * gradient
+        return torch.autograd.grad(ck(loss)(), start)[0]
+
+    assert_same(outer_gradient(remat), outer_gradient(plain))

@@ -1,6 +1,7 @@
 """saved_residuals, print_saved_residuals, list_ops, and what REMAT_LOG=residuals says."""
 
 import copy
+import dataclasses
 import functools
 import inspect
 import logging
@@ -178,7 +179,29 @@ def test_captured_tensors_by_their_names() -> None:
     assert "from the argument model.linear.weight" in whys(
         lambda model, x: model(x), Model(), x.clone().requires_grad_()
     )
-    assert any("captured" in w for w in whys(functools.partial(torch.mul, w), x.clone().requires_grad_()))
+    partial = functools.partial(torch.mul, w)
+    assert "captured a tensor (closure of partial)" in whys(partial, x.clone().requires_grad_())
+
+
+def test_a_variable_that_is_not_set_has_no_name() -> None:
+    def model(x: Tensor) -> Tensor:
+        return x.sin() if x.numel() else never
+
+    if not callable(model):
+        never = W
+    assert whys(model, numbers(3)) == ["from the argument x"]
+
+
+@dataclasses.dataclass
+class Output:
+    loss: Tensor
+
+
+torch.export.register_dataclass(Output)
+
+
+def test_results_in_an_object_that_torch_knows_as_a_tree() -> None:
+    assert whys(lambda x: Output(x.exp().sum()), W) == ["output of aten.exp.default"]
 
 
 def test_a_storage_is_listed_once() -> None:
@@ -423,8 +446,7 @@ def test_what_is_listed_is_what_a_policy_sees() -> None:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(_remat, "watchers", [_mistakes.logging_watch])
-    monkeypatch.setattr(_mistakes, "_warned", set())
-    monkeypatch.setattr(_mistakes._tables, "_logged", set())
+    monkeypatch.setattr(_mistakes, "_logged", set())
     caplog.set_level(logging.INFO, logger="remat")
     return caplog
 

@@ -21,6 +21,7 @@ from torch.func import (
     vjp,
     vmap,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from remat import RematError, checkpoint, policies, remat
@@ -572,3 +573,84 @@ def test_hooks_of_a_nested_call_are_told_apart() -> None:
 def test_hooks_that_would_be_called_for_both_orders(transform: str) -> None:
     with pytest.raises(RematError, match=r"sets_a_hook puts a hook on a tensor that it has made, and .* both orders"):
         TRANSFORMS[transform](remat(sets_a_hook), numbers(3, 3))
+
+
+# Around and inside.
+
+PARAMETER = nn.Parameter(numbers(3, seed=5))
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jacrev", "vmap(grad)", "jvp(grad)", "grad(grad)", "hessian"])
+def test_transforms_in_no_grad_with_a_captured_parameter(transform: str, around: Any) -> None:
+    """As in an evaluation. Nothing is recorded at the level of the parameter."""
+
+    def run(ck: Any) -> Any:
+        with around():
+            return TRANSFORMS[transform](ck(lambda x: torch.sin(x * PARAMETER)), numbers(3, 3))
+
+    assert_same(run(remat), run(plain))
+
+
+def test_make_fx_with_a_captured_parameter() -> None:
+    def traced(ck: Any) -> Any:
+        return make_fx(grad(lambda x: ck(lambda x: torch.sin(x * PARAMETER))(x).sum()))(numbers(3))(numbers(3, seed=1))
+
+    assert_same(traced(remat), traced(plain))
+
+
+def test_a_pullback_is_called_after_no_grad() -> None:
+    def pulled(ck: Any) -> Any:
+        with torch.no_grad():
+            _, pull = vjp(ck(lambda x: torch.sin(x * PARAMETER)), numbers(3))
+        return pull(numbers(3, seed=1))
+
+    assert_same(pulled(remat), pulled(plain))
+
+
+class Half(Tensor):
+    """Its sines are half as large."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out * 0.5 if func is torch.sin else out
+
+
+class HalfParameter(Half, nn.Parameter):
+    pass
+
+
+HALF, HALF_PARAMETER = numbers(3, seed=6).as_subclass(Half), HalfParameter(numbers(3, seed=7))
+OF_SUBCLASSES: dict[str, Callable[[Decorator, Tensor], Tensor]] = {
+    "argument": lambda ck, x: ck(torch.sin)(x.as_subclass(Half)),
+    "constant": lambda ck, x: ck(lambda x: torch.sin(HALF) * x.cos())(x),
+    "parameter": lambda ck, x: ck(lambda x: torch.sin(HALF_PARAMETER) * x.cos())(x),
+}
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap(grad)", "jvp(grad)", "grad(jvp)", "grad(grad)", "hessian"])
+@pytest.mark.parametrize("kind", OF_SUBCLASSES)
+def test_subclasses_of_tensors_stay_what_they_are(kind: str, transform: str) -> None:
+    def run(ck: Any) -> Any:
+        return TRANSFORMS[transform](lambda x: OF_SUBCLASSES[kind](ck, x).as_subclass(Tensor), numbers(3, 3))
+
+    assert_same(run(remat), run(plain))
+
+
+OUTSIDE = leaf(numbers(3, seed=8))
+SINES = OUTSIDE.sin()
+PULL = vjp(torch.sin, numbers(3, seed=9))[1]
+OF_OTHER_GRAPHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pullback": lambda x: PULL(x.sin())[0],
+    "pullback of a constant": lambda x: x.sin() * PULL(x.detach())[0],
+    "torch.autograd.grad": lambda x: x.sin() * torch.autograd.grad(SINES, OUTSIDE, x.detach(), retain_graph=True)[0],
+}
+
+
+@pytest.mark.parametrize("kind", OF_OTHER_GRAPHS)
+def test_a_graph_from_outside_is_not_differentiated(kind: str) -> None:
+    fun = remat(OF_OTHER_GRAPHS[kind])
+    for run in (lambda: fun(leaf(numbers(3))), lambda: grad(lambda x: fun(x).sum())(numbers(3))):
+        with pytest.raises(RematError, match="differentiates a tensor that was computed outside of it"):
+            run()

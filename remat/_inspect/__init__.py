@@ -3,6 +3,6 @@
 from remat._inspect._costs import OpCost as OpCost
 from remat._inspect._costs import OpCosts as OpCosts
 from remat._inspect._costs import list_ops as list_ops
+from remat._inspect._print import print_saved_residuals as print_saved_residuals
 from remat._inspect._residuals import Residual as Residual
-from remat._inspect._saved import print_saved_residuals as print_saved_residuals
-from remat._inspect._saved import saved_residuals as saved_residuals
+from remat._inspect._residuals import saved_residuals as saved_residuals

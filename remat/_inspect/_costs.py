@@ -3,62 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from remat._dispatch_mode import DispatchMode
-from remat._inspect._forward import check, forward, is_leaf, root_nodes, setting, tensors, trial
+from remat._inspect._forward import check, forward, graph_of, setting, tensors, trial
 from remat._inspect._tables import bytes_text, flops_text, seconds_text, table
 from remat._names import current_name
+from remat._ops import DETACH, storages
 from remat._remat import plainly
-from remat._saved import nodes_behind
-
-
-class _Flops(DispatchMode):
-    """Adds up the floating point operations of the ops that run, by torch's flop counter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out = func(*args, **kwargs)
-        self.total += _flops_of(func, args, kwargs, out)
-        return out
-
-
-def _flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    count = flop_registry.get(getattr(func, "overloadpacket", None))
-    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
-
-
-def costs_of_gradient(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[int, float]:
-    """The floating point operations of a function and its backward, and their time in seconds."""
-    _, args, kwargs = forward(fun, args, kwargs)
-    with trial(), _Flops() as flops:
-        _gradient(fun, args, kwargs)
-    with trial():
-        return flops.total, min(_gradient(fun, args, kwargs) for _ in range(3))
-
-
-def _gradient(fun: Callable[..., Any], args: Any, kwargs: Any) -> float:
-    start = time.perf_counter()
-    out = fun(*args, **kwargs)
-    results = [t for t in tensors(out) if t.requires_grad]
-    leaves = [n.variable for n in nodes_behind(root_nodes(out)) if is_leaf(n)]
-    out = None
-    if results:
-        _wait_for(torch.autograd.grad(results, leaves, [torch.ones_like(t) for t in results], allow_unused=True))
-    return time.perf_counter() - start
-
-
-def _wait_for(out: Any) -> None:
-    for device in {t.device for t in tensors(out) if t.device.type not in ("cpu", "meta")}:
-        torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True)
@@ -87,8 +44,7 @@ class OpCost:
     seconds: float
 
 
-@dataclass(frozen=True, repr=False)
-class OpCosts(Sequence[OpCost]):
+class OpCosts(tuple[OpCost, ...]):
     """The ops of a function, the most expensive first: a sequence of `OpCost`.
 
     **Attributes:**
@@ -103,22 +59,14 @@ class OpCosts(Sequence[OpCost]):
         ['aten.exp.default', 'aten.sin.default']
     """
 
-    ops: tuple[OpCost, ...]
+    __slots__ = ()
 
-    @overload
-    def __getitem__(self, i: int) -> OpCost: ...
-    @overload
-    def __getitem__(self, i: slice) -> Sequence[OpCost]: ...
-    def __getitem__(self, i: int | slice) -> OpCost | Sequence[OpCost]:
-        return self.ops[i]
-
-    def __len__(self) -> int:
-        return len(self.ops)
+    @property
+    def ops(self) -> tuple[OpCost, ...]:
+        return tuple(self)
 
     def __repr__(self) -> str:
-        rows = [
-            (o.op, str(o.count), bytes_text(o.nbytes), flops_text(o.flops), seconds_text(o.seconds)) for o in self.ops
-        ]
+        rows = [(o.op, str(o.count), bytes_text(o.nbytes), flops_text(o.flops), seconds_text(o.seconds)) for o in self]
         return table(("op", "count", "size", "FLOPs", "time"), rows, left=(0,))
 
 
@@ -134,19 +82,44 @@ class _Costs(DispatchMode):
         out = func(*args, **kwargs)
         _wait_for(out)
         seconds = time.perf_counter() - start
-        if func is torch.ops.aten.detach.default or current_name() is not None:
-            return out
-        given = {id(t.untyped_storage()) for t in tensors((args, kwargs))}
-        made = {id(s): s.nbytes() for t in tensors(out) if id(s := t.untyped_storage()) not in given}
-        old = self.costs.get(str(func), OpCost(str(func), 0, 0, 0, 0.0))
-        self.costs[str(func)] = OpCost(
-            old.op,
-            old.count + 1,
-            old.nbytes + sum(made.values()),
-            old.flops + _flops_of(func, args, kwargs, out),
-            old.seconds + seconds,
-        )
+        if func is not DETACH and current_name() is None:
+            name = str(func)
+            old = self.costs.get(name, OpCost(name, 0, 0, 0, 0.0))
+            made = set(storages(tensors(out))).difference(storages(tensors((args, kwargs))))
+            flops_of = flop_registry.get(getattr(func, "overloadpacket", None))
+            self.costs[name] = OpCost(
+                name,
+                old.count + 1,
+                old.nbytes + sum(s.nbytes() for s in made),
+                old.flops + (0 if flops_of is None else flops_of(*args, **kwargs, out_val=out)),
+                old.seconds + seconds,
+            )
         return out
+
+
+def costs_of_gradient(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[int, float]:
+    """The floating point operations of a function and its backward, and their time in seconds."""
+    _, args, kwargs = forward(fun, args, kwargs)
+    with trial(), _Costs() as mode:
+        _gradient(fun, args, kwargs)
+    with trial():
+        return sum(c.flops for c in mode.costs.values()), min(_gradient(fun, args, kwargs) for _ in range(3))
+
+
+def _gradient(fun: Callable[..., Any], args: Any, kwargs: Any) -> float:
+    start = time.perf_counter()
+    out = fun(*args, **kwargs)
+    results = [t for t in tensors(out) if t.requires_grad]
+    leaves = [n.variable for n in graph_of(out) if hasattr(n, "variable")]
+    out = None
+    if results:
+        _wait_for(torch.autograd.grad(results, leaves, [torch.ones_like(t) for t in results], allow_unused=True))
+    return time.perf_counter() - start
+
+
+def _wait_for(out: Any) -> None:
+    for device in {t.device for t in tensors(out) if t.device.type not in ("cpu", "meta")}:
+        torch.accelerator.synchronize(device)
 
 
 def list_ops(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> OpCosts:
@@ -182,4 +155,4 @@ def list_ops(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> OpCosts:
         _, args, kwargs = forward(fun, args, kwargs)
         with trial(), _Costs() as costs:
             fun(*args, **kwargs)
-    return OpCosts(tuple(sorted(costs.costs.values(), key=lambda o: -o.seconds)))
+    return OpCosts(sorted(costs.costs.values(), key=lambda o: -o.seconds))

@@ -7,22 +7,19 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._errors import RematError
 from remat._holder import Holder, tensors_held
-from remat._saved import unpacked_by_hooks
+from remat._saved import nodes_behind, unpacked_by_hooks
 
 
 def tensors(tree: Any) -> list[Tensor]:
     """The tensors of a tree that have storages."""
-    leaves: list[Any] = optree.tree_leaves(tree)
-    return [x for x in leaves if isinstance(x, Tensor) and x.layout == torch.strided]
+    return [x for x in _tree.flatten(tree)[0] if isinstance(x, Tensor) and x.layout == torch.strided]
 
 
 @contextlib.contextmanager
@@ -33,15 +30,14 @@ def trial() -> Iterator[None]:
         yield
 
 
-def root_nodes(out: Any) -> list[Any]:
-    """The nodes that made the results."""
-    return [get_gradient_edge(t).node for t in tensors(out) if t.requires_grad]
+def graph_of(out: Any) -> list[Any]:
+    """The nodes of the graph behind the results."""
+    return nodes_behind(internals.gradient_edge(t).node for t in tensors(out) if t.requires_grad)
 
 
 def tensors_behind(nodes: list[Any]) -> list[Tensor]:
     """The plain tensors that nodes hold, also those that saved-tensor hooks have packed."""
-    found = [*tensors_held(nodes), *unpacked_by_hooks(nodes, Holder)]
-    return [t for t in found if t.layout == torch.strided]
+    return tensors([*tensors_held(nodes), *unpacked_by_hooks(nodes, Holder)])
 
 
 def check(who: str, fun: Any) -> None:
@@ -63,11 +59,8 @@ def forward(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, 
         out = fun(*args, **kwargs)
         if any(t.requires_grad for t in tensors(out)):
             return out, args, kwargs
-        leaves, spec = _tree.flatten((args, kwargs))
-        for i, t in enumerate(leaves):
-            if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()):
-                leaves[i] = t.detach().requires_grad_()
-        args, kwargs = _tree.unflatten(spec, leaves)
+        given = _tree.Picked((args, kwargs), lambda t: t.is_floating_point() or t.is_complex())
+        args, kwargs = given.replaced([t.detach().requires_grad_() for t in given.tensors])
     with trial():
         return fun(*args, **kwargs), args, kwargs
 
@@ -80,8 +73,3 @@ def setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
-
-
-def is_leaf(node: Any) -> bool:
-    """Whether a node is an `AccumulateGrad` node, which adds to the `.grad` of a leaf."""
-    return hasattr(node, "variable")

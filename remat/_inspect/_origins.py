@@ -6,7 +6,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -18,60 +18,78 @@ from remat._dispatch_mode import DispatchMode
 from remat._errors import call_site
 from remat._inspect._forward import tensors
 from remat._names import current_name
-from remat._ops import facts_of
+from remat._ops import facts_of, storages
+from remat._places import names_in
+from remat._values import CONSTANT
 
 # Tensors that the function makes.
 
 
-class _Origin:
-    """The op that computed the content of a storage."""
+class Origin(NamedTuple):
+    """The op that computed the content of a storage, and the tensor that made the storage."""
 
-    def __init__(self, tensor: Tensor, func: Any) -> None:
-        self.storage = weakref.ref(tensor.untyped_storage())
-        self.shape, self.dtype, self.device = tuple(tensor.shape), tensor.dtype, tensor.device
-        self.changed_by(func)
-
-    def changed_by(self, func: Any) -> None:
-        self.why, self.where = f"output of {func}", call_site()
-
-    def named(self, name: str) -> None:
-        self.why, self.where = f"named {name!r}", call_site()
+    shape: torch.Size
+    dtype: torch.dtype
+    why: str
+    where: str
 
 
 class Origins(DispatchMode):
     """Records the storages that a function makes, and where it first reads other storages."""
 
+    is_about_functions = True  # so `_op_of_remat` runs for the copies that remat makes
+
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, _Origin] = {}
-        self.read: dict[int, tuple[Any, str]] = {}
-
-    def of(self, storage: Any) -> _Origin | None:
-        """The origin of a storage, if the function made it."""
-        origin = self.made.get(id(storage))
-        return origin if origin is not None and origin.storage() is storage else None
+        self.made: weakref.WeakKeyDictionary[Any, Origin] = weakref.WeakKeyDictionary()
+        """By storage, those that are still alive."""
+        self.read: dict[Any, str] = {}
+        """By storage, the place in the user's code."""
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is not torch.ops.aten.lift_fresh.default:  # its argument is new, from `torch.tensor`
-            for storage in (t.untyped_storage() for t in tensors((args, kwargs))):
-                if self.of(storage) is None and id(storage) not in self.read:
-                    self.read[id(storage)] = storage, call_site()
+        if func is not CONSTANT:  # the argument of that is new
+            for storage in storages(tensors((args, kwargs))):
+                if storage not in self.made:
+                    self.read.setdefault(storage, call_site())
         out = func(*args, **kwargs)
+        name, facts = current_name(), facts_of(func)
+        why = f"output of {func}" if name is None else f"named {name!r}"
         for t in tensors(out):
             storage = t.untyped_storage()
-            origin = self.of(storage)
-            if id(storage) in self.read:
-                continue
-            if origin is None:
-                self.made[id(storage)] = _Origin(t, func)
-            elif facts_of(func).writes and not facts_of(func).is_view:
-                origin.changed_by(func)
-            elif (name := current_name()) is not None:
-                origin.named(name)
+            origin = self.made.get(storage)
+            if origin is None and storage not in self.read:
+                self.made[storage] = Origin(t.shape, t.dtype, why, call_site())
+            elif origin is not None and (name is not None or (facts.writes and not facts.is_view)):
+                self.made[storage] = origin._replace(why=why, where=call_site())
+        return out
+
+    def _op_of_remat(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An offloaded copy has the origin of its original."""
+        out = self._op(func, args, kwargs)
+        for source in storages(tensors(args))[-1:]:
+            if source in self.made:
+                self.made.update(dict.fromkeys(storages(tensors(out)), self.made[source]))
         return out
 
 
 # Names of tensors from outside.
+
+
+def names_of(fun: Any, args: Any, kwargs: Any, views: dict[Any, Tensor]) -> dict[Any, str]:
+    """The names of storages that a call takes from outside: first those of tensors that are arguments.
+
+    `views`: by storage, a tensor in it.
+    """
+    own = getattr(fun, "__name__", type(fun).__name__)
+    leaves = sorted(_argument_names(fun, args, kwargs), key=lambda pair: not isinstance(pair[0], Tensor))
+    found = [(t, f"from the argument {name}") for leaf, path in leaves for t, name, _ in _reachable(leaf, path)]
+    captured = [*_reachable(fun, ""), *((t, "", own) for t in views.values())]  # so each of them gets a name
+    found += [(t, f"captured {name or 'a tensor'} (closure of {owner or own})") for t, name, owner in captured]
+    names: dict[Any, str] = {}
+    for tensor, why in found:
+        for storage in views.keys() & storages([internals.innermost(tensor)]):
+            names.setdefault(storage, why)
+    return names
 
 
 def _argument_names(fun: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, str]]:
@@ -85,85 +103,49 @@ def _argument_names(fun: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, str
         yield from zip(leaves, (a.codify(name) for a in accessors), strict=True)
 
 
-def _globals_of(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    return names.union(*(_globals_of(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+def _reachable(root: Any, path: str) -> Iterator[tuple[Tensor, str, str]]:
+    """The tensors that can be reached from an object, nearest first, up to a limit."""
+    seen: set[int] = set()
+    todo = [(root, path, "")]
+    for obj, name, owner in todo:  # the loop appends to it
+        if isinstance(obj, Tensor):
+            yield obj, name, owner
+        elif id(obj) not in seen and len(seen) < 10_000:
+            seen.add(id(obj))
+            todo += _near(obj, name, owner)
 
 
 def _near(obj: Any, path: str, owner: str) -> Iterator[tuple[Any, str, str]]:
     """The contents of an object, each as (content, its name, the function that holds it)."""
     if isinstance(obj, types.FunctionType):
-        name = obj.__name__
-        named = inspect.getclosurevars(obj).nonlocals if obj.__closure__ else {}
-        used = {n: obj.__globals__[n] for n in _globals_of(obj.__code__) if n in obj.__globals__}
-        parameters = obj.__code__.co_varnames[: obj.__code__.co_argcount]
-        defaults = dict(zip(parameters[::-1], (obj.__defaults__ or ())[::-1], strict=False))
-        for n, value in {**used, **(obj.__kwdefaults__ or {}), **defaults, **named}.items():
-            yield value, n, name
+        for name, value in _variables(obj).items():
+            yield value, name, obj.__name__
     elif isinstance(obj, types.MethodType):
         yield obj.__self__, "self", obj.__func__.__name__
         yield obj.__func__, path, owner
     elif pieces := parts_of(obj):
         for piece in pieces:
             yield piece, path, owner
-    elif isinstance(obj, torch.nn.Module):
-        for n, tensor in (*obj.named_parameters(), *obj.named_buffers()):
-            yield tensor, f"{path}.{n}".lstrip("."), owner or type(obj).__name__
-        yield type(obj).forward, path, owner
-    elif isinstance(obj, dict):
-        for key, value in obj.items():
+    elif isinstance(obj, (dict, list, tuple)):
+        for key, value in obj.items() if isinstance(obj, dict) else enumerate(obj):
             yield value, f"{path}[{key!r}]", owner
-    elif isinstance(obj, (list, tuple)):
-        for i, value in enumerate(obj):
-            yield value, f"{path}[{i}]", owner
     elif not isinstance(obj, (type, types.ModuleType)):
-        for n, value in getattr(obj, "__dict__", {}).items():
-            yield value, f"{path}.{n}".lstrip("."), owner or type(obj).__name__
+        attributes = getattr(obj, "__dict__", {})
+        if isinstance(obj, torch.nn.Module):
+            attributes = dict([*obj.named_parameters(), *obj.named_buffers()])
+            yield type(obj).forward, path, owner
+        for name, value in attributes.items():
+            yield value, f"{path}.{name}".lstrip("."), owner or type(obj).__name__
 
 
-class Names:
-    """The names of the tensors that a call takes from outside."""
+_EMPTY = types.CellType()
 
-    def __init__(self, fun: Any, args: Any, kwargs: Any) -> None:
-        self._names: dict[int, tuple[Any, str]] = {}
-        self._fun = getattr(fun, "__name__", type(fun).__name__)
-        others = []
-        for leaf, name in _argument_names(fun, args, kwargs):
-            if isinstance(leaf, Tensor):
-                self.add(leaf, f"from the argument {name}")
-            elif not isinstance(leaf, (int, float, str, type(None))):
-                others.append((leaf, name))
-        for root, path in others:
-            for tensor, name, _ in self._reachable(root, path):
-                self.add(tensor, f"from the argument {name}")
-        for tensor, name, owner in self._reachable(fun, ""):
-            self.add(tensor, f"captured {name} (closure of {owner or self._fun})")
 
-    @staticmethod
-    def _reachable(root: Any, path: str) -> Iterator[tuple[Tensor, str, str]]:
-        """The tensors that can be reached from an object, nearest first, up to a limit."""
-        seen: set[int] = set()
-        level = [(root, path, "")]
-        for _ in range(8):
-            following: list[tuple[Any, str, str]] = []
-            for obj, name, owner in level:
-                if isinstance(obj, Tensor):
-                    yield obj, name, owner
-                elif id(obj) not in seen and len(seen) < 10_000:
-                    seen.add(id(obj))
-                    following += _near(obj, name, owner)
-            level = following
-
-    def add(self, tensor: Tensor, why: str) -> None:
-        raw = internals.innermost(tensor)
-        if raw.layout == torch.strided:
-            storage = raw.untyped_storage()
-            self._names.setdefault(id(storage), (storage, why))
-
-    def rank(self, why: str) -> int:
-        """The sort key of a residual: arguments and captured tensors in the order of the call, then the others."""
-        found = [i for i, (_, name) in enumerate(self._names.values()) if name == why]
-        return found[0] if found else len(self._names)
-
-    def of(self, storage: Any) -> str:
-        return self._names.get(id(storage), (None, f"captured a tensor (closure of {self._fun})"))[1]
+def _variables(function: types.FunctionType) -> dict[str, Any]:
+    """The variables that a function reads from outside: globals, defaults, and those that it closes over."""
+    code, names = function.__code__, function.__globals__
+    found = {name: names[name] for name in sorted(names_in(code) & names.keys())}
+    for name, parameter in inspect.signature(function, follow_wrapped=False).parameters.items():
+        found[name] = parameter.default
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    return found | {name: cell.cell_contents for name, cell in cells if cell != _EMPTY}

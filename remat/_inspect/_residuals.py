@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from remat._call import Call
-from remat._inspect._origins import Names, Origins
+from remat._errors import call_site
+from remat._inspect._forward import check, forward, graph_of, tensors, tensors_behind
+from remat._inspect._origins import Origins, names_of
 from remat._inspect._tables import bytes_text, table
 
 
@@ -55,49 +56,6 @@ class Residual:
         return not self.why.startswith(("from the argument ", "captured "))
 
 
-class Held:
-    """The values that a graph holds."""
-
-    def __init__(self, names: Names, origins: Origins | None) -> None:
-        self.names = names
-        self.origins = origins
-        self.residuals: list[Residual] = []
-        """Each storage once."""
-        self._seen: dict[int, Any] = {}  # keeps storages alive that only a user's unpack hook has made
-        self._saved: dict[int, Tensor] = {}
-        """By storage, the largest view that a node has saved."""
-
-    def _add(self, shape: Any, dtype: Any, storage: Any, why: str, where: str) -> None:
-        if id(storage) not in self._seen and storage.nbytes():
-            self._seen[id(storage)] = storage
-            self.residuals.append(Residual(tuple(shape), dtype, storage.device, storage.nbytes(), why, where))
-
-    def add_saved(self, tensor: Tensor, where: str) -> None:
-        """Add a tensor that a node has saved."""
-        storage = tensor.untyped_storage()
-        known = self._saved.get(id(storage))
-        self._saved[id(storage)] = tensor if known is None or known.nbytes < tensor.nbytes else known
-        origin = None if self.origins is None else self.origins.of(storage)
-        if origin is None:
-            read = self.origins.read.get(id(storage), (None, where))[1] if self.origins is not None else where
-            self._add(tensor.shape, tensor.dtype, storage, self.names.of(storage), read)
-
-    def add_kept(self, call: Call) -> None:
-        """Add the values that a policy has kept in a call."""
-        for kept in call.tape.kept.values() if call.tape is not None else ():
-            if self.origins is not None and not kept.offloaded:
-                continue  # `add_made` lists it
-            why = f"output of {kept.func}" if kept.name is None else f"named {kept.name!r}"
-            self._add(kept.size, kept.dtype, kept.memory.untyped_storage(), why, kept.where)
-
-    def add_made(self) -> None:
-        """Add the tensors that the function made and that are still alive."""
-        for origin in self.origins.made.values() if self.origins is not None else ():
-            if (storage := origin.storage()) is not None:
-                held = self._saved.get(id(storage), origin)
-                self._add(held.shape, held.dtype, storage, origin.why, origin.where)
-
-
 def _tensor(r: Residual) -> str:
     text = f"{str(r.dtype).removeprefix('torch.')}{list(r.shape)}"
     return f"{text}, view of {bytes_text(r.nbytes)}" if r.is_view else text
@@ -112,3 +70,76 @@ def format_residuals(residuals: Sequence[Residual]) -> str:
 def total_bytes(residuals: Iterable[Residual]) -> int:
     """The bytes of the residuals that the function computed."""
     return sum(r.nbytes for r in residuals if r.computed)
+
+
+def residual_of(shape: torch.Size, dtype: torch.dtype, storage: Any, why: str, where: str) -> Residual:
+    """The residual of a storage. `shape`, `dtype`: of the tensor in it that is shown."""
+    return Residual(tuple(shape), dtype, storage.device, storage.nbytes(), why, where)
+
+
+def largest_views(found: Iterable[Tensor]) -> dict[Any, Tensor]:
+    """By storage, the largest of the tensors that lie in it."""
+    return {t.untyped_storage(): t for t in sorted(tensors([*found]), key=lambda t: t.nbytes)}
+
+
+def outside_residuals(
+    fun: Any, args: Any, kwargs: Any, views: dict[Any, Tensor], read: dict[Any, str], where: str
+) -> list[Residual]:
+    """The residuals that a function did not compute: its arguments, then captured tensors.
+
+    **Arguments:**
+
+    - `views`: by storage, a tensor in it.
+    - `read`: by storage, where the code first read it; `where` stands for those that are not known.
+    """
+    names = {s: why for s, why in names_of(fun, args, kwargs, views).items() if s.nbytes()}
+    return [residual_of(views[s].shape, views[s].dtype, s, why, read.get(s, where)) for s, why in names.items()]
+
+
+def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Residual]:
+    """List the values that are held in memory between the forward and the backward of a function.
+
+    The function runs. Then each storage is listed that its graph holds: values that the function computed, and the
+    arguments and captured tensors that the backward reads, which would be in memory anyway. The list includes the
+    values that policies keep in remat'd functions and in calls of `remat.checkpoint`.
+
+    The list assumes a `.backward()` to the tensors that require grad. If no argument and no captured tensor requires
+    grad, it assumes the gradients of all arguments.
+
+    **Arguments:**
+
+    - `fun`: any function: a remat'd function, one that calls remat'd functions, or a plain one.
+    - `args`, `kwargs`: its arguments.
+
+    **Returns:** the residuals, each storage once: arguments, then captured tensors, then computed values.
+
+    **Raises:** `TypeError` if `fun` is no function; `RematError` inside a transform of `torch.func`.
+
+    **Source:** `jax.ad_checkpoint.saved_residuals`.
+
+    Examples:
+        >>> import torch
+        >>> from remat import checkpoint_name, policies, remat, saved_residuals
+        >>> def block(w, x):
+        ...     return torch.sin(checkpoint_name(x @ w, "hidden"))
+        >>> w, x = torch.eye(2), torch.ones(3, 2)
+        >>> [r.why for r in saved_residuals(block, w, x)]
+        ['from the argument w', 'from the argument x', "named 'hidden'"]
+        >>> [r.why for r in saved_residuals(remat(block), w, x)]
+        ['from the argument w', 'from the argument x']
+    """
+    check("saved_residuals", fun)
+    here = call_site()
+    origins = Origins()
+    with origins:
+        out, args, kwargs = forward(fun, args, kwargs)
+    nodes = graph_of(out)
+    out = None  # frees what only the result holds
+    views = largest_views(tensors_behind(nodes))
+    outside = {storage: t for storage, t in views.items() if storage not in origins.made}
+    residuals = outside_residuals(fun, args, kwargs, outside, origins.read, here)
+    for storage, origin in origins.made.items():
+        if storage.nbytes():
+            held = views.get(storage, origin)
+            residuals.append(residual_of(held.shape, held.dtype, storage, origin.why, origin.where))
+    return residuals

@@ -16,11 +16,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int
 
 def _in_units(n: float, step: int, units: str) -> str:
     """A number in the smallest unit in which it is below `step`. Each unit is `step` times the one before."""
-    for unit in units.split():
-        if n < step or unit == units.split()[-1]:
-            return f"{n:.0f} {unit}" if float(n).is_integer() and n < step else f"{n:.1f} {unit}"
+    names = units.split()
+    while n >= step and len(names) > 1:
         n /= step
-    raise AssertionError
+        del names[0]
+    return f"{n:.0f} {names[0]}" if float(n).is_integer() else f"{n:.1f} {names[0]}"
 
 
 def bytes_text(nbytes: int) -> str:

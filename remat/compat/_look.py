@@ -13,7 +13,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import Parameter, is_lazy
 
 from remat import _torch_internals as internals
@@ -84,7 +84,7 @@ class CheckpointLook(Look):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # It does less than `Look`: to compare calls would take half of the time.
-        if is_compiling():  # `torch.cond` is compiled under the active modes
+        if is_dynamo_compiling():  # `torch.cond` is compiled under the active modes
             return func(*args, **(kwargs or {}))
         delegate = self.delegate
         if delegate is not None:
@@ -188,6 +188,9 @@ class CheckpointLook(Look):
     def _copied(self, value: Tensor) -> Tensor:
         copy = value.detach().clone()
         return copy.requires_grad_() if value.requires_grad else copy
+
+    def _check_graph(self, outputs: Any) -> None:
+        """Any graph may be differentiated: it is there in the rerun."""
 
     def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
         if self.is_rerun:  # the forward has put it on the tensor from outside itself

@@ -3,54 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy
 
 from remat._errors import shown
 from remat._names import current_name
-from remat.policies._enum import CheckpointPolicy
-from remat.policies._policy import (
-    MUST_CPU_OFFLOAD,
-    MUST_RECOMPUTE,
-    MUST_SAVE,
-    PREFER_RECOMPUTE,
-    PREFER_SAVE,
-    Policy,
-    call,
-)
+from remat.policies._enum import MUST_CPU_OFFLOAD, MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE, PREFER_SAVE
+from remat.policies._policy import Policy, Printable, call
 
 
 @dataclass(frozen=True, repr=False)
-class _ByName(Policy):
-    maker: str
-    names: frozenset[str]
-    listed: CheckpointPolicy
-    named: CheckpointPolicy
-    unnamed: CheckpointPolicy
-    offloaded: frozenset[str] = frozenset()
-    looks_at_calls = False
+class _ByName(Printable):
+    """A decision for each listed name (None: for values without one), another for the rest."""
+
+    listed: dict[str | None, CheckpointPolicy] = field(hash=False)  # a dict has no hash
+    other: CheckpointPolicy
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del ctx, op, args, kwargs
-        name = current_name()
-        if name in self.offloaded:
-            return MUST_CPU_OFFLOAD
-        return self.unnamed if name is None else self.listed if name in self.names else self.named
-
-    def __repr__(self) -> str:
-        if self.maker != "save_and_offload_only_these_names":
-            return call(self.maker, *sorted(self.names))
-        saved, offloaded = sorted(self.names), sorted(self.offloaded)
-        return f"{self.maker}(names_which_can_be_saved={saved!r}, names_which_can_be_offloaded={offloaded!r})"
+        return self.listed.get(current_name(), self.other)
 
 
-def _checked(who: str, names: Iterable[str]) -> frozenset[str]:
+def _listed(who: str, names: Iterable[str], decision: CheckpointPolicy) -> dict[str | None, CheckpointPolicy]:
+    """The decision for each name, in their order."""
     names = [names] if isinstance(names, str) else list(names)
     for name in names:
         if not isinstance(name, str):
             hint = f" Unpack it: *{name!r}." if isinstance(name, (list, tuple, set, frozenset)) else ""
             raise TypeError(f"{who}: names are strings; got {shown(name)}.{hint}")
-    return frozenset(names)
+    return dict.fromkeys(sorted(names), decision)
 
 
 def save_only_these_names(*names: str) -> Policy:
@@ -78,8 +61,8 @@ def save_only_these_names(*names: str) -> Policy:
         tensor([[2., 2.],
                 [2., 2.]])
     """
-    who = "save_only_these_names"
-    return _ByName(who, _checked(who, names), MUST_SAVE, PREFER_RECOMPUTE, PREFER_RECOMPUTE)
+    listed = _listed("save_only_these_names", names, MUST_SAVE)
+    return _ByName(call("save_only_these_names", *listed), listed, PREFER_RECOMPUTE)
 
 
 def save_any_names_but_these(*names: str) -> Policy:
@@ -100,8 +83,8 @@ def save_any_names_but_these(*names: str) -> Policy:
         >>> save_any_names_but_these("scores")
         save_any_names_but_these('scores')
     """
-    who = "save_any_names_but_these"
-    return _ByName(who, _checked(who, names), PREFER_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE)
+    listed = _listed("save_any_names_but_these", names, PREFER_RECOMPUTE)
+    return _ByName(call("save_any_names_but_these", *listed), {None: PREFER_RECOMPUTE, **listed}, MUST_SAVE)
 
 
 def save_anything_except_these_names(*names: str) -> Policy:
@@ -124,8 +107,8 @@ def save_anything_except_these_names(*names: str) -> Policy:
         >>> save_anything_except_these_names("scores")
         save_anything_except_these_names('scores')
     """
-    who = "save_anything_except_these_names"
-    return _ByName(who, _checked(who, names), MUST_RECOMPUTE, PREFER_SAVE, PREFER_SAVE)
+    listed = _listed("save_anything_except_these_names", names, MUST_RECOMPUTE)
+    return _ByName(call("save_anything_except_these_names", *listed), listed, PREFER_SAVE)
 
 
 def save_and_offload_only_these_names(
@@ -160,13 +143,12 @@ def save_and_offload_only_these_names(
     """
     who = "save_and_offload_only_these_names"
     check_places(who, offload_src, offload_dst)
-    saved, offloaded = _checked(who, names_which_can_be_saved), _checked(who, names_which_can_be_offloaded)
-    if both := sorted(saved & offloaded):
-        raise ValueError(
-            f"{who}: a name is either saved or offloaded; got {', '.join(map(repr, both))} in both of "
-            f"names_which_can_be_saved={sorted(saved)} and names_which_can_be_offloaded={sorted(offloaded)}."
-        )
-    return _ByName(who, saved, MUST_SAVE, PREFER_RECOMPUTE, PREFER_RECOMPUTE, offloaded)
+    saved = _listed(who, names_which_can_be_saved, MUST_SAVE)
+    offloaded = _listed(who, names_which_can_be_offloaded, MUST_CPU_OFFLOAD)
+    given = f"names_which_can_be_saved={list(saved)}, names_which_can_be_offloaded={list(offloaded)}"
+    if both := ", ".join(repr(name) for name in saved if name in offloaded):
+        raise ValueError(f"{who}: a name is either saved or offloaded; got {both} in both of {given}.")
+    return _ByName(f"{who}({given})", saved | offloaded, PREFER_RECOMPUTE)
 
 
 def check_places(who: str, src: str, dst: str) -> None:

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 from remat._errors import shown
 from remat.policies import _ops
-from remat.policies._enum import CheckpointPolicy
-from remat.policies._policy import (
-    MUST_CPU_OFFLOAD,
-    MUST_RECOMPUTE,
-    MUST_SAVE,
-    PREFER_RECOMPUTE,
-    PREFER_SAVE,
-    ByOp,
-    Decide,
-    Function,
-    Policy,
-    call,
-)
+from remat.policies._enum import MUST_CPU_OFFLOAD, MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE, PREFER_SAVE
+from remat.policies._policy import ByOp, Function, Policy, Printable, call, name_of
 
 
 def save_ops(*ops: Any) -> Policy:
@@ -49,7 +40,7 @@ def save_ops(*ops: Any) -> Policy:
         Traceback (most recent call last):
         ValueError: save_ops: aten.matmul is never seen... aten.mm, aten.bmm, ...
     """
-    return ByOp(_ops.spell_all("save_ops", ops), MUST_SAVE, PREFER_RECOMPUTE)
+    return ByOp("save_ops", _ops.spell_all("save_ops", ops), MUST_SAVE)
 
 
 def recompute_ops(*ops: Any) -> Policy:
@@ -68,7 +59,7 @@ def recompute_ops(*ops: Any) -> Policy:
         >>> first_of(recompute_ops("bmm"), dots_saveable)  # all dots but bmm
         first_of(recompute_ops('aten.bmm'), dots_saveable)
     """
-    return ByOp(_ops.spell_all("recompute_ops", ops), MUST_RECOMPUTE, PREFER_SAVE)
+    return ByOp("recompute_ops", _ops.spell_all("recompute_ops", ops), MUST_RECOMPUTE, PREFER_SAVE)
 
 
 def offload_ops(*ops: Any, device: str = "cpu") -> Policy:
@@ -90,7 +81,7 @@ def offload_ops(*ops: Any, device: str = "cpu") -> Policy:
     """
     if device != "cpu":
         raise ValueError(f"offload_ops: device must be 'cpu', the only place to offload to; got {device!r}.")
-    return ByOp(_ops.spell_all("offload_ops", ops), MUST_CPU_OFFLOAD, PREFER_RECOMPUTE)
+    return ByOp("offload_ops", _ops.spell_all("offload_ops", ops), MUST_CPU_OFFLOAD)
 
 
 def save_if(predicate: Callable[..., bool]) -> Policy:
@@ -117,37 +108,31 @@ def save_if(predicate: Callable[..., bool]) -> Policy:
         raise TypeError(
             f"save_if: predicate must be a function (ctx, op, *args, **kwargs) -> bool; got {shown(predicate)}."
         )
-    return Function(predicate, "save_if")
-
-
-class _Counting:
-    """The decisions of `save_every` in one run."""
-
-    looks_at_calls = False
-
-    def __init__(self, n: int, ops: Collection[Any]) -> None:
-        self._n = n
-        self._ops = ops
-        self._counts = {False: itertools.count(), True: itertools.count()}  # torch may ask about the rerun too
-
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kept = op in self._ops and next(self._counts[ctx.is_recompute]) % self._n == 0
-        return MUST_SAVE if kept else PREFER_RECOMPUTE
+    return Function(f"save_if({name_of(predicate)})", predicate, is_predicate=True)
 
 
 @dataclass(frozen=True, repr=False)
 class _SaveEvery(Policy):
     n: int
     ops: frozenset[str]
+    count: Iterator[int] | None = None
+    """Counts the ops of one run; None outside of a run."""
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        raise RuntimeError(
-            f"{self!r} counts the ops of one run, so it has to be told where a run begins. Pass policy.start() to "
-            "create_selective_checkpoint_contexts, inside the context_fn."
-        )
+        del ctx, args, kwargs
+        if self.count is None:
+            raise RuntimeError(
+                f"{self!r} counts the ops of one run, so it has to be told where a run begins. Pass policy.start() to "
+                "create_selective_checkpoint_contexts, inside the context_fn."
+            )
+        kept = op in _ops.overloads(self.ops) and next(self.count) % self.n == 0
+        return MUST_SAVE if kept else PREFER_RECOMPUTE
 
-    def start(self) -> Decide:
-        return _Counting(self.n, _ops.overloads(self.ops))
+    def by_op(self, op: Any) -> CheckpointPolicy | None:
+        return None if op in _ops.overloads(self.ops) else PREFER_RECOMPUTE
+
+    def start(self) -> Policy:
+        return replace(self, count=itertools.count())
 
     def __repr__(self) -> str:
         return call("save_every", self.n, *sorted(self.ops))
@@ -184,22 +169,15 @@ def save_every(n: int, *ops: Any) -> Policy:
 
 
 @dataclass(frozen=True, repr=False)
-class _BySize(Policy):
-    least: int
-    most: int | None
-    looks_at_calls = False
+class _BySize(Printable):
+    least: float
+    most: float
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        del args, kwargs
-        if ctx.is_recompute and ctx.op_output is None:
-            raise RuntimeError(f"{self!r} is asked about {op} in the rerun, without its result. This torch is too old.")
+        del op, args, kwargs
         leaves: list[Any] = optree.tree_leaves(ctx.op_output)
         nbytes = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
-        kept = nbytes >= self.least and (self.most is None or nbytes <= self.most)
-        return MUST_SAVE if kept else PREFER_RECOMPUTE
-
-    def __repr__(self) -> str:
-        return f"save_at_least({self.least})" if self.most is None else f"save_at_most({self.most})"
+        return MUST_SAVE if self.least <= nbytes <= self.most else PREFER_RECOMPUTE
 
 
 def save_at_least(nbytes: int) -> Policy:
@@ -220,7 +198,7 @@ def save_at_least(nbytes: int) -> Policy:
         dots_saveable - save_at_least(1000000)
     """
     _check_int("save_at_least", "nbytes", nbytes, 0)
-    return _BySize(nbytes, None)
+    return _BySize(f"save_at_least({nbytes})", nbytes, math.inf)
 
 
 def save_at_most(nbytes: int) -> Policy:
@@ -241,7 +219,7 @@ def save_at_most(nbytes: int) -> Policy:
         save_at_most(4096)
     """
     _check_int("save_at_most", "nbytes", nbytes, 0)
-    return _BySize(0, nbytes)
+    return _BySize(f"save_at_most({nbytes})", 0, nbytes)
 
 
 def _check_int(who: str, what: str, value: Any, least: int) -> None:

@@ -2,127 +2,95 @@
 
 NOTE [the order of decisions]: a decision has two parts: how much a value is wanted (0 to 3), and where it is kept (0:
 in CPU memory, 1: on its device). Both are ordered, so policies form a lattice: `|` takes the greater of each part, `&`
-the smaller. A value that is not kept has the place 0.
+the smaller. A value is kept if it is wanted 2 or 3; else its place is 0. `~` takes 3 - wanted, and what it keeps stays
+on its device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from remat.policies._enum import CheckpointPolicy
-from remat.policies._policy import (
-    MUST_CPU_OFFLOAD,
-    MUST_RECOMPUTE,
-    MUST_SAVE,
-    PREFER_CPU_OFFLOAD,
-    PREFER_RECOMPUTE,
-    PREFER_SAVE,
-    Decide,
-    Policy,
-    PolicyLike,
-    as_policy,
-    call,
-    everything_saveable,
-    nothing_saveable,
-)
+from torch.utils.checkpoint import CheckpointPolicy
+
+from remat.policies._policy import Policy, PolicyLike, as_policy, call, everything_saveable, nothing_saveable
 
 _ORDER = {
-    MUST_RECOMPUTE: (0, 0),
-    PREFER_RECOMPUTE: (1, 0),
-    PREFER_CPU_OFFLOAD: (2, 0),
-    PREFER_SAVE: (2, 1),
-    MUST_CPU_OFFLOAD: (3, 0),
-    MUST_SAVE: (3, 1),
+    CheckpointPolicy.MUST_RECOMPUTE: (0, 0),
+    CheckpointPolicy.PREFER_RECOMPUTE: (1, 0),
+    CheckpointPolicy.PREFER_CPU_OFFLOAD: (2, 0),
+    CheckpointPolicy.PREFER_SAVE: (2, 1),
+    CheckpointPolicy.MUST_CPU_OFFLOAD: (3, 0),
+    CheckpointPolicy.MUST_SAVE: (3, 1),
 }
 _DECISION = {order: decision for decision, order in _ORDER.items()}
-_OPPOSITE = {
-    MUST_RECOMPUTE: MUST_SAVE,
-    PREFER_RECOMPUTE: PREFER_SAVE,
-    PREFER_CPU_OFFLOAD: PREFER_RECOMPUTE,
-    PREFER_SAVE: PREFER_RECOMPUTE,
-    MUST_CPU_OFFLOAD: MUST_RECOMPUTE,
-    MUST_SAVE: MUST_RECOMPUTE,
-}
 
 
-def _any(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
+def _each_part(pick: Callable[[Sequence[int]], int], decisions: Sequence[CheckpointPolicy]) -> CheckpointPolicy:
     wanted, where = zip(*map(_ORDER.__getitem__, decisions), strict=True)
-    return _DECISION[max(wanted), max(where)]
+    return _DECISION[pick(wanted), pick(where)]
 
 
-def _all(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
-    wanted, where = zip(*map(_ORDER.__getitem__, decisions), strict=True)
-    return _DECISION[min(wanted), min(where)]
-
-
-def _first(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
-    opinions = (d for d in decisions if d in (MUST_SAVE, MUST_CPU_OFFLOAD, MUST_RECOMPUTE))
+def _first(decisions: Sequence[CheckpointPolicy]) -> CheckpointPolicy:
+    opinions = (d for d in decisions if d.name.startswith("MUST"))
     return next(opinions, decisions[-1])
 
 
-def _without(decisions: list[CheckpointPolicy]) -> CheckpointPolicy:
+def _opposite(decisions: Sequence[CheckpointPolicy]) -> CheckpointPolicy:
+    wanted = 3 - _ORDER[decisions[0]][0]
+    return _DECISION[wanted, int(wanted >= 2)]
+
+
+def _without(decisions: Sequence[CheckpointPolicy]) -> CheckpointPolicy:
     kept, dropped = decisions
-    if dropped in (MUST_RECOMPUTE, PREFER_RECOMPUTE):
+    if _ORDER[dropped][0] < 2:
         return kept  # `kept & ~dropped` could turn a MUST into a PREFER
-    return _all([kept, _OPPOSITE[dropped]])
+    return _each_part(min, [kept, _opposite([dropped])])
 
 
-_COMBINE: dict[str, Callable[[list[CheckpointPolicy]], CheckpointPolicy]] = {
-    "any_of": _any,
-    "all_of": _all,
+_COMBINE: dict[str, Callable[[Sequence[CheckpointPolicy]], CheckpointPolicy]] = {
+    "any_of": functools.partial(_each_part, max),
+    "all_of": functools.partial(_each_part, min),
     "first_of": _first,
-    "~": lambda decisions: _OPPOSITE[decisions[0]],
+    "~": _opposite,
     "-": _without,
 }
 
 
 @dataclass(frozen=True, repr=False)
-class _Combined(Policy):
+class Combined(Policy):
+    """What a combinator makes. `how`: a key of `_COMBINE`."""
+
     how: str
-    parts: tuple[Decide, ...]
+    parts: tuple[Policy, ...]
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         # Ask every part about every op, whatever the others say: a part may count ops.
         return _COMBINE[self.how]([p(ctx, op, *args, **kwargs) for p in self.parts])
 
-    @property
-    def looks_at_calls(self) -> bool:
-        return any(getattr(p, "looks_at_calls", True) for p in self.parts)
-
     def by_op(self, op: Any) -> CheckpointPolicy | None:
-        decisions = [p.by_op(op) if isinstance(p, Policy) else None for p in self.parts]
-        known = [d for d in decisions if d is not None]
-        return _COMBINE[self.how](known) if len(known) == len(decisions) else None
+        known = [d for p in self.parts if (d := p.by_op(op)) is not None]
+        return _COMBINE[self.how](known) if len(known) == len(self.parts) else None
 
-    def start(self) -> Decide:
-        parts = tuple(p.start() if isinstance(p, Policy) else p for p in self.parts)
-        return self if parts == self.parts else _Combined(self.how, parts)
+    def start(self) -> Policy:
+        parts = tuple(as_policy(p.start()) for p in self.parts)
+        return self if parts == self.parts else replace(self, parts=parts)
 
     def __repr__(self) -> str:
         if self.how not in "~-":
             return call(self.how, *self.parts)
-        shown = [f"({p!r})" if isinstance(p, _Combined) and p.how == "-" else repr(p) for p in self.parts]
+        shown = [f"({p!r})" if isinstance(p, Combined) and p.how == "-" else repr(p) for p in self.parts]
         return f"~{shown[0]}" if self.how == "~" else " - ".join(shown)
 
 
-def _combined(how: str, policies: tuple[PolicyLike, ...], alone: Policy) -> Policy:
+def _combined(how: str, policies: Sequence[PolicyLike]) -> Policy:
     """A combination, flattened: `(p | q) | r` equals `p | (q | r)`."""
-    parts: list[Any] = []
+    parts: list[Policy] = []
     for policy in map(as_policy, policies):
-        parts += policy.parts if isinstance(policy, _Combined) and policy.how == how else [policy]
-    return _Combined(how, tuple(parts)) if len(parts) > 1 else (parts or [alone])[0]
-
-
-def opposite(policy: Policy) -> Policy:
-    """Keep the values that the policy does not keep: `~policy`."""
-    return _Combined("~", (policy,))
-
-
-def without(policy: Policy, other: PolicyLike) -> Policy:
-    """Keep the values that the policy keeps and the other does not: `policy - other`."""
-    return _Combined("-", (policy, as_policy(other)))
+        parts += policy.parts if isinstance(policy, Combined) and policy.how == how else [policy]
+    return Combined(how, tuple(parts)) if len(parts) > 1 else parts[0]
 
 
 def any_of(*policies: PolicyLike) -> Policy:
@@ -143,7 +111,7 @@ def any_of(*policies: PolicyLike) -> Policy:
         >>> any_of(dots_saveable, save_only_these_names("attn"))
         any_of(dots_saveable, save_only_these_names('attn'))
     """
-    return _combined("any_of", policies, nothing_saveable)
+    return _combined("any_of", policies or [nothing_saveable])
 
 
 def all_of(*policies: PolicyLike) -> Policy:
@@ -164,7 +132,7 @@ def all_of(*policies: PolicyLike) -> Policy:
         >>> all_of(dots_saveable, save_at_most(1_000_000))
         all_of(dots_saveable, save_at_most(1000000))
     """
-    return _combined("all_of", policies, everything_saveable)
+    return _combined("all_of", policies or [everything_saveable])
 
 
 def first_of(*policies: PolicyLike) -> Policy:
@@ -195,7 +163,7 @@ def first_of(*policies: PolicyLike) -> Policy:
     """
     if not policies:
         raise ValueError("first_of: give at least one policy; got none.")
-    return _combined("first_of", policies, nothing_saveable)
+    return _combined("first_of", policies)
 
 
 def save_from_both_policies(policy_1: PolicyLike, policy_2: PolicyLike) -> Policy:

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 from remat.policies._by_name import check_places
-from remat.policies._enum import CheckpointPolicy
-from remat.policies._policy import CALLED, MUST_CPU_OFFLOAD, MUST_SAVE, PREFER_RECOMPUTE, Policy
+from remat.policies._enum import MUST_CPU_OFFLOAD, MUST_SAVE, PREFER_RECOMPUTE
+from remat.policies._policy import CALLED, Policy, Printable
 
 _DOTS = """
     mm addmm _addmm_activation bmm baddbmm addbmm mv addmv dot vdot linear mkldnn_linear matmul _trilinear
@@ -57,7 +58,7 @@ def _has_batch_dims(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | Non
     As in `jax.numpy.matmul`, a dimension of size 1 is no batch dimension.
     """
     name = _name(func)
-    if name in _NEVER_BATCHED or name.startswith("conv") or "convolution" in name:
+    if name in _NEVER_BATCHED or "conv" in name:
         return False
     if name == "einsum" and isinstance(args[0], str):
         return _einsum_has_batch_dims(args[0], args[1:])
@@ -79,7 +80,7 @@ def _einsum_has_batch_dims(equation: str, operands: Sequence[Any]) -> bool:
 
 
 @dataclass(frozen=True, repr=False)
-class _Dots(Policy):
+class _Dots(Printable):
     """Keeps the results of dots: matrix multiplications, convolutions and fused attention.
 
     `dots_saveable` keeps all of them. `dots_with_no_batch_dims_saveable` leaves out dots that multiply many pairs of
@@ -118,24 +119,15 @@ class _Dots(Policy):
             call = op, args, kwargs
         return PREFER_RECOMPUTE if _has_batch_dims(*call) else self.decision
 
-    @property
-    def looks_at_calls(self) -> bool:
-        return not self.batched
-
     def by_op(self, op: Any) -> CheckpointPolicy | None:
         if op not in dots():
             return PREFER_RECOMPUTE
         return self.decision if self.batched else None
 
-    def __repr__(self) -> str:
-        if self.decision == MUST_CPU_OFFLOAD:
-            return "offload_dot_with_no_batch_dims()"
-        return "dots_saveable" if self.batched else "dots_with_no_batch_dims_saveable"
 
-
-dots_saveable: Policy = _Dots(True, MUST_SAVE)
+dots_saveable: Policy = _Dots("dots_saveable", True, MUST_SAVE)
 checkpoint_dots: Policy = dots_saveable
-dots_with_no_batch_dims_saveable: Policy = _Dots(False, MUST_SAVE)
+dots_with_no_batch_dims_saveable: Policy = _Dots("dots_with_no_batch_dims_saveable", False, MUST_SAVE)
 checkpoint_dots_with_no_batch_dims: Policy = dots_with_no_batch_dims_saveable
 
 
@@ -158,4 +150,4 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
         >>> policy = offload_dot_with_no_batch_dims("device", "pinned_host")
     """
     check_places("offload_dot_with_no_batch_dims", offload_src, offload_dst)
-    return _Dots(False, MUST_CPU_OFFLOAD)
+    return _Dots("offload_dot_with_no_batch_dims()", False, MUST_CPU_OFFLOAD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,9 +54,8 @@ _BACKENDS = ("CPU", "CUDA", "MPS", "XPU", "XLA", "HPU", "PrivateUse1", "Meta")
 
 
 def _composite(op: Any) -> bool:
-    return op.has_kernel_for_dispatch_key("CompositeImplicitAutograd") and not any(
-        op.has_kernel_for_dispatch_key(backend) for backend in _BACKENDS
-    )
+    has_kernel = op.has_kernel_for_dispatch_key
+    return has_kernel("CompositeImplicitAutograd") and not any(map(has_kernel, _BACKENDS))
 
 
 def _dotted(name: str) -> str:
@@ -64,17 +64,13 @@ def _dotted(name: str) -> str:
     return dotted if dotted.count(".") == 2 else f"{dotted}.default"
 
 
-def _look_up(dotted: str) -> Any:
-    return functools.reduce(getattr, dotted.split("."), torch.ops)
-
-
 def _matching(dotted: str, known: set[str]) -> list[Any]:
     """The overloads that a spelling stands for, or none if no policy ever sees them.
 
     TorchScript's own ops are not known. The `out=` overload of a packet does not decide whether it is composite.
     """
     names = [dotted] if dotted in known else [k for k in known if k.rpartition(".")[0] == dotted]
-    ops = [_look_up(name) for name in names]
+    ops = [operator.attrgetter(name)(torch.ops) for name in names]
     typical = [op for op in ops if not op._schema.is_mutable] or ops
     return [] if all(map(_composite, typical)) else ops
 

@@ -12,18 +12,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch.utils.checkpoint
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from remat._errors import shown
 from remat.policies import _ops
-from remat.policies._enum import CheckpointPolicy
-
-MUST_SAVE = CheckpointPolicy.MUST_SAVE
-PREFER_SAVE = CheckpointPolicy.PREFER_SAVE
-MUST_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE
-PREFER_RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
-MUST_CPU_OFFLOAD = CheckpointPolicy.MUST_CPU_OFFLOAD
-PREFER_CPU_OFFLOAD = CheckpointPolicy.PREFER_CPU_OFFLOAD
+from remat.policies._enum import MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE
 
 Decide = Callable[..., CheckpointPolicy]
 
@@ -78,11 +72,6 @@ class Policy(abc.ABC):
         - `args`, `kwargs`: the arguments of the op, below all transforms.
         """
 
-    @property
-    def looks_at_calls(self) -> bool:
-        """Whether a decision may depend on `ctx.call`, which takes time to prepare."""
-        return True
-
     def by_op(self, op: Any) -> CheckpointPolicy | None:
         """The decision on an op if it depends on the op alone; else None."""
         del op
@@ -105,20 +94,36 @@ class Policy(abc.ABC):
         return _combined.all_of(self, other)
 
     def __invert__(self) -> Policy:
-        return _combined.opposite(self)
+        return _combined.Combined("~", (self,))
 
     def __sub__(self, other: PolicyLike) -> Policy:
-        return _combined.without(self, other)
+        return _combined.Combined("-", (self, as_policy(other)))
+
+
+@dataclass(frozen=True, repr=False)
+class Printable(Policy):
+    """A policy that prints as the expression that makes it, `text`."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def call(maker: str, *args: Any) -> str:
+    """The expression that makes a policy, for its repr."""
+    return f"{maker}({', '.join(map(repr, args))})"
 
 
 CALLED = "{0} is a policy already: leave out the ()."
 """The error for calling a policy that is a value, as in JAX."""
 
+
 # Policies that are constant, decide by op, or ask a function.
 
 
 @dataclass(frozen=True, repr=False)
-class Constant(Policy):
+class Constant(Printable):
     """The same decision for every op: `everything_saveable` and `nothing_saveable`.
 
     `everything_saveable` is not the same as no remat: it keeps only values that the backward pass or the rerun reads.
@@ -132,38 +137,31 @@ class Constant(Policy):
         (everything_saveable, nothing_saveable)
     """
 
-    name: str
     decision: CheckpointPolicy
-    looks_at_calls = False
 
     def __call__(self, ctx: Any = None, op: Any = None, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del ctx, args, kwargs
         if op is None:
             raise TypeError(CALLED.format(self))
-        return self.by_op(op)
+        return self.decision
 
     def by_op(self, op: Any) -> CheckpointPolicy:
         del op
         return self.decision
 
-    def __repr__(self) -> str:
-        return self.name
-
 
 everything_saveable: Policy = Constant("everything_saveable", MUST_SAVE)
 nothing_saveable: Policy = Constant("nothing_saveable", MUST_RECOMPUTE)
 
-_MAKERS = {MUST_SAVE: "save_ops", MUST_RECOMPUTE: "recompute_ops", MUST_CPU_OFFLOAD: "offload_ops"}
-
 
 @dataclass(frozen=True, repr=False)
 class ByOp(Policy):
-    """One decision for the listed ops, another for the rest."""
+    """One decision for the listed ops, another for the rest. `maker`: the function that made it."""
 
+    maker: str
     ops: frozenset[str]
     listed: CheckpointPolicy
-    other: CheckpointPolicy
-    looks_at_calls = False
+    other: CheckpointPolicy = PREFER_RECOMPUTE
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del ctx, args, kwargs
@@ -173,7 +171,7 @@ class ByOp(Policy):
         return self.listed if op in _ops.overloads(self.ops) else self.other
 
     def __repr__(self) -> str:
-        return call(_MAKERS[self.listed], *sorted(self.ops))
+        return call(self.maker, *sorted(self.ops))
 
 
 def name_of(fun: Any) -> str:
@@ -181,39 +179,31 @@ def name_of(fun: Any) -> str:
     return getattr(fun, "__qualname__", None) or repr(fun)
 
 
-def ask(fun: Callable[..., Any], ctx: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Ask the user's function about an op."""
-    try:
-        return fun(ctx, op, *args, **kwargs)
-    except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # from inside the function: it has begun to run
-        raise TypeError(
-            f"remat: {name_of(fun)} can't be called as policy(ctx, op, *args, **kwargs), with the arguments of {op}."
-        ) from error
-
-
 @dataclass(frozen=True, repr=False)
-class Function(Policy):
-    """A policy that asks a user's function. For `save_if`, it returns a bool."""
+class Function(Printable):
+    """A policy that asks a user's function."""
 
     fun: Callable[..., Any]
-    maker: str = "as_policy"
+    is_predicate: bool = False
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        result, name = ask(self.fun, ctx, op, args, kwargs), name_of(self.fun)
+        try:
+            result = self.fun(ctx, op, *args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                raise  # from inside the function: it has begun to run
+            raise TypeError(
+                f"remat: {name_of(self.fun)} can't be called as policy(ctx, op, *args, **kwargs), with the arguments "
+                f"of {op}."
+            ) from error
         if isinstance(result, bool):
             return MUST_SAVE if result else PREFER_RECOMPUTE
-        if self.maker == "save_if":
-            raise TypeError(f"save_if: the predicate {name} must return a bool; got {shown(result)} for {op}.")
-        if isinstance(result, (CheckpointPolicy, torch.utils.checkpoint.CheckpointPolicy)):
+        if isinstance(result, CheckpointPolicy) and not self.is_predicate:
             return result
-        raise TypeError(
-            f"remat: the policy {name} must return a bool or a CheckpointPolicy; got {shown(result)} for {op}."
-        )
-
-    def __repr__(self) -> str:
-        return f"{self.maker}({name_of(self.fun)})"
+        name, got = name_of(self.fun), f"got {shown(result)} for {op}"
+        if self.is_predicate:
+            raise TypeError(f"save_if: the predicate {name} must return a bool; {got}.")
+        raise TypeError(f"remat: the policy {name} must return a bool or a CheckpointPolicy; {got}.")
 
 
 def as_policy(value: PolicyLike) -> Policy:
@@ -248,12 +238,11 @@ def as_policy(value: PolicyLike) -> Policy:
         for entry in value:
             if policy := _written(entry):
                 raise TypeError(f"remat: {entry!r} is a policy, not an op. Write policy={policy}, and | for several.")
-        return ByOp(_ops.spell_all("remat: policy", value), MUST_SAVE, PREFER_RECOMPUTE)
+        return ByOp("save_ops", _ops.spell_all("remat: policy", value), MUST_SAVE)
     if isinstance(value, (str, _ops.OpOverload, _ops.OpOverloadPacket)):
         if policy := _written(value):
             raise TypeError(f"remat: {value!r} is the name of a policy. Write policy={policy}.")
-        close = difflib.get_close_matches(str(value), sys.modules[__package__].__all__, n=1, cutoff=0.8)
-        if close:
+        if close := difflib.get_close_matches(str(value), sys.modules[__package__].__all__, n=1, cutoff=0.8):
             raise TypeError(f"remat: there is no policy {value!r}. Did you mean policy={_written(close[0])}?")
         _ops.spell("remat: policy", value)  # raises where it is no op that a policy can name
         raise TypeError(f"remat: {value!r} is one op, not a policy. Write [{value!r}].")
@@ -269,7 +258,7 @@ def as_policy(value: PolicyLike) -> Policy:
         )
     if getattr(sys.modules[__package__], name_of(value), None) is value:
         raise TypeError(f"remat: {name_of(value)} is a function that makes a policy: call it.")
-    return Function(value)
+    return Function(f"as_policy({name_of(value)})", value)
 
 
 def _written(value: Any) -> str | None:
@@ -280,11 +269,6 @@ def _written(value: Any) -> str | None:
     if not isinstance(value, str) or value not in module.__all__:
         return None
     return f"remat.policies.{value}" + ("" if isinstance(getattr(module, value), Policy) else "(...)")
-
-
-def call(maker: str, *args: Any) -> str:
-    """The expression that makes a policy, for its repr."""
-    return f"{maker}({', '.join(map(repr, args))})"
 
 
 from remat.policies import _combined  # noqa: E402  # it needs the names above
