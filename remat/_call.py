@@ -43,8 +43,8 @@ _DEAD = (
     "an argument, or switch the cache off."
 )
 _NO_TREE = (
-    "remat: {} returns results in an object of class {}, which is no tree: their graph is kept as it is, and no memory "
-    "is saved. Return a tuple, a dict or a NamedTuple, or make the class known: torch.export.register_dataclass, "
+    "remat: {} returns results in an object of class {}, which is not a tree: their graph is kept, and no memory is "
+    "saved. Return a tuple, a dict or a NamedTuple, or make the class known: torch.export.register_dataclass, "
     "or optree.register_pytree_node with namespace='torch'."
 )
 
@@ -56,8 +56,8 @@ class Call:
 
     - `name`: of the function.
     - `operands`: the tensors that its results may depend on.
-    - `random`: the draws to repeat, None where there were none.
-    - `tape`: what a policy keeps, None without one.
+    - `random`: the draws to repeat; None if there are none.
+    - `tape`: the values that a policy keeps; None without a policy.
     - `nests`: whether the function makes nested calls of functions under remat.
     - `leaves`: the operands that are differentiated, at any level.
     - `hooked`: the levels of the tensors that the function has put hooks on.
@@ -92,7 +92,7 @@ class Call:
         operands = self.operands = Operands(name)
         closure = self._closure = Closure(operands.operand_of)
         given = [operands.add(x) if isinstance(x, Tensor) else x for x in leaves]
-        operands.given = len(operands.tensors)  # without what functions among the arguments close over
+        operands.given = len(operands.tensors)  # not what functions among the arguments close over
         self._leaves = [x if type(x) is Operand else closure.take_apart(x) for x in given]
         self._spec = spec
         self._fun = closure.take_apart(fun)
@@ -122,9 +122,9 @@ class Call:
 
         **Arguments:**
 
-        - `policy`: what to keep, or None.
+        - `policy`: which results to keep, or None.
         - `preserve_rng_state`: whether reruns draw what the forward draws.
-        - `where`: returns the current line of the user's code, to list what is kept; or None.
+        - `where`: returns the current line of the user's code, to list kept values; or None.
         """
         tracing = internals.tracing()
         with internals.DisableTorchFunction():
@@ -144,7 +144,7 @@ class Call:
             look = self._look = Look(self.name, given, random)
             look.keeps_call = self._recorder is not None
         self.since = internals.next_sequence_number()
-        if not (tracing or self._has_tangents or internals.functionalizing()):  # what takes apart an autograd.Function
+        if not (tracing or self._has_tangents or internals.functionalizing()):  # these decompose an autograd.Function
             self._followed = policy or nothing_saveable
         around = policy_around.set(self._followed)
         try:
@@ -276,7 +276,7 @@ class Call:
         values = [look.read(originals[i]) for i in forward.reached]
         values = [t for t in values if matters(t) and (t.is_floating_point() or t.is_complex())]
         if not values or any(t.layout is not torch.strided or t.is_nested for t in values):
-            return None  # another call of the same name, whose results are not differentiated; or not for `flatten`
+            return None  # another call of the same name, not differentiated; or tensors that `flatten` can't take
         zeros = [t.flatten()[:0].sum() for t in values]
         self._look = look
         operands.stands_in = True
@@ -336,8 +336,8 @@ class Call:
     def needs_level(self) -> bool:
         """Whether reruns must run under a transform, because the forward did.
 
-        Only there do they run exactly the ops of the forward, call a hook for one order of derivatives, and leave the
-        inside of an autograd.Function unseen.
+        Only there do they run exactly the ops of the forward, call a hook for one order of derivatives, and not see
+        inside an autograd.Function.
         """
         if not self._under_transforms:
             return False
@@ -353,6 +353,7 @@ class Call:
         plan = self.operands.plan(inputs)
         look = RerunLook(self.name, self.signature, plan, inputs, self.level)
         look.spares_tail = self.tape is None and not internals.tracing()
+        look.draws = self.random if isinstance(self.random, RandomState) else None
         self._rerun_looks.append(look)
         rebuild = self._closure.rebuilder(inputs)
         self._rebuilders.append(rebuild)
@@ -424,7 +425,7 @@ class Call:
         if look is None or not self._returned:
             return
         self.operands.let_go(look, self._reached)
-        if any(ref() is not None for ref in look.tail_results):  # somebody keeps a result of the tail, and may read it
+        if any(ref() is not None for ref in look.tail_results):  # a result of the tail is still alive, and may be read
             look.signature.tail = None
         if any(ref() is not None for ref in look.made):  # the outer function may read a living one
             self._result = None

@@ -121,7 +121,7 @@ class Closure:
     """
 
     def __init__(self, operand_of: Callable[[Tensor], Any]) -> None:
-        """`operand_of`: gives the `Operand` that stands for a tensor, or the tensor where it is no operand."""
+        """`operand_of`: gives the `Operand` that stands for a tensor, or the tensor if it is not an operand."""
         self._operand_of = operand_of
         self._functions: dict[int, _Function] = {}
         self._contents: dict[int, Any] = {}

@@ -157,8 +157,12 @@ class RandomState:
         if generator not in self._generators:
             self._generators[generator] = generator.get_state()
 
+    def has(self, generator: torch.Generator) -> bool:
+        """Whether the run drew from this explicit generator."""
+        return generator in self._generators
+
     def drawn_since(self, drew: bool = False) -> RandomState | None:
-        """This state if the run that followed drew from any generator; else None, there is nothing to restore.
+        """This state if the run that followed drew from any generator; else None.
 
         **Arguments:**
 
@@ -208,7 +212,7 @@ class Modes(NamedTuple):
 
     @staticmethod
     def current() -> Modes:
-        """The active modes, without remat's own and torch's meters, which measure only what runs inside of them."""
+        """The active modes, without remat's own and torch's meters, which measure only what runs inside them."""
         if not (internals.function_modes_active() or internals.dispatch_modes_active()):
             return _NO_MODES
         function = (m for m in internals.function_modes() if not isinstance(m, (Threading, internals.DeviceContext)))

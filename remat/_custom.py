@@ -46,7 +46,7 @@ class _Call:
     """A call: the positions of its tensors among the inputs of its node, and its other arguments and results."""
 
     def __init__(self, rules: Any, args: Sequence[Any], out: Any, residuals: Any, tensors: list[Tensor]) -> None:
-        """Append to `tensors` those of the arguments, then of the result, then of the residuals."""
+        """Append to `tensors` the tensors of the arguments, of the result and of the residuals, in this order."""
         self._rules = rules
         self._args = [_Template(x, tensors) for x in args]
         self._given = len(tensors)
@@ -132,7 +132,7 @@ class custom_remat(Generic[P, R]):  # noqa: N801
 
     **Returns:** a function with the values of `f`.
 
-    **Raises:** `TypeError` if an argument can't be called, or if a rule returns something else than described.
+    **Raises:** `TypeError` if an argument can't be called, or if a rule does not return what is described here.
 
     **Source:** `jax.custom_remat`.
 

@@ -78,7 +78,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def call_site() -> str:
-    """The file:line of the running user code: the innermost frame outside of torch and remat."""
+    """The file:line of the running user code: the innermost frame outside torch and remat."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

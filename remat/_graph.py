@@ -22,7 +22,7 @@ from remat._dispatch_mode import ops_of_remat
 
 
 class Stranger(Exception):  # noqa: N818  # always caught, and raised again as another
-    """The results of a run depend on a tensor that is no operand.
+    """The results of a run depend on a tensor that is not an operand.
 
     **Attributes:**
 

@@ -5,9 +5,9 @@ given or has made; all others come from outside. The signature lists each call w
 function, its plain arguments and the shape of the result. Other calls are left out: the forward may compute a table on
 first use and keep it, and the rerun does not compute it again.
 
-NOTE [inner wrappers]: a transform inside of the function wraps tensors out of sight. A new wrapper may have the
-identity of a tensor that has died. So no identity is trusted at the levels of inner transforms: wrappers are looked
-through.
+NOTE [inner wrappers]: a transform inside the function wraps tensors unseen. A new wrapper may have the identity of
+a tensor that has died. So no identity is trusted at the levels of inner transforms: the look checks the tensor inside
+the wrapper.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from remat._tail import is_large
 
 level_of, stack_depth = internals.level_of, internals.stack_depth
 
-_MADE_INSIDE = " If the function makes a module, which has this parameter: make the module outside, and pass it."
+_MADE_INSIDE = " If the function makes the module that has this parameter, make the module outside, and pass it."
 _LAZY = (
     "remat: {} calls a lazy module that has yet to make its parameters, and a rerun would begin after that. Call it "
     "once before, in torch.no_grad()."
@@ -48,7 +48,7 @@ class Look(NestedMode):
     **Attributes:**
 
     - `outside`: by identity, the tensors that the run was given or has read from outside.
-    - `handed_on`: those that a transform inside of the function has wrapped, or that an autograd.Function was given.
+    - `handed_on`: those that a transform inside the function has wrapped, or that an autograd.Function was given.
     - `read_quietly`: those that are differentiated but were first read in `no_grad`, perhaps in an autograd.Function.
     - `copies`: by identity, copies of those that the run wrote to, with their earlier values.
     - `made`: the differentiated tensors that the run computed. Only noted if it is nested in another run.
@@ -73,7 +73,7 @@ class Look(NestedMode):
     _memory: dict[int, list[int]] | None = None
 
     def __init__(self, name: str, given: Iterable[Tensor], random: Any) -> None:
-        """Watch a run of the function `name` that is given these tensors. `random`: is told of explicit generators."""
+        """Watch a run of the function `name` that is given these tensors. `random` is told of explicit generators."""
         self.name = name
         self.random = random
         self.depth = internals.stack_depth()
@@ -238,7 +238,7 @@ class Look(NestedMode):
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         """Note that the run reads a tensor. Returns the tensor to read in its place.
 
-        `handed_on`: whether a transform inside of the function has wrapped it: then no torch call reads it directly.
+        `handed_on`: whether a transform inside the function has wrapped it: then no torch call reads it directly.
         """
         key = id(tensor)
         value = self._swaps.get(key, tensor)  # in an outer rerun, which may run below the original's level
@@ -416,7 +416,7 @@ class Look(NestedMode):
         return id(tensor) not in self.outside and (id(tensor) in self._known or self._own.has(tensor))
 
     def survivors(self) -> list[tuple[weakref.ref[Tensor], dict[Occasion, int]]]:
-        """The tensors that the run made without a derivative and read, and that somebody keeps: NOTE [survivors]."""
+        """The tensors that the run made without a derivative and read, and that are still alive: NOTE [survivors]."""
         found = self._own.survivors(self.outside.values())
         self._own = Made()
         return found

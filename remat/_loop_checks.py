@@ -1,4 +1,4 @@
-"""What loops check: their options, their lengths, and that the carry stays as it is."""
+"""Checks of loops: options, lengths, and that the carry keeps its structure, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from remat.policies._policy import PolicyLike
 
 
 def kinds_of(leaves: Iterable[Any], skip: int = 0) -> list[Any]:
-    """What must not change from step to step: shape (without leading dimensions) and dtype of a tensor, or the type."""
-    with internals.DisableTorchFunction():  # `.shape` is a torch call: nobody need see it
+    """What must not change from step to step: shape (without `skip` leading dimensions) and dtype, or the type."""
+    with internals.DisableTorchFunction():  # `.shape` is a torch call, which no mode need see
         return [(tuple(x.shape[skip:]), x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves]
 
 
@@ -38,7 +38,7 @@ def structure(spec: _tree.PyTreeSpec) -> str:
 
 
 class CarryCheck:
-    """Checks the carries that a body returns. An object, not a function: remat would take that apart in each call."""
+    """Checks the carries that a body returns. Not a function, which remat would take apart in each call."""
 
     def __init__(self, who: str, what: str, init: Any) -> None:
         """`what`: the name of the body in errors. No tensor of `init` is held."""

@@ -4,8 +4,8 @@ NOTE [survivors]: a function may keep a tensor that it makes, and a rerun then f
 is made on first use. It is wrong for a running average, `self.mean = 0.9 * self.mean + x`: the rerun would go on from
 the new mean. The reads tell them apart. An *occasion* is a position in the signature and the torch function that reads
 there. The rerun may read a survivor only on an occasion on which the forward read it: the forward reads the new mean
-later than the old one. If both reads have the same occasion, they are counted: the rerun reads one tensor more there.
-All tensors that a run makes are counted together, because those of the rerun are others than those of the forward.
+later than the old one. If both have the same occasion, the reads are counted: the rerun reads one tensor more there.
+All tensors that a run makes are counted together, because the rerun makes other tensors than the forward.
 """
 
 from __future__ import annotations

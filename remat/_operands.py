@@ -90,7 +90,7 @@ class Original:
     written = False
     """Whether the function writes to it. Then each rerun gets a copy of its earlier value."""
     attributes: dict[str, Any] | None = None
-    """The Python attributes that somebody has set on it."""
+    """The Python attributes that user code has set on it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref, self._kind = weakref.ref(tensor), type(tensor)
@@ -114,13 +114,13 @@ class Plan(NamedTuple):
     fill: list[tuple[Place, Tensor]]
     """The places that must hold operands during the rerun."""
     to_write: dict[int, Tensor]
-    """The operands that the rerun must write to, as the forward did; keys tell their memory."""
+    """By memory, the operands that the rerun must write to, as the forward did."""
     reads: dict[int, int]
     """By identity, tensors that the rerun may read, and the length of the signature when the forward first did."""
     survivors: dict[int, dict[tuple[int, Any], int]]
     """By identity, tensors that the forward made and that are still alive, and how it read them."""
     alive: list[Tensor]
-    """All tensors that are known by identity: another tensor can't get the identity of one of them."""
+    """All tensors that are known by identity, kept alive so that no other tensor can get the identity of one."""
 
 
 class Operands:
@@ -177,7 +177,7 @@ class Operands:
 
         **Arguments:**
 
-        - `tape`: what a policy keeps of the run, None without one.
+        - `tape`: the values that a policy keeps; None without a policy.
         - `since`: all autograd nodes with higher sequence numbers were made in the run.
         """
         if len(look.copies) > 1:
@@ -347,7 +347,7 @@ class Operands:
         return Plan(pairs, fill, to_write, reads, survivors, alive)
 
     def still_there(self) -> list[Tensor]:
-        """The originals, and the other outside tensors that reruns read, as far as they are still alive."""
+        """The originals, and the other outside tensors that reruns read, if they are still alive."""
         refs = [original.ref for original in self.originals] + [ref for ref, *_ in self.constants]
         refs += [ref for ref, *_ in self._cell_constants]
         return [t for ref in refs if (t := ref()) is not None]

@@ -1,9 +1,9 @@
 """The primitive: give values that are already computed the derivative of a function that is run again.
 
 `attach(fn, values, operands)` takes the values of `fn(*operands)`, computed on the current stack of transforms. It
-drops their graph, and attaches a node that saves only the operands.
-Its backward is `run(vjp(fn), operands + cotangents)`: the derivative of a remat'd function is a remat'd function, so
-every order and every nest comes out of one rule per kind of level:
+drops their graph, and attaches a node that saves only the operands. Its backward is
+`run(vjp(fn), operands + cotangents)`: the derivative of a remat'd function is a remat'd function. So one rule for each
+kind of level gives derivatives of every order, under every nesting:
 
 | level on top | rule |
 |---|---|
@@ -105,7 +105,7 @@ class RematNode(internals.SingleLevelFunction):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         needed = internals.wanted(ctx, ctx.needs_input_grad[3:])
         grads: list[Any] = [None] * len(needed)
-        if any(c is not None for c in cotangents):  # else a later node cut the graph, and this may be freed
+        if any(c is not None for c in cotangents):  # else a later node cut the graph, and this node may be freed
             link: Link = ctx.link
             operands = _saved(ctx, link)
             if link.versions:
@@ -321,14 +321,14 @@ def _attach_at_functionalize(top: Any, fn: Derived, values: Values, operands: Va
 def _attach_duals(rule: Callable[..., Values], top: Any, fn: Derived, values: Values, operands: Values) -> Values:
     """Apply a rule to values that may carry tangents at the top of the stack.
 
-    A level of `jvp` has no backward pass: primals and tangents go down together, as the results of `jvp(fn)`, and the
-    tangents of operands go with them: the node of a nested call may depend on these though no value does. At other
-    levels the backward of a primal result reads the operands with their tangents, as in plain autograd.
+    A level of `jvp` has no backward pass: primals and tangents go down together, as the results of `jvp(fn)`. The
+    tangents of operands go with them, because the node of a nested call may depend on these even if no value does. At
+    other levels the backward of a primal result reads the operands with their tangents, as in plain autograd.
     """
     duals = [forward_ad.unpack_dual(v) for v in values]
     outs = [i for i, (_, tangent) in enumerate(duals) if tangent is not None]
     is_jvp = top is not None and top.kind is internals.TransformType.Jvp
-    if not outs and (not is_jvp or internals.in_inference_mode()):  # there, torch can't unpack what is no dual
+    if not outs and (not is_jvp or internals.in_inference_mode()):  # torch can't unpack a plain tensor there
         return rule(top, fn, values, operands)
     pairs = [forward_ad.unpack_dual(t) for t in operands]
     moving = [i for i, (_, tangent) in enumerate(pairs) if tangent is not None]

@@ -53,7 +53,7 @@ class _Options:
     preserve_rng_state: bool
 
     def __call__(self, forward: Callable[..., Any]) -> Any:
-        """The method of a class of modules, under remat: it has one argument more, `self`."""
+        """`forward` of a class of modules, under remat: a method, with `self` as one more argument."""
         return Remat(forward, replace(self, static_argnums=tuple(n + (n >= 0) for n in self.static_argnums)))
 
 
@@ -233,7 +233,7 @@ def _unknown(name: str) -> str:
 
 
 class _Decorator(Protocol):
-    """What `remat` returns without a function. What it decorates keeps its type, so a method is a method."""
+    """The decorator that `remat` returns without a function. Decorated functions keep their type."""
 
     def __call__(self, fun: F, /) -> F: ...
 
@@ -295,7 +295,7 @@ def remat(
 
     - `fun`: a function, method, lambda, `functools.partial`, callable object or `nn.Module`. Without it, the decorator
         with these options is returned.
-    - `policy`: which results of ops are kept instead of computed again; None keeps nothing.
+    - `policy`: which results of ops are kept instead of recomputed; None keeps nothing.
     - `static_argnums`: positions of arguments that are passed on as they are: a rerun gets the very same objects.
         Tensors in them count as captured.
     - `static_argnames`: the same by name.
@@ -303,7 +303,7 @@ def remat(
         states of generators; a function that does draw then gets wrong gradients.
     - `prevent_cse`: accepted for compatibility with `jax.checkpoint`. It has no effect: nothing merges the two runs.
 
-    **Returns:** a callable with the name, documentation and signature of `fun`. Of a module, a module: of the same
+    **Returns:** a callable with the name, documentation and signature of `fun`. For a module, a module of the same
     class, with the very same parameters, buffers, hooks and attributes.
 
     **Raises:** `TypeError` for generators, async functions and classes of modules, which can't run again as a whole. At

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._context import RandomState
 from remat._effects import Effects
 from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._graph import is_made_since
@@ -42,8 +43,12 @@ _STRANGER = (
     "function replaces (self.h = ...), pass it as an argument and return the new one."
 )
 
+_OTHER_GENERATOR = (
+    "remat: the rerun of {} draws from another torch.Generator than its forward. Choose the generator outside of the "
+    "function, and pass it as an argument."
+)
 _OTHER_HOOKS = (
-    "remat: the rerun of {} puts hooks on other tensors than its forward, perhaps because x.requires_grad is another. "
+    "remat: the rerun of {} puts hooks on other tensors than its forward, perhaps because x.requires_grad differs. "
     "Put the hook on the result, outside of the function."
 )
 
@@ -54,10 +59,12 @@ class RerunLook(Look):
     **Attributes:**
 
     - `spares_tail`: whether the product or nested call that begins the tail may be skipped.
+    - `draws`: the forward's draws, None where they are not repeated.
     """
 
     is_rerun = True
     spares_tail = False
+    draws: RandomState | None = None
 
     def __init__(
         self,
@@ -90,7 +97,7 @@ class RerunLook(Look):
         self._read: set[int] = set()
         """Identities of tensors that it read, and may have made unseen."""
         self._revived: dict[tuple[int, Any], tuple[int, torch.Size, torch.dtype]] = {}
-        """Each way in which it read survivors: how often the forward did so; shape and dtype of one of them."""
+        """By occasion on which it read survivors: how often the forward did so; shape and dtype of one of them."""
         self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
 
     def begin(self, outer: Look | None) -> None:
@@ -143,7 +150,7 @@ class RerunLook(Look):
                 )
             return tensor
         if internals.is_dead(tensor) and id(internals.unwrap_dead(tensor)) in self._known:
-            return tensor  # a transform inside of the function has wrapped it, and is over
+            return tensor  # a transform inside the function has wrapped it, and is over
         if not (is_made_since(tensor, self._since) or internals.is_fake(tensor)):
             if internals.nodes_of(tensor):  # its graph is older than the rerun
                 raise self._stranger(tensor)
@@ -151,6 +158,10 @@ class RerunLook(Look):
             self._read.add(key)
         self._known.add(key)
         return tensor
+
+    def notice(self, generator: torch.Generator) -> None:
+        if self.draws is not None and not self.draws.has(generator):
+            raise CheckpointError(_OTHER_GENERATOR.format(self.name))
 
     def has_made(self, tensor: Tensor) -> bool:
         return super().has_made(tensor) and id(tensor) not in self._read

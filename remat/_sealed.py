@@ -18,7 +18,7 @@ from remat import _torch_internals as internals
 
 
 def seal(cotangent: Any) -> Any:
-    """Seal a cotangent. None, tensors of other kinds, and one that is sealed stay as they are."""
+    """Seal a cotangent, unless it is None, sealed already, or not a plain strided tensor."""
     if type(cotangent) is not Tensor or cotangent.layout is not torch.strided or hasattr(cotangent, "_remat_sealed"):
         return cotangent
     with internals.DisableTorchFunction(), internals.DisableTorchDispatch():
@@ -28,7 +28,7 @@ def seal(cotangent: Any) -> Any:
 
 
 def unseal(cotangent: Any) -> Any:
-    """The cotangent itself, taken out of its cover. One that is not sealed stays as it is."""
+    """The cotangent, taken out of its cover if it is sealed."""
     return cotangent if cotangent is None else vars(cotangent).pop("_remat_sealed", cotangent)
 
 

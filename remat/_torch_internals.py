@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 from torch._C import (
-    # Turns torch-function modes off as well as subclasses: our own bookkeeping must not be seen by them.
+    # Turns off torch-function modes and subclasses: they must not see our own bookkeeping.
     DisableTorchFunction as DisableTorchFunction,
 )
 from torch._C import _functorch as _C
@@ -102,7 +102,7 @@ _KINDS = {kind.value: kind for kind in TransformType.__members__.values()}
 
 
 class Transform:
-    """An active transform. It knows what `torch._functorch.pyfunctorch` does, whose objects take longer to make.
+    """An active transform: an interpreter of `torch._functorch.pyfunctorch`, but quicker to make.
 
     **Attributes:**
 
@@ -114,11 +114,11 @@ class Transform:
 
     def __init__(self, pointer: Any) -> None:
         self._pointer = pointer
-        self.kind = _KINDS[pointer.key().value]  # the one of its name: torch makes another for each call
+        self.kind = _KINDS[pointer.key().value]  # the member of this name: torch makes a new object for each call
         self.level: int = pointer.level()
 
     def lower(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it, ops run one level down: the only way to do that. Only for the innermost transform."""
+        """A context in which ops run one level down. Only for the innermost transform."""
         pointer = self._pointer
         if (self.kind is TransformType.Grad and not _C.CGradInterpreterPtr(pointer).prevGradMode()) or (
             self.kind is TransformType.Jvp and not _C.CJvpInterpreterPtr(pointer).prevFwdGradMode()
@@ -127,15 +127,15 @@ class Transform:
         return _Lowered()
 
     def batch_size(self) -> int:
-        """Of a `vmap`."""
+        """The batch size of a `vmap`."""
         return _C.CVmapInterpreterPtr(self._pointer).batchSize()
 
     def randomness(self) -> str:
-        """Of a `vmap`: error, different or same."""
+        """The randomness of a `vmap`: error, different or same."""
         return _RANDOMNESS[_C.CVmapInterpreterPtr(self._pointer).randomness()]
 
     def reapplies_views(self) -> bool:
-        """Of a `functionalize`."""
+        """Whether a `functionalize` reapplies views."""
         return _C.CFunctionalizeInterpreterPtr(self._pointer).functionalizeAddBackViews()
 
 
@@ -150,7 +150,7 @@ class _Lowered:
 
 
 def top_transform() -> Transform | None:
-    """The innermost active transform, or None outside of all transforms."""
+    """The innermost active transform, or None outside all transforms."""
     top = _C.peek_interpreter_stack()
     return None if top is None else Transform(top)
 
@@ -169,7 +169,7 @@ is_dead: Callable[[Tensor], bool] = _C.is_dead_tensor_wrapper  # the transform t
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether it is a compiler's, without values."""
+    """Whether it is a compiler's tensor, which has no values."""
     return isinstance(tensor, FakeTensor)
 
 
@@ -217,21 +217,21 @@ def layers(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def in_use(storage: Any) -> bool:
-    """Whether a tensor lies in a storage, besides Python's look at it."""
+    """Whether a tensor uses a storage, apart from this Python object."""
     return torch._C._storage_Use_Count(storage._cdata) > 1
 
 
 def wrap_grad(tensor: Tensor, level: int) -> Tensor:
-    """Wrap for a `grad` or `jvp` level, as torch lifts the inputs of an op; nothing if it is wrapped there."""
+    """Wrap for a `grad` or `jvp` level, as torch lifts the inputs of an op, unless it is wrapped there."""
     return tensor if _C.maybe_get_level(tensor) == level else _C._wrap_for_grad(tensor, level)
 
 
 def wrapped_for_grad(tensors: Iterable[Tensor], level: int) -> list[Tensor]:
-    """Each of them by `wrap_grad`."""
+    """`wrap_grad` for several tensors."""
     return [t if _C.maybe_get_level(t) == level else _C._wrap_for_grad(t, level) for t in tensors]
 
 
-# The tensor below a level; the tensor itself where it does not wrap at that level.
+# The tensor below a level; the tensor itself if it is not wrapped at that level.
 unwrap_grad: Callable[[Tensor, int], Tensor] = _C._unwrap_for_grad
 
 
@@ -286,7 +286,7 @@ class grad_level:  # noqa: N801
 
 
 def _require_grad(wrapper: Tensor) -> None:
-    """Make a new wrapper a leaf: torch refuses `requires_grad_()` inside of a transform."""
+    """Make a new wrapper a leaf: torch refuses `requires_grad_()` inside a transform."""
     before = _C.get_inplace_requires_grad_allowed()
     _C.set_inplace_requires_grad_allowed(True)
     try:
@@ -297,7 +297,7 @@ def _require_grad(wrapper: Tensor) -> None:
 
 @contextlib.contextmanager
 def jvp_level() -> Iterator[int]:
-    """A new `jvp` level, also inside of a `forward_ad.dual_level` that the user has entered."""
+    """A new `jvp` level, also inside a `forward_ad.dual_level` that the user has entered."""
     dual_level = fwad.dual_level() if fwad._current_level < 0 else contextlib.nullcontext()
     with _eager.jvp_increment_nesting() as level, _set_fwd_grad_enabled(True), dual_level:
         yield level
@@ -312,7 +312,7 @@ def dual_level() -> Iterator[None]:
 
 @contextlib.contextmanager
 def vmap_level(batch_size: int, randomness: str) -> Iterator[int]:
-    """A new `vmap` level, also where no argument is batched (its draws can be)."""
+    """A new `vmap` level, even if no argument is batched: draws can be."""
     with _vmap.vmap_increment_nesting(batch_size, randomness) as level:
         yield level
 
@@ -334,7 +334,7 @@ _MOVES_HOOKS: Any = vars(torch._C.TensorBase)["_backward_hooks"]
 
 
 def moves_hooks(func: Any) -> bool:
-    """Whether it is how autograd (2.13) moves a view's hooks to a new node: it holds a lock that `grad_fn` takes."""
+    """Whether autograd (2.13) calls it to move a view's hooks to a new node. It holds a lock that `grad_fn` takes."""
     return func == _MOVES_HOOKS.__set__
 
 
@@ -348,7 +348,7 @@ is_legacy_batched: Callable[[Tensor], bool] = _C.is_legacy_batchedtensor
 
 @contextlib.contextmanager
 def without_legacy_vmap() -> Iterator[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
-    """Outside of the vmap of `autograd.grad(is_grads_batched=True)`; yields (unwrap, wrap), batch dimension first."""
+    """A context outside the vmap of `autograd.grad(is_grads_batched=True)`; yields (unwrap, wrap), batch first."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
 
@@ -366,7 +366,7 @@ def without_legacy_vmap() -> Iterator[tuple[Callable[[Tensor], Tensor], Callable
 
 
 def forward_ad_disabled() -> contextlib.AbstractContextManager[Any]:
-    """Within it, tangents of the inputs of an op are not looked at."""
+    """A context in which ops ignore the tangents of their inputs."""
     return _set_fwd_grad_enabled(False) if fwad._current_level >= 0 else _NOTHING
 
 
@@ -388,9 +388,9 @@ def apply_at_level(function: type[SingleLevelFunction], *args: Any) -> tuple[Ten
 # NOTE [who asked for this derivative]
 # `torch.func.grad` runs the backward pass while its level is still active and with create_graph=True, although
 # nobody can differentiate the result at that level again: the level ends with it. A backward that the user's
-# function asks for (`torch.autograd.grad` inside of `torch.func.grad`) looks the same from inside of a node, but its
-# result can be. They are told apart by the Python frame that called the engine. Where that frame can't be found, the
-# answer is "the user": right, though it keeps more alive.
+# function asks for (`torch.autograd.grad` inside `torch.func.grad`) looks the same to a node, but its result
+# can be differentiated again. They are told apart by the Python frame that called the engine. If that frame can't be
+# found, the answer is "the user": right, though it keeps more alive.
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _GRAD, _OVERRIDE = torch.autograd.grad.__code__, torch.overrides.handle_torch_function.__code__
 _LAST_BACKWARD = _eager._autograd_grad.__code__
@@ -400,7 +400,7 @@ _TRANSFORM = inspect.unwrap(_eager.grad_and_value_impl).__code__
 def run_backward(
     edges: Sequence[GradientEdge], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], keep: bool, record: bool
 ) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad(allow_unused=True)` for cotangents that are known to fit: its checks cost more than it."""
+    """`torch.autograd.grad(allow_unused=True)` without its checks, for cotangents that are known to fit."""
     return torch.autograd.Variable._execution_engine.run_backward(
         tuple(edges), tuple(cotangents), keep, record, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
@@ -429,7 +429,7 @@ def called_by_grad_transform(thread: int) -> bool:
 
     - `thread`: the thread that ran the forward: on accelerators the engine calls nodes from threads of its own.
     """
-    # Python makes an object of each frame that is asked for: not of those of the node's own backward.
+    # Begin above the node's own backward: Python makes an object for each frame that is visited.
     frame = _engine_frame(sys._getframe(4), thread)
     if frame is None:
         return False
@@ -506,9 +506,9 @@ def function_modes() -> list[Any]:
 
 
 def with_subclasses(run: Callable[[], T]) -> T:
-    """Call a function, within which the classes of tensors say what torch functions do.
+    """Call a function, with `__torch_function__` of tensor subclasses active.
 
-    They do not in a backward pass that such a class was asked for: `super().__torch_function__` turns them off (2.13).
+    It is not active in a backward pass that a subclass started: `super().__torch_function__` turns it off (2.13).
     """
     if torch._C._is_torch_function_enabled() or torch._C._is_torch_function_all_disabled():
         return run()
@@ -545,7 +545,7 @@ autocast_devices: Callable[[], list[str]] = torch._C._autocast_supported_devices
 
 @contextlib.contextmanager
 def autocast(settings: Iterable[tuple[str, bool, torch.dtype, bool]]) -> Iterator[None]:
-    """Several device types' (device, enabled, dtype, cache enabled) at once; `torch.autocast` checks for the device."""
+    """Set (device, enabled, dtype, cache enabled) of several device types; `torch.autocast` checks for the device."""
     cache = torch.is_autocast_cache_enabled()
     before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache) for d, *_ in settings]
 
@@ -566,17 +566,17 @@ def autocast(settings: Iterable[tuple[str, bool, torch.dtype, bool]]) -> Iterato
 
 
 def saved_tensors_hooks_refused() -> bool:
-    """Whether hooks can't be used here: inside of `torch.func.grad`, also where that has lowered its level."""
+    """Whether hooks can't be used here: inside `torch.func.grad`, even one level down."""
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
 
 
 def saved_tensors_hooks() -> tuple[Any, Any] | None:
-    """The hooks that make something else of what the graph saves."""
+    """The innermost saved-tensor hooks, (pack, unpack); or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def hook_of_checkpoint(pack: F) -> F:
-    """Mark a pack hook that is none of the user's. Selective checkpointing by torch (2.14) warns of the user's."""
+    """Mark a pack hook as not the user's: torch's selective checkpointing (2.14) warns about those."""
     pack._checkpoint_internal = True
     pack._user_hooks = None
     return pack
@@ -593,7 +593,7 @@ def saved_tensors_hooks_of_user() -> tuple[Any, Any] | None:
 
 
 def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
-    """Within it, the user's `saved_tensors_hooks` see nothing: only the topmost hooks are asked."""
+    """A context in which the user's `saved_tensors_hooks` are not called: only the innermost hooks are."""
     if saved_tensors_hooks() is None:
         return _NOTHING
     return torch.autograd.graph.saved_tensors_hooks(_detached, same)
@@ -601,7 +601,7 @@ def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
 
 @hook_of_checkpoint
 def _detached(tensor: Tensor) -> Tensor:
-    """What to pack. A node that packs its own output as it is would hold itself."""
+    """Pack a tensor. A node that packs its own output unchanged would hold itself."""
     with DisableTorchFunction():
         return tensor.detach()
 
@@ -623,7 +623,7 @@ def registered_with_torch(kind: type) -> tuple[Any, Any] | None:
 
 
 def version(tensor: Tensor) -> int:
-    """How often the memory below all transforms was written to, where torch counts that: wrappers have own counters."""
+    """How often the memory below all transforms was written to; -1 if torch does not count. Wrappers count apart."""
     plain = innermost(tensor)
     return -1 if plain.is_inference() else plain._version
 
@@ -641,7 +641,7 @@ def innermost(tensor: Tensor) -> Tensor:
 
 
 def no_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Within it, ops run as if no transform were active."""
+    """A context in which ops run as if no transform were active."""
     return temporarily_clear_interpreter_stack() if transforms_active() else _NOTHING
 
 
@@ -649,7 +649,7 @@ _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class grad_enabled:  # noqa: N801
-    """`torch.enable_grad()`, without what makes that a decorator too: it takes three times as long."""
+    """`torch.enable_grad()` in a third of the time. It is not a decorator."""
 
     __slots__ = ("_before",)
 
@@ -663,18 +663,18 @@ class grad_enabled:  # noqa: N801
 
 @contextlib.contextmanager
 def below_all_transforms() -> Iterator[None]:
-    """Within it, ops run as if no transform were active, unrecorded."""
+    """A context in which ops run as if no transform were active, and autograd does not record them."""
     with temporarily_clear_interpreter_stack(), torch.no_grad():
         yield
 
 
 def in_inference_mode() -> bool:
-    """Whether plain autograd records nothing. `torch.is_inference_mode_enabled` says no inside of a transform."""
+    """Whether plain autograd records nothing. `torch.is_inference_mode_enabled` says no inside a transform."""
     return not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def tracing() -> bool:
-    """Whether ops are written down by `make_fx` (as `torch.func.linearize` does): what it does not see is not there."""
+    """Whether `make_fx` records ops, as in `torch.func.linearize`. Its graph has only ops that it sees."""
     return torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None
 
 
@@ -684,10 +684,10 @@ def dispatch_modes_active() -> bool:
 
 
 SavedTensor: Any = torch._C._autograd.SavedTensor
-"""What a node of the graph holds in the place of a tensor that it saves."""
+"""The object in which a node of the graph holds a saved tensor."""
 
 HolderOfTorch: type = torch.utils.checkpoint._Holder
-"""What torch's checkpoint has packed."""
+"""The placeholder for a tensor in torch's checkpoint."""
 
 
 def nodes_of(tensor: Tensor) -> list[Any]:
@@ -696,19 +696,19 @@ def nodes_of(tensor: Tensor) -> list[Any]:
 
 
 def running_backward(thread: int) -> list[Any]:
-    """The nodes at which the backward pass starts that is running now, empty where it can't be found."""
+    """The nodes from which the running backward pass started; empty if it can't be found."""
     frame = _engine_frame(sys._getframe(1), thread)
     outputs = () if frame is None else frame.f_locals["t_outputs"]
     return [n for t in outputs for n in (nodes_of(t) if isinstance(t, Tensor) else [t.node])]
 
 
 def bytes_made_by(node: Any) -> int:
-    """The size of what the op returned that made an autograd node."""
+    """The size of the results of the op that made an autograd node, in bytes."""
     return sum(math.prod(m.shape) * m.dtype.itemsize for m in node._input_metadata)
 
 
 def constant_for_dynamo(fun: F) -> F:
-    """`torch.compiler.assume_constant_result`, which would import dynamo: a second more for each import (2.13)."""
+    """`torch.compiler.assume_constant_result` without the import of dynamo, which takes a second (2.13)."""
     fun._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fun
 
@@ -739,21 +739,21 @@ tree_map: Any = pytree.tree_map  # dynamo traces it
 def left_alone_by_dynamo(fun: F) -> F:
     """Mark a function that runs uncompiled, with all that it calls.
 
-    After a graph break dynamo compiles what is called next, also by autograd's engine. `torch.compiler.disable` would
-    put a function of its own around; this marks the code, which costs nothing where nothing is compiled (2.13).
+    After a graph break dynamo compiles the functions that are called next, also by autograd's engine.
+    `torch.compiler.disable` would wrap the function. Marking its code costs nothing if nothing is compiled (2.13).
     """
     set_code_exec_strategy(fun.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return fun
 
 
 def may_run_compiled_code() -> bool:
-    """Whether dynamo has compiled anything. What it makes of code depends on the modes that are active (2.13)."""
+    """Whether dynamo has compiled anything. Compiled code depends on the active modes (2.13)."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     return dynamo is not None and getattr(dynamo, "FRAME_COUNTER", 1) > 0
 
 
 def is_compiled(function: Any) -> bool:
-    """Whether `torch.compile` has made a function, or what was copied from one by `functools.wraps` (2.13)."""
+    """Whether `torch.compile` has made a function, or `functools.wraps` has copied such a function (2.13)."""
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
@@ -761,9 +761,9 @@ _hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_
 
 
 def uncompiled(fun: Any) -> Any:
-    """What `torch.compile` was given, where it has made `fun`, or what a method or partial calls; else `fun`.
+    """`fun` as it was before `torch.compile`, also where a method or partial calls it; else `fun` itself.
 
-    There is no public way to ask. A copy by `functools.wraps` has the attributes too, and another id (2.13).
+    There is no public way to ask. A copy by `functools.wraps` has the same attributes, but another id (2.13).
     """
     if isinstance(fun, types.MethodType):
         inner = uncompiled(fun.__func__)
@@ -782,7 +782,7 @@ def uncompiled(fun: Any) -> Any:
 
 
 def uncompiled_module(module: Any) -> tuple[Any, dict[str, Any]]:
-    """A module before `torch.compile` or `module.compile()`, and its attributes, in its own dict if it may be."""
+    """A module before `torch.compile` or `module.compile()`, and its attributes: its own dict, or a copy."""
     plain = uncompiled(module)
     if isinstance(plain, torch.nn.Module):
         return plain, vars(plain)
@@ -796,17 +796,17 @@ negative_view: Callable[[Tensor], Tensor] = torch._neg_view  # what `z.conj().im
 
 @contextlib.contextmanager
 def views_resolved() -> Iterator[None]:
-    """Within it, in a mode, ops do what they do without one.
+    """A context for a mode, in which the ops that it calls resolve conjugate and negative views.
 
-    torch runs what a mode calls without the keys that resolve conjugate and negative views. So kernels that make such
-    views themselves, as that of `linalg.pinv` does, read past them (pytorch/pytorch#198118; seen in 2.13).
+    torch runs these ops without the dispatch keys that do so. Then kernels that make such views themselves, like that
+    of `linalg.pinv`, ignore the conjugation or the sign (pytorch/pytorch#198118; seen in 2.13).
     """
     key, not_excluded = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
     with not_excluded(key.Conjugate, False), not_excluded(key.Negative, False):
         yield
 
 
-# Within it, ops compute in the dtypes that they are given. `torch.autocast(enabled=False)` is for one type of device.
+# A context in which ops compute in the dtypes of their inputs. `torch.autocast(enabled=False)` is for one device type.
 without_autocast = torch._C._DisableAutocast
 
 
@@ -829,7 +829,7 @@ _regions = itertools.count()
 
 
 def mark(tensor: Tensor, decision: Any) -> None:
-    """Mark the op with which AOTAutograd has written down the value of a tensor, if it writes anything."""
+    """Mark the op that AOTAutograd has recorded for the value of a tensor, if it records."""
     mode = get_proxy_mode()
     if mode is None:
         return
@@ -843,10 +843,10 @@ def mark(tensor: Tensor, decision: Any) -> None:
 
 
 def run_marked(graph: Any, args: Iterable[Any], policy: Any) -> Any:
-    """Run a graph of dynamo while AOTAutograd writes down its ops, and mark these for the partitioner.
+    """Run a graph of dynamo while AOTAutograd records its ops, and mark these for the partitioner.
 
-    It saves or repeats them as `policy` says. That is what `torch.utils.checkpoint` does when it is compiled, with
-    saved-tensor hooks around it that find nothing to do, and that `torch.func` does not allow.
+    The partitioner saves or repeats them as `policy` says. A compiled `torch.utils.checkpoint` does the same, but also
+    sets saved-tensor hooks, which have nothing to do there, and which `torch.func` does not allow.
     """
     mode = create_selective_checkpoint_contexts(policy)[0]
     mode.ac_graph_id = next(_regions)
@@ -855,21 +855,21 @@ def run_marked(graph: Any, args: Iterable[Any], policy: Any) -> Any:
 
 
 def uses_transforms(graph: Any) -> bool:
-    """Whether there are transforms in a graph of dynamo, which writes down the numbers of their levels."""
+    """Whether a graph of dynamo contains transforms: it then contains the numbers of their levels."""
     modules = graph.modules() if isinstance(graph, torch.fx.GraphModule) else ()
     nodes = (n for m in modules if isinstance(m, torch.fx.GraphModule) for n in m.graph.nodes)
     return any("increment_nesting" in getattr(n.target, "__name__", "") for n in nodes)
 
 
 def allow_saved_tensors_hooks() -> None:
-    """Take back that `torch.func.grad` refuses hooks: where a graph of dynamo ends in an error, nothing else does."""
+    """Allow hooks again after `torch.func.grad`: if a graph of dynamo ends in an error, nothing else does."""
     torch._C._autograd._saved_tensors_hooks_enable()
 
 
 def selective_policy(forward: Any, rerun: Any) -> tuple[Any, bool] | None:
-    """The policy of the contexts that torch's `create_selective_checkpoint_contexts` makes, else None.
+    """The policy of contexts by torch's `create_selective_checkpoint_contexts`; None for other contexts.
 
-    Besides, whether what is kept may be changed in place.
+    With it, whether kept results may be changed in place.
     """
     if type(forward) is not _CachingTorchDispatchMode or type(rerun) is not _CachedTorchDispatchMode:
         return None  # a subclass has a policy of its own, as in xformers
@@ -885,12 +885,12 @@ pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tens
 
 
 def save(tensor: Tensor) -> Any:
-    """What a node of the graph would save: under hooks, what they make of it; else it knows of changes in place."""
+    """Save a tensor as a node of the graph does: through the hooks, or else with a check for changes in place."""
     return torch._C._autograd._make_saved_tensor(savable(tensor), is_output=False)
 
 
 def savable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that no mode sees being made: torch saves nothing that was made in inference mode."""
+    """The tensor. Of an inference tensor, which torch can't save, a copy; no mode sees it being made."""
     with DisableTorchFunction():
         if not tensor.is_inference():
             return tensor
@@ -912,14 +912,14 @@ def alias(tensor: Tensor) -> Tensor:
 
 def version_counter(tensor: Tensor) -> Tensor:
     """Below autograd, an empty tensor that shares the version counter: it tells of writes, and holds no memory."""
-    with DisableTorchDispatch():  # modes around need not see how we look
+    with DisableTorchDispatch():  # the user's modes must not see this
         counter = alias(tensor)
         counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter
 
 
 def leaf_of_nothing() -> Tensor:
-    """A tensor for hooks that are not to be called. No mode sees how it is made: the user's function has not asked."""
+    """An unused leaf, for hooks that must not be called. No mode sees it being made."""
     with DisableTorchDispatch():
         return torch.empty(0, requires_grad=True)
 
@@ -933,12 +933,12 @@ pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 
 
 def top_function_mode() -> Any:
-    """The innermost active torch-function mode, None outside of all."""
+    """The innermost active torch-function mode; None without one."""
     size = torch._C._len_torch_function_stack()
     return torch._C._get_function_stack_at(size - 1) if size else None
 
 
-# The backward pass that is running in this thread, by number; -1 outside of all.
+# The number of the backward pass that is running in this thread; -1 without one.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 # The `GraphExecGroup` of this thread, torch's or ours; the engine hands it on to its own threads.
@@ -952,7 +952,7 @@ at_end_of_graph_task: Callable[[Callable[[], None]], None] = torch.autograd.Vari
 
 @contextlib.contextmanager
 def base_level() -> Iterator[None]:
-    """Within it, ops run as if no transform were active, and saved-tensor hooks work."""
+    """A context in which ops run as if no transform were active, and saved-tensor hooks work."""
     message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     torch._C._autograd._saved_tensors_hooks_enable()
     try:
@@ -964,7 +964,7 @@ def base_level() -> Iterator[None]:
 
 
 def called_by(package: str) -> bool:
-    """Whether the innermost code around a torch call, apart from torch's modules in general and ours, is `package`."""
+    """Whether the innermost caller of a torch call is in `package`, not counting torch's other modules and ours."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -981,9 +981,9 @@ _DTENSOR = "torch.distributed.tensor"
 
 
 def fully_shard_at_work() -> bool:
-    """Whether the running torch call is one of FSDP2's hooks (2.13), not one of the function that has the hooks.
+    """Whether one of FSDP2's hooks (2.13) makes the running torch call, not the function that has the hooks.
 
-    They fill memory that they own, each time anew: the parameters that they gather.
+    The hooks own the memory of gathered parameters, and fill it anew each time.
     """
     return uses_fully_shard() and called_by(_FULLY_SHARD)
 
@@ -1007,10 +1007,10 @@ def gathered_by_fully_shard() -> set[int]:
 
 
 def begin_forward_of_fully_shard() -> None:
-    """Make FSDP2's modules (2.13) that are done with a backward begin anew when they are called.
+    """Let FSDP2's modules (2.13) that have finished a backward begin a forward when they are called.
 
-    Until the whole backward pass is over, they take a call for a part of their backward, and register none of the hooks
-    that reduce gradients and free what they have gathered.
+    Until the whole backward pass is over, they take a call for a part of their backward. Then they register none of the
+    hooks that reduce gradients and free gathered parameters.
     """
     for state in _states_of_fully_shard():
         done = all(group._training_state.name == "POST_BACKWARD" for group in state._fsdp_param_groups)
@@ -1024,5 +1024,5 @@ def is_hook_of_fully_shard(hook: Any) -> bool:
 
 
 def dtensor_at_work() -> bool:
-    """Whether the running torch call is one of DTensor's own (2.13), on the local tensors inside of it."""
+    """Whether DTensor (2.13) makes the running torch call, on the local tensors inside it."""
     return torch.distributed.is_available() and torch.distributed.is_initialized() and called_by(_DTENSOR)

@@ -33,7 +33,7 @@ class LiveBytes(DispatchMode):
     storage that an op makes, once, however many tensors view it. The storage counts until it is freed: until no
     tensor, no autograd graph and no transform keeps it alive. Storages from before the context never count.
 
-    The figures are exact and the same on every run, unlike those of an allocator. So they are fit for a test. All
+    The figures are exact and the same on every run, unlike those of an allocator. So tests can check them. All
     devices count. Meta tensors count the bytes that they would take. The meter does not see temporary memory inside a
     kernel, sparse tensors, ops of other threads (except autograd's), and memory inside compiled code.
 

@@ -209,9 +209,9 @@ def scan(
 
     **Returns:** the last carry, and the results y, each leaf stacked along a new leading dimension.
 
-    **Raises:** `TypeError` if `f` returns no pair, or a carry unlike `init`; `TypeError` and `ValueError` for lengths
-    that differ or are missing, and for too few checkpoints. The message names the leaf. In the backward pass, as
-    `remat`.
+    **Raises:** `TypeError` if `f` does not return a pair, or a carry unlike `init`; `TypeError` and `ValueError` for
+    lengths that differ or are missing, and for too few checkpoints. The message names the leaf. In the backward pass,
+    as `remat`.
 
     **Source:** `jax.lax.scan`; Griewank and Walther, *Algorithm 799: revolve*, ACM TOMS 26(1), 2000.
 
@@ -334,7 +334,7 @@ def while_loop(
 
     **Returns:** the first value for which the condition does not hold.
 
-    **Raises:** as `scan`; `TypeError` if the condition is no scalar.
+    **Raises:** as `scan`; `TypeError` if the condition is not a scalar.
 
     **Source:** `jax.lax.while_loop`, which has no derivative in reverse mode.
 

@@ -68,7 +68,7 @@ def remat_module(module: M, *, policy: PolicyLike = None) -> M:
 
     **Returns:** the module.
 
-    **Raises:** `TypeError` if `module` is no module, is a `ScriptModule`, or has no `forward` (`nn.ModuleList`);
+    **Raises:** `TypeError` if `module` is not a module, is a `ScriptModule`, or has no `forward` (`nn.ModuleList`);
     `ValueError` if `forward` has been replaced in the instance, as by `torch.compile`, or if the module is lazy.
 
     **Source:** `torch.distributed.algorithms._checkpoint.checkpoint_wrapper`, which changes the names of parameters.
@@ -194,7 +194,7 @@ def apply_remat(model: nn.Module, select: Select, *, policy: PolicyLike = None, 
 
     **Returns:** a `RematReport`, which lists the wrapped modules.
 
-    **Raises:** `ValueError` if nothing is selected; `TypeError` if `model` is no module or `select` can't be called
+    **Raises:** `ValueError` if nothing is selected; `TypeError` if `model` is not a module or `select` can't be called
     with a name and a module; `TypeError` and `ValueError` for a module that can't be wrapped, as `remat_module` does.
     Then no module is wrapped.
 

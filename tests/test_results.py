@@ -196,7 +196,7 @@ def test_same_tree_inside_a_transform(fun: Fun, nest: str) -> None:
             lambda x: ((ModelOutput(loss=x, hidden=(x.exp(), None)),), {}),
             id="a model's output",
         ),
-        pytest.param(lambda o: o.tensor.sin(), lambda x: ((Opaque(x),), {}), id="an object that is no tree"),
+        pytest.param(lambda o: o.tensor.sin(), lambda x: ((Opaque(x),), {}), id="an object that is not a tree"),
         pytest.param(
             lambda x, n, s, f, z: x.sin() * n if s == "a" and z is None else f(x),
             lambda x: ((x, 3, "a", torch.cos, None), {}),
@@ -462,7 +462,7 @@ def test_results_in_an_object_that_is_no_tree(kind: Any, transform: str) -> None
     x = numbers(3, 3)
     plainly = TRANSFORMS[transform](lambda x: fun(x).tensor, x)
     with pytest.warns(
-        UserWarning, match=rf"fun returns results in an object of class {kind.__name__}, which is no tree"
+        UserWarning, match=rf"fun returns results in an object of class {kind.__name__}, which is not a tree"
     ):
         assert_same(TRANSFORMS[transform](lambda x: remat(fun)(x).tensor, x), plainly)
 

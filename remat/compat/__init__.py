@@ -1,4 +1,4 @@
-"""All of torch.utils.checkpoint, on an engine of our own: change one import. The small helpers are torch's own."""
+"""The public names of torch.utils.checkpoint, in code of our own: change one import. Small helpers are torch's own."""
 
 from torch.utils.checkpoint import SAC_IGNORED_OPS as SAC_IGNORED_OPS
 from torch.utils.checkpoint import DefaultDeviceType as DefaultDeviceType

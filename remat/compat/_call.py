@@ -1,4 +1,4 @@
-"""One call of a checkpointed function, kept so that it can be repeated. Both variants use it."""
+"""One call of a checkpointed function, recorded so that it can run again. Both variants use it."""
 
 from __future__ import annotations
 
@@ -40,40 +40,40 @@ _SHARED = (
 
 
 def modified(tensor: Tensor, before: int, name: str) -> RuntimeError:
-    """The error for a tensor that was written to since it was at a version. `name`: of the function."""
+    """The error for a tensor that was written to after version `before`. `name`: of the function."""
     with internals.DisableTorchFunction():
         return RuntimeError(_MODIFIED.format(tensor.type(), list(tensor.shape), name, tensor._version, before))
 
 
 class Read:
-    """A tensor that the forward read from outside, or was given in a container or by its closure.
+    """A tensor that the forward read from outside, or got in a container or from its closure.
 
     **Attributes:**
 
     - `key`, `ref`: its identity, and a weak reference to it.
-    - `saved`: what the function has read. If a checkpointed function around has made that, it is saved through the
-        hooks of that one, which computes it again. If the function has written to it, it is a copy from before.
-    - `version`, `requires_grad`: as they were.
+    - `saved`: the value that the forward read. If an outer checkpointed function made it, it is saved through the hooks
+        of the outer function, which recomputes it. If the forward wrote to it, this is a copy of the earlier value.
+    - `version`, `requires_grad`: of the value, in the forward.
     """
 
     __slots__ = ("is_written", "key", "ref", "requires_grad", "saved", "version")
 
     def __init__(self, tensor: Tensor, value: Tensor, around: Any = None, is_written: bool = False) -> None:
-        """`value`: what the function has read, or the copy. `around`: the look at the function around."""
+        """`value`: the value that the function read, or the copy. `around`: the look at the outer function."""
         self.key, self.ref, self.is_written = id(tensor), weakref.ref(tensor), is_written
         self.saved: Any = internals.save(value) if around is not None and around.has_made(tensor) else value
         self.version = internals.version(value)
         self.requires_grad = value.requires_grad
 
     def value(self) -> Tensor:
-        """What the function has read."""
+        """The value for a rerun."""
         if self.is_written:
             return self.saved.clone()
         return self.saved if isinstance(self.saved, Tensor) else self.saved.unpack()
 
     @property
     def is_stale(self) -> bool:
-        """Whether it was written to since the forward. The hooks of a function around look after theirs."""
+        """Whether it was written to since the forward. What an outer function's hooks saved is checked there."""
         return isinstance(self.saved, Tensor) and internals.version(self.saved) != self.version
 
 
@@ -83,17 +83,17 @@ class Call:
     **Attributes:**
 
     - `name`: of the function.
-    - `operands`: until the forward is over, the tensors among the arguments and in the closure of the function.
-    - `arguments`: how many of these are positional arguments themselves. The caller holds those.
-    - `random`: the draws to repeat, None where there were none.
-    - `reads`: what else the function closes over or reads from outside, and what it has written to.
+    - `operands`: the tensors in the arguments and in the closure of the function, until the forward is over.
+    - `arguments`: how many of these are positional arguments themselves. The caller holds them.
+    - `random`: the draws to repeat; None if there are none.
+    - `reads`: the other tensors that the function read, and those that it wrote to.
     """
 
     random: RandomState | None = None
     reads: Sequence[Read] = ()
     _flags: Mapping[int, types.CellType] = types.MappingProxyType({})
     _places: Mapping[int, list[Place]] = types.MappingProxyType({})
-    """Where modules had tensors, by identity."""
+    """By identity, the places where modules held tensors."""
     _look: CheckpointLook | None = None
     """Of the forward, while it runs."""
     _needs_look = False
@@ -135,13 +135,13 @@ class Call:
     # The forward.
 
     def look(self) -> CheckpointLook:
-        """What has to look at the forward."""
+        """The look that watches the forward."""
         self._since = internals.next_sequence_number()
         self._look = CheckpointLook(self.name, self.operands, self.random)
         return self._look
 
     def finish(self) -> None:
-        """The forward is over: note what it has read from outside, and what it has written to."""
+        """Called when the forward is over. Notes the tensors that it read from outside, and those that it wrote to."""
         look, self._look = self._look, None
         assert look is not None
         if self.random is not None:
@@ -159,15 +159,15 @@ class Call:
         look.gathered |= internals.gathered_by_fully_shard()
         reads = self.reads = _written(look)
         found = self._found(look, reads)
-        look.outside.clear()  # what is gone then was made out of sight
+        look.outside.clear()  # a tensor that dies here was made by the function, unseen
         for ref, value in found:
             if (t := ref()) is not None:
                 reads.append(Read(t, t if value is None else value, look.outer))
 
     def _found(self, look: CheckpointLook, reads: list[Read]) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
-        """What the forward has read, and what stood for it; parameters are added to `reads`.
+        """The tensors that the forward read, each with its stand-in, if any. Parameters are added to `reads` instead.
 
-        Without the positional arguments and what it has written to.
+        Positional arguments and tensors that it wrote to are left out.
         """
         found, near = [], []
         for key, (t, value) in look.outside.items():
@@ -193,15 +193,15 @@ class Call:
         looks: bool = False,
         tell: Callable[[Mapping[int, Tensor]], None] | None = None,
     ) -> tuple[Any, CheckpointLook | None]:
-        """The call again: its result, and what has looked at it, if anything has.
+        """Run the call again. Returns its result, and the look that watched it, if any.
 
         **Arguments:**
 
         - `arguments`: the tensors among the positional arguments.
-        - `contexts`: entered around all of it.
-        - `stand_ins`: by identity, what stands for other tensors.
-        - `looks`: whether something has to look at it.
-        - `tell`: is told, by identity, what stands for the tensors that the forward has read.
+        - `contexts`: entered around the rerun.
+        - `stand_ins`: by identity of the forward's tensors, the tensors to read in their place.
+        - `looks`: whether a look must watch it.
+        - `tell`: called with the tensors of the rerun, by identity of those that the forward read.
         """
         return self._variables.copy().run(self._rerun, arguments, contexts, stand_ins, looks, tell)
 
@@ -236,9 +236,9 @@ class Call:
     def _prepared(
         self, arguments: Any, stand_ins: Mapping[int, Tensor], looks: bool
     ) -> tuple[dict[int, Tensor], list[tuple[Place, Tensor]], CheckpointLook | None]:
-        """By identity, what stands for the tensors that the forward has read; what to put into modules; the look."""
+        """By identity of the forward's tensors, those of the rerun; the tensors to put into modules; the look."""
         values = {key: argument for key, argument in zip(self._index, arguments, strict=False) if argument is not None}
-        for operand in self.operands[self.arguments :]:  # in a backward inside of the forward
+        for operand in self.operands[self.arguments :]:  # in a backward inside the forward
             values[id(operand)] = operand
         swaps, stale = {}, {}
         for read in self.reads if self._look is None else _written(self._look):
@@ -255,7 +255,7 @@ class Call:
             (place, value)
             for key, value in values.items()
             for place in self._places.get(key, ())
-            # A look swaps what was there in the forward.
+            # A look swaps the tensor that was there in the forward.
             if (now := item(*place)) is not value and not (id(now) == key and key in swaps)
         ]
         if swaps or stale or looks or self._needs_look or internals.may_run_compiled_code():
@@ -264,5 +264,5 @@ class Call:
 
 
 def _written(look: CheckpointLook) -> list[Read]:
-    """What a forward has written to."""
+    """The tensors that a forward wrote to."""
     return [Read(look.outside[key][0], before, is_written=True) for key, before in look.copies.items()]

@@ -44,37 +44,37 @@ def checkpoint(
     It is `torch.utils.checkpoint.checkpoint`, with the same arguments and the same two variants:
 
     - `use_reentrant=False`, the one to use: the graph is recorded, so it works with nested structures, closures and
-        keyword arguments, under `torch.autograd.grad` and with backward passes inside of the function.
+        keyword arguments, under `torch.autograd.grad` and with backward passes inside the function.
     - `use_reentrant=True`: the forward runs in `torch.no_grad`. There are gradients only if one of the positional
-        arguments requires grad; the function has no keyword arguments.
+        arguments requires grad; the function takes no keyword arguments.
 
-    The function runs again with all its side effects: `remat.is_rerunning()` tells. Arguments, its closure, random
-    draws, autocast and the like are as at the call, and what it writes in place to tensors from outside it writes once.
-    Under the transforms of `torch.func`, and for a function that uses them, it is `remat(function)(*args, **kwargs)`.
+    The function runs again with its side effects; `remat.is_rerunning()` is true then. Arguments, closure, random draws
+    and autocast are as at the call. Changes in place to tensors from outside happen once. Under the transforms of
+    `torch.func`, it is `remat(function)(*args, **kwargs)`.
 
     **Arguments:**
 
-    - `function`: what to run. Without it, the decorator with these options is returned:
+    - `function`: the function. Without it, the decorator with these options is returned:
         `checkpoint(use_reentrant=False)(fn)`.
-    - `args`, `kwargs`: what to call it with.
-    - `use_reentrant`: which variant; say it, the default is True with a warning.
-    - `preserve_rng_state`: repeat the random draws of the forward in the rerun, those of torch's generators.
+    - `args`, `kwargs`: its arguments.
+    - `use_reentrant`: which variant. Pass it: the default is True, with a warning.
+    - `preserve_rng_state`: repeat in the rerun what the forward drew from torch's generators.
     - `context_fn`: returns two context managers, for the forward and for the rerun, as
         `create_selective_checkpoint_contexts` does. Not for the reentrant variant.
-    - `determinism_check`: `"default"` compares shape, dtype and device of what both runs save, `"none"` only how many
-        there are. Not for the reentrant variant.
+    - `determinism_check`: `"default"` compares the shapes, dtypes and devices of the tensors that both runs save,
+        `"none"` only their number. Not for the reentrant variant.
     - `debug`: on a mismatch, name the first op that differs, with both call sites. Not for the reentrant variant.
-    - `early_stop`: end the rerun as soon as all that the backward needs is there.
-    - `respect_saved_tensors_hooks`: whether what selective checkpointing keeps goes through the user's
-        `saved_tensors_hooks` around the call, such as `save_on_cpu`. None: it does not, and there is a warning, for
-        later versions of torch change that. Not for the reentrant variant.
+    - `early_stop`: end the rerun as soon as it has recomputed all that the backward needs.
+    - `respect_saved_tensors_hooks`: whether the values that a policy keeps go through the user's
+        `saved_tensors_hooks` around the call, such as `save_on_cpu`. None: they do not, with a warning, because later
+        versions of torch change that. Not for the reentrant variant.
 
-    **Returns:** what the function returned, or the decorator.
+    **Returns:** the function's result, or the decorator.
 
-    **Raises:** `TypeError` for what is no function, and for generators and async functions, whose body runs later;
-    `ValueError` for options that the variant does not have; on backward, `CheckpointError` where the rerun differs
-    from the forward, and `RuntimeError` where a tensor that the function was given, or read, was changed in place in
-    between.
+    **Raises:** `TypeError` if `function` can't be called, or is a generator or async function, whose body runs later;
+    `ValueError` for options that the variant does not have; `RematError` if the function calls `torch.func.grad` or
+    the like, with `use_reentrant=False`. On backward, `CheckpointError` if the rerun differs from the forward, and
+    `RuntimeError` if a tensor that the function was given or read has been changed in place.
 
     **Source:** Chen et al., *Training Deep Nets with Sublinear Memory Cost*, arXiv:1604.06174.
 
@@ -163,15 +163,15 @@ def _needs_transforms() -> bool:
     look = current_look()
     if look is not None and not isinstance(look, CheckpointLook):
         return True  # in a function under remat: its reruns may be at another level of transforms
-    return running() is not None  # its draws are those of a key
+    return running() is not None  # it draws from a key
 
 
 def _functional(function: Any, contexts: Contexts, selective: Selective | None, preserve_rng_state: bool) -> Any:
-    """`function` by the functional engine, under the same contexts."""
+    """`function` under `remat`, with the same contexts."""
     if selective is not None or contexts is NO_CONTEXTS:
         policy = None if selective is None else selective.policy
         return remat(function, policy=policy, preserve_rng_state=preserve_rng_state)
-    # No list: that would begin again for a rerun.
+    # Not a list, which would begin again in a rerun.
     in_turn = itertools.chain(contexts[:1], itertools.repeat(contexts[1]))
 
     def under_context(*args: Any, **kwargs: Any) -> Any:
@@ -181,15 +181,14 @@ def _functional(function: Any, contexts: Contexts, selective: Selective | None, 
     return remat(under_context, preserve_rng_state=preserve_rng_state)
 
 
-# What it can't work with.
+# Checks of the arguments.
 
 
 def _default_use_reentrant(who: str) -> bool:
     """The default, with a warning."""
     warn(
         f"remat.{who}: the use_reentrant parameter should be passed explicitly. use_reentrant=False is recommended; "
-        "use_reentrant=True keeps what happens now, without it. torch.utils.checkpoint raises an exception here in its "
-        "later versions."
+        "use_reentrant=True keeps the behaviour so far. Later versions of torch.utils.checkpoint raise an error here."
     )
     return True
 
@@ -225,19 +224,19 @@ def checkpoint_sequential(
     preserve_rng_state: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Run functions one after the other, checkpointing all but the last of some segments of the sequence.
+    """Run functions one after the other, in segments, each but the last under `checkpoint`.
 
     **Arguments:**
 
-    - `functions`: an `nn.Sequential`, or the functions; each is given what the one before returned.
-    - `segments`: into how many segments to divide them, from 1 to their number.
-    - `input`: what the first is given.
+    - `functions`: an `nn.Sequential`, or an iterable of functions; each gets the result of the one before.
+    - `segments`: the number of segments, from 1 to the number of functions.
+    - `input`: the argument of the first function.
     - `use_reentrant`, `preserve_rng_state`: as for `checkpoint`.
 
-    **Returns:** what the last function returned.
+    **Returns:** the result of the last function.
 
-    **Raises:** `TypeError` for what is no function among them, and for none; `ValueError` for a number of segments that
-    is no int or out of range, and for other keywords.
+    **Raises:** `TypeError` if one of them can't be called, or if there are none; `ValueError` if `segments` is not an
+    int or out of range, and for other keywords.
 
     Examples:
         >>> import torch

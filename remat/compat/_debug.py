@@ -1,4 +1,4 @@
-"""For `debug=True`: the ops of both runs, and the first one that differs."""
+"""`debug=True`: list the ops of both runs, and name the first one that differs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _describe(value: Any) -> str:
 
 
 class _Trace(DispatchMode):
-    """Notes the ops of one run: what they are given and return, and the line of the user's code."""
+    """Lists the ops of one run, with their arguments, their results and the line of the user's code."""
 
     is_about_functions = True
     ops: list[str]
@@ -48,7 +48,7 @@ class _Trace(DispatchMode):
         return [f"{op}, at {site}" for op, site in zip(self.ops, self.sites, strict=True)]
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is DETACH:  # the hooks make some, and not the same in both runs
+        if func is DETACH:  # the hooks make some, and other ones in the rerun
             return func(*args, **kwargs)
         shown = [*map(_describe, args), *(f"{k}={_describe(v)}" for k, v in kwargs.items())]
         self.ops.append(f"{func}({', '.join(shown)})")
@@ -59,7 +59,7 @@ class _Trace(DispatchMode):
 
 
 def trace(region: Region) -> None:
-    """Have a region note its ops, and its errors tell them."""
+    """Make a region list its ops, and show them in its errors."""
     forward, rerun = region.traces = _Trace(), _Trace()
 
     def explain(error: CheckpointError) -> CheckpointError:

@@ -1,7 +1,7 @@
-"""How checkpoints look at their runs.
+"""Watch the runs of a checkpointed function.
 
-The graph of a checkpointed function stays, so nothing is out of sight: a run may call modules that `fully_shard` or
-`parallelize_module` has prepared, and may write to what is differentiated.
+Its graph is autograd's own. So it may call modules that `fully_shard` or `parallelize_module` has prepared, and may
+write to differentiated tensors.
 """
 
 from __future__ import annotations
@@ -25,30 +25,29 @@ from remat._signature import HOLDER, kind_of
 
 _SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
 _HANDED_ON = (
-    "checkpoint: {} hands a tensor of shape {} to a transform that it has found outside and that is not as it was in "
-    "the forward. Pass it as an argument."
+    "checkpoint: {} hands a tensor of shape {} to a transform inside, and the tensor is not as it was in the forward. "
+    "Pass it as an argument."
 )
 
 
 class Seen(NamedTuple):
-    """A tensor that a run was given or has read from outside, and what stood for it."""
+    """A tensor that a run was given or has read from outside, and its stand-in."""
 
     tensor: Tensor
     value: Tensor
 
 
 class CheckpointLook(Look):
-    """Looks at a run of a checkpoint: what it reads from outside, and what that was before the forward wrote to it.
+    """Watches a run of a checkpointed function: the tensors that it reads from outside or writes to.
 
-    In a rerun, copies stand for what the forward wrote to, and what was read has to be as it was. The class is the same
-    for both, for torch.compile compiles code anew under a mode of another class.
+    A rerun reads copies of what the forward wrote to. If it reads another tensor that has changed since, that is an
+    error. Both runs have the same class, because torch.compile compiles code anew under a mode of another class.
 
     **Attributes:**
 
     - `outside`: by identity, the tensors that it has read from outside, or was given.
-    - `gathered`: by identity, tensors that hooks gather whole, as those of ZeRO-3 and FSDP2 do. They do it in the
-        rerun too.
-    - `saves_unwritten`: whether an op saves memory that its kernel is yet to write: a rerun can't stop before that.
+    - `gathered`: by identity, parameters that hooks gather, as in ZeRO-3 and FSDP2. The rerun gathers them too.
+    - `saves_unwritten`: whether an op saves memory before its kernel writes to it: a rerun can't stop there.
     """
 
     outside: dict[int, Seen]
@@ -56,7 +55,7 @@ class CheckpointLook(Look):
     saves_unwritten = False
     _stale: Mapping[int, RuntimeError] = MappingProxyType({})
     _was_lazy: frozenset[int] = frozenset()
-    """Parameters that have got their memory in this run. A rerun finds them as they are."""
+    """Parameters that a lazy module initialised in this run. A rerun finds them initialised."""
 
     @classmethod
     def at_rerun(
@@ -66,8 +65,8 @@ class CheckpointLook(Look):
 
         **Arguments:**
 
-        - `pairs`: tensors, and what stands for them.
-        - `stale`: by identity, what to raise where tensors are read that were changed since the forward.
+        - `pairs`: tensors of the forward, and their stand-ins.
+        - `stale`: by identity of tensors that have changed since the forward, the error to raise if one is read.
         """
         look = cls(name, [t for t in given if id(t) not in stale], None)
         look.is_rerun, look._stale = True, stale
@@ -76,7 +75,7 @@ class CheckpointLook(Look):
 
     def begin(self, outer: Look | None) -> None:
         super().begin(outer)
-        # Whether nothing can stand for a tensor, and nobody else gathers any.
+        # Whether no tensor has a stand-in, and FSDP2 gathers none.
         self._is_alone = outer is None and not self.is_rerun and not internals.uses_fully_shard()
 
     def adopt(self, inner: Look) -> None:
@@ -84,7 +83,7 @@ class CheckpointLook(Look):
         self._known |= inner._own.refs.keys()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Less than that of `Look`: what it needs to compare calls would take half of the time.
+        # It does less than `Look`: to compare calls would take half of the time.
         if is_dynamo_compiling():  # `torch.cond` is compiled under the active modes
             return func(*args, **(kwargs or {}))
         delegate = self.delegate
@@ -124,7 +123,7 @@ class CheckpointLook(Look):
         return out
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        """Reruns stop when all is there that the graph saves. They need not know what the last product is."""
+        """Skip nothing: a rerun stops as soon as it has recomputed all that the graph saves."""
         return func(*args, **kwargs)
 
     def _mark_draw(self, func: Any) -> None:

@@ -1,4 +1,4 @@
-"""The reentrant variant: one node for the whole function, whose backward runs it again and differentiates that."""
+"""The reentrant variant: one node for the whole function. Its backward differentiates a rerun."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _CHANGES = (
     "rerun would start from the changed value. Change a copy instead: x = x.clone(), or use use_reentrant=False."
 )
 _OUT_OF_SIGHT = (
-    "checkpoint: with use_reentrant=True, in {}, {}, that the function takes from outside where no torch function was "
-    "seen to read it: by an autograd.Function, an extension or a ScriptModule. Pass it as an argument, use "
-    "use_reentrant=False, or call .backward() without inputs."
+    "checkpoint: with use_reentrant=True, in {}, {}. The function takes it from outside, and no torch function was "
+    "seen to read it: an autograd.Function, an extension or a ScriptModule gets it directly. Pass it as an argument, "
+    "use use_reentrant=False, or call .backward() without inputs."
 )
 _GATHERED = (
     "checkpoint: with use_reentrant=True, parameters that are gathered inside of the function, as fully_shard does, "
@@ -39,9 +39,9 @@ class CheckpointFunction(torch.autograd.Function):
 
     - `run_function`: the function.
     - `preserve_rng_state`: whether the rerun draws the same random numbers.
-    - `args`: what the function is called with.
+    - `args`: its arguments.
 
-    **Returns:** what the function returns.
+    **Returns:** the function's result.
 
     **Source:** `torch.utils.checkpoint.CheckpointFunction`.
 
@@ -70,10 +70,10 @@ class CheckpointFunction(torch.autograd.Function):
             for before in look.copies.values():
                 if before.requires_grad:
                     raise RematError(_CHANGES.format(call.name, list(before.shape), before.dtype))
-            # Those that the function has written to start from copies.
+            # The rerun starts from copies of those that the function wrote to.
             arguments = [None if id(t) in look.copies else t for t in call.operands[: call.arguments]]
             values = [
-                v.detach() if isinstance(v, Tensor) and not look.has_made(v) else v  # it belongs to somebody else
+                v.detach() if isinstance(v, Tensor) and not look.has_made(v) else v  # the function only passes it on
                 for v in (out if isinstance(out, tuple) else (out,))
             ]
             call.finish()
@@ -96,11 +96,11 @@ class CheckpointFunction(torch.autograd.Function):
     @staticmethod
     @internals.left_alone_by_dynamo
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        """Run the function again, and differentiate that."""
+        """Run the function again, and differentiate the rerun."""
         with internals.base_level() if internals.transforms_active() else NOTHING:
             given = ctx.call, ctx.saved_tensors, ctx.captured, ctx.gathered, cotangents
             found = internals.with_subclasses(lambda: _gradients(*given))
-        if not internals.graph_is_retained():  # as for what is saved: the call may hold what leads to this node
+        if not internals.graph_is_retained():  # freed as saved tensors are: it may lead to this node
             ctx.call, ctx.captured, ctx.gathered = None, {}, []
         return (None, None, None, None, None, *found)
 
@@ -113,7 +113,7 @@ def _rebuilt(kind: Any, items: Sequence[Any]) -> Any:
 
 
 def _stand_in(operand: Tensor, create_graph: bool) -> Tensor:
-    """What the rerun reads in the place of an operand: the hooks of that are not for the rerun to call."""
+    """The tensor that the rerun reads in place of an operand, whose hooks it must not call."""
     if create_graph and operand.requires_grad:
         return operand.view_as(operand)
     return operand.detach().requires_grad_(operand.requires_grad)
@@ -122,11 +122,11 @@ def _stand_in(operand: Tensor, create_graph: bool) -> Tensor:
 def _gradients(
     call: Call, saved: Sequence[Tensor | None], captured: dict[int, Tensor], gathered: Any, cotangents: Any
 ) -> list[Tensor | None]:
-    """The gradients of the arguments and of what was captured.
+    """The gradients of the arguments and of captured tensors.
 
-    NOTE [gathered parameters]: hooks inside of the function gather whole parameters for it and, in the backward pass of
-    the rerun, reduce their `.grad` and free them. So they are no operands, whose gradients come later: the rerun reads
-    them themselves, and its backward pass accumulates into them.
+    NOTE [gathered parameters]: hooks inside the function gather parameters. In the backward pass of the rerun, they
+    reduce the `.grad` of these and free them. So the parameters are not operands, whose gradients come later: the
+    rerun reads the parameters themselves, and its backward pass accumulates into them.
     """
     create_graph = torch.is_grad_enabled()
     accumulates = not create_graph and internals.accumulates_into_all_leaves()

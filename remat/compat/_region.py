@@ -1,10 +1,10 @@
-"""The non-reentrant variant: the graph is the native one, and saves nothing.
+"""The non-reentrant variant: the graph is autograd's own, and saves no intermediate results.
 
-Saved-tensor hooks put a `Holder` in the place of each tensor that the graph would save. The first `Holder` to be
-unpacked in a backward pass runs the function again, which collects those tensors by position. They belong to the
-backward pass: each goes as it is unpacked, and the rest go when the pass ends or fails.
+Saved-tensor hooks replace each tensor that the graph would save by a `Holder`. The first `Holder` that a backward pass
+unpacks runs the function again, and collects these tensors by position. Each is freed when it is unpacked, and the rest
+when the backward pass ends or fails.
 
-Regions nest: what the inner one is given is saved through the hooks of the outer one.
+Regions nest: the inputs of the inner one are saved through the hooks of the outer one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _SWALLOWED = (
 
 
 class _Stop(BaseException):
-    """All that the backward needs is there. No `except Exception` of the user's may catch it."""
+    """Ends a rerun that has recomputed all that the backward needs. A user's `except Exception` must not catch it."""
 
 
 class Options(NamedTuple):
@@ -77,18 +77,18 @@ class Options(NamedTuple):
 
 
 class _Recomputed:
-    """What a rerun saves, for one backward pass.
+    """The tensors that a rerun saves, for one backward pass.
 
     **Attributes:**
 
-    - `saved`: the tensors with their versions. None: nobody asks for it, or it was unpacked.
-    - `replay`: the context of the rerun that gives back what a policy has kept.
+    - `saved`: the tensors with their versions; None for one that no node needs, or that was unpacked.
+    - `replay`: the context of the rerun, which returns the values that a policy has kept.
     """
 
     replay: Replay | None = None
 
     def __init__(self, key: Any, holders: list[weakref.ref[Holder]], early_stop: bool) -> None:
-        """`key`: tells the backward pass from others."""
+        """`key`: identifies the backward pass."""
         self.key = key
         self.saved: list[tuple[Tensor, int] | None] = []
         self._holders = holders
@@ -102,7 +102,7 @@ class _Recomputed:
             if tensor.requires_grad:
                 tensor = tensor.detach()
             index, holders = len(self.saved), self._holders
-            if index > self._last:  # somebody has caught what says "stop"
+            if index > self._last:  # user code has caught `_Stop`
                 return tensor
             wanted = index < len(holders) and holders[index]() is not None
             if wanted and self.replay is not None:
@@ -113,7 +113,7 @@ class _Recomputed:
             return tensor
 
     def clear(self) -> None:
-        """The backward pass is over."""
+        """Called when the backward pass is over."""
         self.saved = []
 
 
@@ -126,9 +126,9 @@ class Region:
     """One checkpointed call."""
 
     explain: Callable[[CheckpointError], CheckpointError] | None = None
-    """What makes a more detailed error of one: for debugging."""
+    """Makes an error more detailed, for debugging."""
     traces: Contexts = NO_CONTEXTS
-    """Modes that note the ops of the forward and of the rerun: for debugging."""
+    """Modes that list the ops of the forward and of the rerun, for debugging."""
     _user_hooks: Any = None
     """The user's hooks around the forward, while it runs: for selective calls in it."""
 
@@ -147,7 +147,7 @@ class Region:
     # The forward.
 
     def run(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The user's own call."""
+        """Run the forward."""
         call, selective = self._call, self._selective
         with internals.DisableTorchFunction():
             look = call.look()
@@ -171,7 +171,7 @@ class Region:
             raise RuntimeError(_SWALLOWED)
         with internals.DisableTorchFunction():
             for i, operand in enumerate(call.operands[: call.arguments] if look.copies else ()):
-                if id(operand) in look.copies:  # it may lead to this region
+                if id(operand) in look.copies:  # its graph may lead to this region
                     self._saved[i] = None
             if look.saves_unwritten:
                 self._options = self._options._replace(early_stop=False)
@@ -186,7 +186,7 @@ class Region:
     @internals.hook_of_checkpoint
     @internals.left_alone_by_dynamo
     def _pack(self, tensor: Tensor) -> Holder:
-        """The hook: what the graph keeps in the place of `tensor`."""
+        """The hook: returns what the graph keeps in place of `tensor`."""
         with internals.DisableTorchFunction():
             self._metas.append(_meta_of(tensor))
             if self._selective is not None:
@@ -198,7 +198,7 @@ class Region:
     # The backward.
 
     def held(self) -> Sequence[Any]:
-        """What it holds to run again: tensors, or what hooks have put in their place."""
+        """The inputs that it holds for reruns: tensors, or what hooks have made of them."""
         reads = (r.saved for r in self._call.reads if not r.is_written)
         saved = [*self._saved, *(s for s in reads if not isinstance(s, torch.nn.Parameter))]
         return [s if isinstance(s, Tensor) else held_in(s) for s in saved if s is not None]
@@ -222,7 +222,7 @@ class Region:
     def _recompute(self, key: Any, group: Any) -> _Recomputed:
         recomputed = _Recomputed(key, self._holders, self._options.early_stop)
         internals.with_subclasses(lambda: self._rerun(recomputed))
-        if key == -1:  # outside of a backward pass: `grad_fn._saved_self`
+        if key == -1:  # outside a backward pass: `grad_fn._saved_self`
             return recomputed
         self._recomputed = weakref.ref(recomputed)
         if group is None:
@@ -232,11 +232,11 @@ class Region:
         return recomputed
 
     def _rerun(self, recomputed: _Recomputed) -> None:
-        """Run the function again, for what its graph saves."""
+        """Run the function again, for the tensors that its graph saves."""
         with internals.base_level() if internals.transforms_active() else NOTHING:
             arguments = [None if s is None else s.unpack() for s in self._saved]
             context, trace, tell = self._contexts[1], self.traces[1], None
-            if not self._is_complete:  # a backward inside of the forward, and of its context
+            if not self._is_complete:  # a backward inside the forward and its context
                 context, trace = internals.DisableTorchDispatch(), NOTHING
             elif self._selective is not None:
                 context = recomputed.replay = self._selective.replay()

@@ -1,7 +1,7 @@
-"""Selective checkpointing: what a policy keeps of the forward is given back to the reruns.
+"""Selective checkpointing: reruns get the results that a policy kept in the forward.
 
-The tape is that of `remat(policy=)`. What is added is torch's: an error where the rerun runs an op more often than the
-forward did, and one where a kept result was changed in place, unless that is allowed.
+The tape is that of `remat(policy=)`. Two errors of torch are added: for a rerun that runs an op more often than the
+forward did, and for a kept result that was changed in place, unless that is allowed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from remat.policies._ops import OpOverload, OpOverloadPacket, spell
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _BYPASSED = (
     "checkpoint: A saved_tensors_hooks context (e.g. save_on_cpu) is active around a selective activation checkpoint "
-    "region. What the policy keeps does not go through it, which later versions of torch.utils.checkpoint change. Pass "
-    "respect_saved_tensors_hooks=True to have that now, or False to leave it without this warning."
+    "region. The values that the policy keeps do not go through it, but will in later versions of "
+    "torch.utils.checkpoint. Pass respect_saved_tensors_hooks=True to have that now, or False to turn off this warning."
 )
 _PACKET = " Please update the OpOverloadPacket to a specific OpOverload, such as {}.{}."
 _MUTATED = (
@@ -45,27 +45,27 @@ _NOT_FOUND = (
 
 
 class _Packed:
-    """A kept value that the user's hooks have made something else of."""
+    """A kept value, as packed by the user's hooks."""
 
     def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
         self._packed, self._unpack = packed, unpack
 
     def fetch(self) -> None:
-        """It comes when it is asked for."""
+        """Do nothing: `get` unpacks it."""
 
     def get(self) -> Tensor:
-        """The tensor, for the rerun to have as its own."""
+        """The value, as a new tensor over the same memory."""
         return internals.alias(self._unpack(self._packed))
 
 
 class Recorder(_recorder.Recorder):
-    """Sees the forward.
+    """Records the forward.
 
     **Attributes:**
 
-    - `counts`: how often each op ran, by its identity. Those of a backward inside of the function do not count: they
+    - `counts`: how often each op ran, by its identity. Those of a backward inside the function do not count: they
         need not be the same in both runs.
-    - `mutated`: the values that the policy keeps and a later op has changed.
+    - `mutated`: the values that the policy keeps and that a later op has changed.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -92,12 +92,12 @@ class Recorder(_recorder.Recorder):
 
 
 class Replay(_replay.Replay):
-    """Sees a rerun."""
+    """Returns kept results in a rerun."""
 
     is_about_functions = True
 
     def __init__(self, tape: Tape, counts: Counter[int], mutated: set[Value] | None) -> None:
-        """`mutated`: what must not have been changed in place; None where all may be."""
+        """`mutated`: the values that must not have been changed in place; None if all may be."""
         super().__init__(tape, internals.in_last_backward())
         self._counts, self._runs, self._mutated = counts, Counter[int](), mutated
         self._graph_task = internals.graph_task()
@@ -112,7 +112,7 @@ class Replay(_replay.Replay):
             self._runs[id(func)] += 1
         return super()._op(func, args, kwargs)
 
-    _op_of_remat = _replay.Replay._op  # it reads values, but does not count
+    _op_of_remat = _replay.Replay._op  # an op of remat's own reads values, but does not count
 
     def _known(self, key: Key) -> Op | None:
         op = super()._known(key)
@@ -133,7 +133,7 @@ class Replay(_replay.Replay):
 
 
 class Selective:
-    """What a policy keeps of one checkpointed call.
+    """The values that a policy keeps for one checkpointed call.
 
     **Attributes:**
 
@@ -142,13 +142,13 @@ class Selective:
     """
 
     def __init__(self, policy: Policy, allows_mutation: bool, hooks: Hooks | None) -> None:
-        """`hooks`: what is kept goes through them."""
+        """`hooks`: the saved-tensor hooks that kept values go through, or None."""
         self.policy, self._allows_mutation, self._hooks = policy, allows_mutation, hooks
         self.recorder = Recorder(policy)
-        torch.clear_autocast_cache()  # a cast from before the run is no op of it
+        torch.clear_autocast_cache()  # a cast from before the run is not one of its ops
 
     def finish(self, outside: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """The forward is over. `outside`: by identity, what it has read from outside, and what stood for it."""
+        """Called when the forward is over. `outside`: by identity, the tensors that it read, and their stand-ins."""
         self._tape = self.recorder.tape([])
         self._origins = {key: self._tape.origin(value) for key, (_, value) in outside.items()}
         if self._hooks is not None:
@@ -164,25 +164,25 @@ class Selective:
         return Replay(self._tape, self.recorder.counts, None if self._allows_mutation else self.recorder.mutated)
 
     def stand_in(self, replay: Replay, values: Mapping[int, Tensor]) -> None:
-        """A rerun is given tensors in the place of those that the forward has read. `values`: by their identity."""
+        """Tell a replay which tensors the rerun reads. `values`: by identity of those that the forward read."""
         for key, tensor in values.items():
             replay.stands_for(tensor, self._origins.get(key))
 
 
 def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Contexts:
-    """Two contexts for the `context_fn` of `checkpoint`: what the policy keeps is not computed again.
+    """Make two contexts for the `context_fn` of `checkpoint`: results that the policy keeps are not recomputed.
 
     **Arguments:**
 
     - `policy_fn_or_list`: a function `(ctx, op, *args, **kwargs)` that returns a `CheckpointPolicy` (or a bool); a
-        collection of ops that are saved; or a policy of `remat.policies`.
-    - `allow_cache_entry_mutation`: what is kept may be changed in place later: it is computed again then. Without it,
+        collection of ops whose results are saved; or a policy of `remat.policies`.
+    - `allow_cache_entry_mutation`: kept results may be changed in place later, and are recomputed then. Without it,
         that is an error on backward.
 
     **Returns:** the context of the forward and that of the rerun.
 
-    **Raises:** `TypeError` where it is none of these, and where the function returns something else; `ValueError` for
-    what is no op. Ops in a collection that can never run are warned of.
+    **Raises:** `TypeError` for anything else, and if the function returns something else; `ValueError` if an item of
+    the collection is not an op. A warning names ops that can never run.
 
     **Source:** `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
 
@@ -215,7 +215,7 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
             "create_selective_checkpoint_contexts: policy_fn_or_list must be either a function or a list of ops; "
             f"got {shown(policy_fn_or_list)}."
         )
-    # Torch's checkpoint can use these. Ours takes them for what they say, and has a tape for each call.
+    # torch's checkpoint can use these too. Ours reads only their policy, and has a tape for each call.
     return torch.utils.checkpoint.create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation)
 
 
@@ -238,11 +238,11 @@ def _policy_of_ops(ops: frozenset[Any]) -> tuple[Policy, list[str]]:
 
 
 def for_one_call(contexts: Contexts, respects_hooks: bool | None) -> Selective | None:
-    """What selective contexts say, for one call of `checkpoint` alone: a pair may be given to several.
+    """The policy of selective contexts, for one call of `checkpoint`: several calls may share the contexts.
 
     **Arguments:**
 
-    - `respects_hooks`: whether what is kept goes through the user's hooks; None warns that it will.
+    - `respects_hooks`: whether kept values go through the user's hooks. None: they do not, with a warning.
     """
     selective = internals.selective_policy(*contexts)
     if selective is None:

@@ -1,4 +1,4 @@
-"""Settings that a context manager makes for those who run within it."""
+"""Settings of `checkpoint` that hold within a context, and `GraphExecGroup`."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def _set(variable: ContextVar[bool | None], what: str, value: bool | None) -> It
 
 
 def set_checkpoint_early_stop(enable: bool | None) -> contextlib.AbstractContextManager[None]:
-    """Set whether reruns stop once all that the backward needs is there, whatever the calls of `checkpoint` say.
+    """Set whether reruns stop early. It overrides the argument `early_stop` of `checkpoint`.
 
-    It has to be active in the forward alone, and holds for this thread and context.
+    It has to be active only in the forward, and holds for the current thread and context.
 
     **Arguments:**
 
-    - `enable`: whether they do; None leaves it to the argument of `checkpoint`.
+    - `enable`: whether they stop early; with None, the argument decides.
 
-    **Returns:** a context, within which it holds.
+    **Returns:** a context manager.
 
     **Raises:** `TypeError` for anything else.
 
@@ -55,15 +55,15 @@ def set_checkpoint_early_stop(enable: bool | None) -> contextlib.AbstractContext
 
 
 def set_checkpoint_debug_enabled(enabled: bool | None) -> contextlib.AbstractContextManager[None]:
-    """Set whether errors of the determinism check show the ops of both runs, whatever the calls of `checkpoint` say.
+    """Set whether errors list the ops of both runs. It overrides the argument `debug` of `checkpoint`.
 
-    It has to be active in the forward alone, and holds for this thread and context.
+    It has to be active only in the forward, and holds for the current thread and context.
 
     **Arguments:**
 
-    - `enabled`: whether they do; None leaves it to the argument `debug` of `checkpoint`.
+    - `enabled`: whether they do; with None, the argument decides.
 
-    **Returns:** a context, within which it holds.
+    **Returns:** a context manager.
 
     **Raises:** `TypeError` for anything else.
 
@@ -81,17 +81,16 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> contextlib.AbstractCon
 
 
 recomputed_in: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-"""What was recomputed under each `GraphExecGroup`, torch's too."""
+"""The tensors recomputed under each `GraphExecGroup`, also torch's."""
 
 
 class GraphExecGroup:
-    """Within it, the backward passes together run a checkpointed region again at most once.
+    """A context in which several backward passes together rerun a checkpointed region at most once.
 
-    They must not need the same saved tensor, as where the outputs of a region are differentiated one by one with
-    respect to different things. It has no meaning for the reentrant variant.
+    No two of them may need the same saved tensor. The reentrant variant ignores the context.
 
-    **Raises:** `RuntimeError` where one is entered inside of another; `CheckpointError` where two backward passes need
-    the same saved tensor.
+    **Raises:** `RuntimeError` if one is entered inside another; `CheckpointError` if two backward passes need the same
+    saved tensor.
 
     **Source:** `torch.utils.checkpoint.GraphExecGroup`.
 

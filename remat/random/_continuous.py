@@ -25,9 +25,9 @@ def exponential(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None
     - `shape`: the shape to draw.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.exponential`.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.exponential` up to rounding.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -52,9 +52,9 @@ def gumbel(
     - `mode`: "low" (the default) draws values up to about 16 in float32; "high" draws up to about 32, with twice the
         bits.
 
-    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.gumbel`.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.gumbel` up to rounding.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape`, `dtype` or `mode`.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `shape`, `dtype` or `mode`.
 
     Examples:
         >>> import remat.random
@@ -82,9 +82,9 @@ def laplace(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) ->
     - `shape`: the shape to draw.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.laplace`.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.laplace` up to rounding.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -106,9 +106,9 @@ def logistic(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -
     - `shape`: the shape to draw.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.logistic`.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.logistic` up to rounding.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -130,9 +130,9 @@ def cauchy(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> 
     - `shape`: the shape to draw.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.cauchy`.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.cauchy` up to rounding.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -154,9 +154,9 @@ def pareto(key: Tensor, b: Real, shape: Shape | None = None, dtype: torch.dtype 
     - `shape`: the shape to draw, by default that of `b`.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.pareto`.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.pareto` up to rounding.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -179,9 +179,9 @@ def rayleigh(key: Tensor, scale: Real, shape: Shape | None = None, dtype: torch.
     - `shape`: the shape to draw, by default that of `scale`.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.rayleigh`.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.rayleigh` up to rounding.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -206,9 +206,9 @@ def weibull_min(
     - `shape`: the shape to draw. As in JAX, the default is (), and the draws then broadcast with the parameters.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `dtype`, up to rounding that of `jax.random.weibull_min`.
+    **Returns:** a tensor of `dtype`, equal to that of `jax.random.weibull_min` up to rounding.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -233,9 +233,9 @@ def triangular(
     - `shape`: the shape to draw, by default that of the parameters.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.triangular`.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.triangular` up to rounding.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or shapes that do not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `dtype`, or shapes that do not fit.
 
     Examples:
         >>> import remat.random
@@ -261,9 +261,9 @@ def wald(key: Tensor, mean: Real, shape: Shape | None = None, dtype: torch.dtype
     - `shape`: the shape to draw, by default that of `mean`.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.wald`.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.wald` up to rounding.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Source: Michael, Schucany, Haas, "Generating random variates using transformations with multiple roots", 1976.
 

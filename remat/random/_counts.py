@@ -160,11 +160,11 @@ def geometric(key: Tensor, p: Real, shape: Shape | None = None, dtype: torch.dty
     - `shape`: the shape to draw, by default that of `p`.
     - `dtype`: an integer dtype, by default int32.
 
-    **Returns:** a tensor of `shape` and `dtype`, all >= 1, equal to that of `jax.random.geometric` (but where the
-    rounding of a logarithm decides: 3 in 100,000 at p = 1e-3, 2 in 100 at 1e-6). A count that `dtype` can't hold is its
-    largest number.
+    **Returns:** a tensor of `shape` and `dtype`, all >= 1, equal to that of `jax.random.geometric` (except where
+    the rounding of a logarithm decides: 3 in 100,000 at p = 1e-3, 2 in 100 at 1e-6). A count that is too large for
+    `dtype` becomes the largest number of `dtype`.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -194,7 +194,7 @@ def poisson(key: Tensor, lam: Real, shape: Shape | None = None, dtype: torch.dty
     whether a proposal is rejected: 2 in 10,000 at a rate of 1000, 3 in 100 at 1e6); -1 where `lam` is negative or nan.
     A count that is too large for `dtype` becomes the largest number of `dtype`.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -222,7 +222,7 @@ def binomial(key: Tensor, n: Real, p: Real, shape: Shape | None = None, dtype: t
     **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.binomial` (except where rounding decides
     whether a proposal is rejected: 1 in 10,000 at n = 1e8); nan where a parameter is out of range.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or shapes that do not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `dtype`, or shapes that do not fit.
 
     Examples:
         >>> import remat.random
@@ -252,7 +252,7 @@ def multinomial(
 
     **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.multinomial` as far as `binomial` is.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or shapes that do not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `dtype`, or shapes that do not fit.
 
     Examples:
         >>> import remat.random

@@ -29,7 +29,7 @@ def permutation(key: Tensor, x: int | Tensor, axis: int = 0, independent: bool =
 
     **Returns:** a tensor with the shape and dtype of `x`, ordered as `jax.random.permutation` orders it.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` if `x` has no such `axis`, or is neither a tensor nor an
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` if `x` has no such `axis`, or is neither a tensor nor an
     int >= 0.
 
     Examples:
@@ -77,8 +77,8 @@ def choice(
     **Returns:** a tensor of shape (*a.shape[:axis], *shape, *a.shape[axis + 1:]), equal to that of `jax.random.choice`
     (with `p`, except where rounding decides); int64 if `a` is an int.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `a`, `shape` or `axis`, a `p` that does not fit,
-    nothing to choose from, or more to choose than there is.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `a`, `shape` or `axis`, a `p` that does not
+    fit, nothing to choose from, or more to choose than there is.
 
     Examples:
         >>> import remat.random
@@ -152,8 +152,8 @@ def categorical(
 
     **Returns:** an int64 tensor of `shape`, equal to that of `jax.random.categorical` (except where rounding decides).
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for bad `logits`, a missing `axis`, a `shape` that does not
-    fit, or more draws without replacement than categories.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for bad `logits`, a missing `axis`, a `shape` that does
+    not fit, or more draws without replacement than categories.
 
     Source: Kool, van Hoof, Welling, "Stochastic beams and where to find them", ICML 2019, arXiv:1903.06059.
 

@@ -25,7 +25,7 @@ def dropout(key: Tensor, x: Tensor, rate: float = 0.5, *, broadcast_dims: Sequen
 
     **Returns:** a tensor like `x`.
 
-    **Raises:** `TypeError` if `key` is no key or `x` is not floating, `ValueError` for a `rate` outside [0, 1]
+    **Raises:** `TypeError` if `key` is not a key or `x` is not floating, `ValueError` for a `rate` outside [0, 1]
     or a dimension that `x` does not have.
 
     Source: Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", JMLR 2014.

@@ -150,10 +150,10 @@ def gamma(key: Tensor, a: Real, shape: Shape | None = None, dtype: torch.dtype |
     - `shape`: the shape to draw, by default that of `a`.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, for float32 and float64 up to rounding that of `jax.random.gamma`
-    (except where rounding decides whether a proposal is rejected, about once in a million).
+    **Returns:** a tensor of `shape` and `dtype`, for float32 and float64 equal to that of `jax.random.gamma` up to
+    rounding (except where rounding decides whether a proposal is rejected, about once in a million).
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Source: Marsaglia, Tsang, "A simple method for generating gamma variables", 2000.
 
@@ -178,7 +178,7 @@ def loggamma(key: Tensor, a: Real, shape: Shape | None = None, dtype: torch.dtyp
 
     **Returns:** a tensor of `shape` and `dtype`: the logarithm of `gamma` with the same key.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -199,9 +199,9 @@ def beta(key: Tensor, a: Real, b: Real, shape: Shape | None = None, dtype: torch
     - `shape`: the shape to draw, by default that of the parameters.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, that of `jax.random.beta` as far as `gamma` is JAX's.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.beta` as far as `gamma` is.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or shapes that do not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `dtype`, or shapes that do not fit.
 
     Examples:
         >>> import remat.random
@@ -225,10 +225,10 @@ def dirichlet(key: Tensor, alpha: Tensor, shape: Shape | None = None, dtype: tor
     - `shape`: the batch shape to draw, by default that of `alpha`.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of shape (*shape, n), that of `jax.random.dirichlet` as far as `gamma` is JAX's.
+    **Returns:** a tensor of shape (*shape, n), equal to that of `jax.random.dirichlet` as far as `gamma` is.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for an `alpha` of no dimension, a bad `dtype`, or a `shape`
-    that does not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for an `alpha` of no dimension, a bad `dtype`, or a
+    `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -254,9 +254,9 @@ def chisquare(key: Tensor, df: Real, shape: Shape | None = None, dtype: torch.dt
     - `shape`: the shape to draw, by default that of `df`.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, that of `jax.random.chisquare` as far as `gamma` is JAX's.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.chisquare` as far as `gamma` is.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -279,9 +279,9 @@ def f(key: Tensor, dfnum: Real, dfden: Real, shape: Shape | None = None, dtype: 
     - `shape`: the shape to draw, by default that of the parameters.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, that of `jax.random.f` as far as `gamma` is JAX's.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.f` as far as `gamma` is.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or shapes that do not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `dtype`, or shapes that do not fit.
 
     Examples:
         >>> import remat.random
@@ -305,9 +305,9 @@ def t(key: Tensor, df: Real, shape: Shape | None = None, dtype: torch.dtype | No
     - `shape`: the shape to draw, by default that of `df`.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, that of `jax.random.t` as far as `gamma` is JAX's.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.t` as far as `gamma` is.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -332,9 +332,9 @@ def generalized_normal(key: Tensor, p: Real, shape: Shape = (), dtype: torch.dty
     - `shape`: the shape to draw.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, that of `jax.random.generalized_normal` as far as `gamma` is JAX's.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.generalized_normal` as far as `gamma` is.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -359,9 +359,9 @@ def ball(key: Tensor, d: int, p: float = 2, shape: Shape = (), dtype: torch.dtyp
     - `shape`: the batch shape to draw.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of shape (*shape, d), that of `jax.random.ball` as far as `gamma` is JAX's.
+    **Returns:** a tensor of shape (*shape, d), equal to that of `jax.random.ball` as far as `gamma` is.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `d`, `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `d`, `shape` or `dtype`.
 
     Source: Barthe, Guedon, Mendelson, Naor, "A probabilistic approach to the geometry of the l_p^n-ball", 2005,
     arXiv:math/0503650.

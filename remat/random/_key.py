@@ -64,7 +64,7 @@ def split(key: Tensor, num: Shape = 2) -> Tensor:
 
     **Returns:** keys of shape (..., *num, 2). The i-th of them is `fold_in(key, i)`, whatever `num` is.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a negative `num`.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a negative `num`.
 
     Examples:
         >>> import remat.random
@@ -90,7 +90,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
     **Returns:** a key for each element: shape (broadcast of `key.shape[:-1]` and `data.shape`, 2).
 
-    **Raises:** `TypeError` if `key` is no key or `data` is no integer, `ValueError` if they do not broadcast, or
+    **Raises:** `TypeError` if `key` is not a key or `data` is not an integer, `ValueError` if they do not broadcast, or
     for an int of more than 32 bits.
 
     Examples:
@@ -130,7 +130,7 @@ def clone(key: Tensor) -> Tensor:
 
     **Returns:** a copy of the tensor.
 
-    **Raises:** `TypeError` if `key` is no key.
+    **Raises:** `TypeError` if `key` is not a key.
 
     Examples:
         >>> import remat.random
@@ -147,7 +147,7 @@ def key_data(keys: Tensor) -> Tensor:
 
     **Returns:** `keys` itself, because a key is its data.
 
-    **Raises:** `TypeError` if `keys` are no keys.
+    **Raises:** `TypeError` if `keys` are not keys.
 
     Examples:
         >>> import remat.random

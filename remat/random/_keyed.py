@@ -205,8 +205,8 @@ def keyed(fun: Callable[P, R]) -> Callable[Concatenate[Tensor, P], R]:
 
     **Returns:** a function of a key and the arguments of `fun`.
 
-    **Raises:** `TypeError` if `fun` can't be called. At the call, `TypeError` if the first argument is no single key;
-    `RematError` if `fun` draws by an op for which there is no rule. The message names the op.
+    **Raises:** `TypeError` if `fun` can't be called. At the call, `TypeError` if the first argument is not a single
+    key; `RematError` if `fun` draws by an op for which there is no rule. The message names the op.
 
     Examples:
         >>> import torch

@@ -38,10 +38,10 @@ def normal(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> 
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype. In complex64 and complex128,
         each of the two parts has variance 1/2.
 
-    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.normal`. For another mean and
-    standard deviation write `mean + deviation * normal(key, shape)`, which is differentiable in both.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.normal` up to rounding. For another mean
+    and standard deviation write `mean + deviation * normal(key, shape)`, which is differentiable in both.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -70,10 +70,11 @@ def truncated_normal(
     - `shape`: the shape to draw, by default that of the bounds.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype` in the open interval (lower, upper), within rounding that of
-    `jax.random.truncated_normal`.
+    **Returns:** a tensor of `shape` and `dtype` in the open interval (lower, upper), equal to that of
+    `jax.random.truncated_normal` up to rounding.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or bounds and `shape` that do not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `dtype`, or bounds and `shape` that do not
+    fit.
 
     Examples:
         >>> import remat.random
@@ -142,10 +143,10 @@ def multivariate_normal(
     - `dtype`: float32 or float64; by default the dtype of `mean` and `cov`.
     - `method`: how to factor `cov`; "eigh" and "svd" also take a singular one.
 
-    **Returns:** a tensor of shape (*shape, n), up to rounding that of `jax.random.multivariate_normal`.
+    **Returns:** a tensor of shape (*shape, n), equal to that of `jax.random.multivariate_normal` up to rounding.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for an unknown `method`, a bad `dtype`, or shapes that do
-    not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for an unknown `method`, a bad `dtype`, or shapes that
+    do not fit.
 
     Examples:
         >>> import remat.random
@@ -192,9 +193,9 @@ def lognormal(key: Tensor, sigma: Real = 1.0, shape: Shape | None = None, dtype:
     - `shape`: the shape to draw, by default that of `sigma`.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.lognormal`.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.lognormal` up to rounding.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `dtype`, or a `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -216,9 +217,9 @@ def maxwell(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) ->
     - `shape`: the shape to draw.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of `shape` and `dtype`, up to rounding that of `jax.random.maxwell`.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.maxwell` up to rounding.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -242,10 +243,10 @@ def double_sided_maxwell(
     - `shape`: the leading shape. The shape of `loc` and `scale` follows it, twice if `shape` is (), as in JAX.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of shape (*shape, *shape of loc and scale), within rounding that of
-    `jax.random.double_sided_maxwell`.
+    **Returns:** a tensor of shape (*shape, *shape of loc and scale), equal to that of
+    `jax.random.double_sided_maxwell` up to rounding.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -273,9 +274,9 @@ def orthogonal(
     - `shape`: the batch shape to draw.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
-    **Returns:** a tensor of shape (*shape, n, m), up to rounding that of `jax.random.orthogonal`.
+    **Returns:** a tensor of shape (*shape, n, m), equal to that of `jax.random.orthogonal` up to rounding.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape`, `n`, `m` or `dtype`.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `shape`, `n`, `m` or `dtype`.
 
     Source: Mezzadri, "How to generate random matrices from the classical compact groups", 2007, arXiv:math-ph/0609050.
 

@@ -35,9 +35,9 @@ def bits(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> Te
     - `shape`: the shape to draw.
     - `dtype`: `torch.uint8`, `uint16`, `uint32` (the default) or `uint64`.
 
-    **Returns:** a tensor of `shape` and `dtype`, bit for bit that of `jax.random.bits`.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.bits` bit for bit.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -62,10 +62,10 @@ def uniform(
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
     - `minval`, `maxval`: the bounds, numbers or tensors that broadcast to `shape`. Differentiable.
 
-    **Returns:** a tensor of `shape` and `dtype`, bit for bit that of `jax.random.uniform`. A float32 has 23 random
-    bits, a bfloat16 has 7.
+    **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.uniform` bit for bit. A float32 has 23
+    random bits, a bfloat16 has 7.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`, or bounds that do not fit.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `shape` or `dtype`, or bounds that do not fit.
 
     Examples:
         >>> import remat.random
@@ -98,8 +98,8 @@ def bernoulli(key: Tensor, p: Real = 0.5, shape: Shape | None = None, mode: Lite
 
     **Returns:** a bool tensor of `shape`, equal to that of `jax.random.bernoulli`.
 
-    **Raises:** `TypeError` if `key` is no key or `p` an integer tensor, `ValueError` for a number p outside [0, 1], an
-    unknown `mode`, or a `shape` that does not fit.
+    **Raises:** `TypeError` if `key` is not a key or `p` is an integer tensor, `ValueError` for a number p outside [0,
+    1], an unknown `mode`, or a `shape` that does not fit.
 
     Examples:
         >>> import remat.random
@@ -134,7 +134,7 @@ def rademacher(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None)
 
     **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.rademacher`.
 
-    **Raises:** `TypeError` if `key` is no key; `ValueError` for a bad `shape` or `dtype`.
+    **Raises:** `TypeError` if `key` is not a key; `ValueError` for a bad `shape` or `dtype`.
 
     Examples:
         >>> import remat.random
@@ -151,7 +151,7 @@ def randint(
 ) -> Tensor:
     """Integers in [minval, maxval).
 
-    The result is the remainder of a random number with twice as many bits. If the range is no power of two, the bias
+    The result is the remainder of a random number with twice as many bits. If the range is not a power of two, the bias
     is about `(maxval - minval) / 2**32` (2**64 for int64).
 
     **Arguments:**
@@ -166,8 +166,8 @@ def randint(
 
     **Returns:** a tensor of `shape` and `dtype`, equal to that of `jax.random.randint`.
 
-    **Raises:** `TypeError` if `key` is no key or a bound no integer, `ValueError` for a bad `shape` or `dtype`, or
-    bounds that do not fit or are too large.
+    **Raises:** `TypeError` if `key` is not a key or a bound is not an integer, `ValueError` for a bad `shape` or
+    `dtype`, or bounds that do not fit or are too large.
 
     Examples:
         >>> import remat.random
