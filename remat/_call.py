@@ -353,7 +353,6 @@ class Call:
         plan = self.operands.plan(inputs)
         look = RerunLook(self.name, self.signature, plan, inputs, self.level)
         look.spares_tail = self.tape is None and not internals.tracing()
-        look.draws = self.random if isinstance(self.random, RandomState) else None
         self._rerun_looks.append(look)
         rebuild = self._closure.rebuilder(inputs)
         self._rebuilders.append(rebuild)

@@ -157,10 +157,6 @@ class RandomState:
         if generator not in self._generators:
             self._generators[generator] = generator.get_state()
 
-    def has(self, generator: torch.Generator) -> bool:
-        """Whether the run drew from this explicit generator."""
-        return generator in self._generators
-
     def drawn_since(self, drew: bool = False) -> RandomState | None:
         """This state if the run that followed drew from any generator; else None.
 

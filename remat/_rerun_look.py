@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._context import RandomState
 from remat._effects import Effects
 from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._graph import is_made_since
@@ -43,10 +42,6 @@ _STRANGER = (
     "function replaces (self.h = ...), pass it as an argument and return the new one."
 )
 
-_OTHER_GENERATOR = (
-    "remat: the rerun of {} draws from another torch.Generator than its forward. Choose the generator outside of the "
-    "function, and pass it as an argument."
-)
 _OTHER_HOOKS = (
     "remat: the rerun of {} puts hooks on other tensors than its forward, perhaps because x.requires_grad differs. "
     "Put the hook on the result, outside of the function."
@@ -59,12 +54,10 @@ class RerunLook(Look):
     **Attributes:**
 
     - `spares_tail`: whether the product or nested call that begins the tail may be skipped.
-    - `draws`: the forward's draws, None where they are not repeated.
     """
 
     is_rerun = True
     spares_tail = False
-    draws: RandomState | None = None
 
     def __init__(
         self,
@@ -158,10 +151,6 @@ class RerunLook(Look):
             self._read.add(key)
         self._known.add(key)
         return tensor
-
-    def notice(self, generator: torch.Generator) -> None:
-        if self.draws is not None and not self.draws.has(generator):
-            raise CheckpointError(_OTHER_GENERATOR.format(self.name))
 
     def has_made(self, tensor: Tensor) -> bool:
         return super().has_made(tensor) and id(tensor) not in self._read
