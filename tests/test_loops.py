@@ -432,7 +432,7 @@ def test_python_objects_at_the_peak_grow_with_the_checkpoints_only(n: int, k: in
         found.append((sum(type(x) is Call for x in objects), len(objects)))
 
     def body(i: int, c: Tensor) -> Tensor:
-        if next(runs) % 5 == 0:
+        if next(runs) % (n // 12) == 0:
             count()
         return c * scale
 
