@@ -223,7 +223,9 @@ class Call:
         lowest = internals.lowest_recorded_level()
         while True:
             operands = self.operands.values(look)
-            self.leaves = frozenset([i for i, t in enumerate(operands) if _is_recorded(t, lowest)])
+            self.leaves = frozenset(
+                [i for i, t in enumerate(operands) if internals.requires_grad_at_any_level(t, lowest)]
+            )
             try:
                 return attach(results.tensors, operands)
             except Stranger as stranger:
@@ -430,11 +432,6 @@ class Call:
             self._result = None
         look.outside.clear()
         self._look = None
-
-
-def _is_recorded(tensor: Tensor, lowest: int) -> bool:
-    """Whether a tensor requires grad at a level that is recorded, the lowest of which is given."""
-    return any(t.requires_grad and internals.level_of(t) >= lowest for t in internals.layers(tensor))
 
 
 def _attributes_of(obj: Any) -> list[Any]:

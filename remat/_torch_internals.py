@@ -187,11 +187,11 @@ def below_grad_levels(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def requires_grad_at_any_level(tensor: Tensor) -> bool:
-    """Whether some transform, or plain autograd, differentiates with respect to `tensor`."""
+def requires_grad_at_any_level(tensor: Tensor, lowest: int = -2) -> bool:
+    """Whether some transform, or plain autograd, differentiates with respect to `tensor`. `lowest`: the least level."""
     while not tensor.requires_grad and _C.is_functorch_wrapped_tensor(tensor):
         tensor = _C.get_unwrapped(tensor)
-    return tensor.requires_grad
+    return tensor.requires_grad and (lowest == -2 or _C.maybe_get_level(tensor) >= lowest)
 
 
 def lowest_recorded_level() -> int:
