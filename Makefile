@@ -9,6 +9,9 @@ N ?= 20000
 ifdef CPU_ONLY
 export PIP_EXTRA_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 endif
+# What the site and the README on PyPI link to: the clone's origin, where that is on the web.
+REPOSITORY ?= $(shell git remote get-url origin 2>/dev/null | sed -nE 's|^git@([^:]+):|https://\1/|; s|//[^/]*@|//|; s|\.git$$||; /^https:/p')
+export REPOSITORY
 BENCHMARKS := tiny blocks transformer chain halving loops policies frontier random_draws compat_call hugging_face memory compiled import_time
 
 .PHONY: help demo test fuzz soak test-torch lint docs wheel bench clean

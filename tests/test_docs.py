@@ -8,6 +8,7 @@ import re
 import runpy
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,8 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 IMAGE = re.compile(r"!\[(.*?)\]\((\S+?)\)", re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\((\S+?)\)")
+
+Repository = runpy.run_path(str(ROOT / "hatch_build.py"))["Repository"]
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -172,3 +175,25 @@ def test_remat_does_all_that_the_readme_says_beside_the_others() -> None:
     expected = dict.fromkeys(features["PROGRAMS"], "yes")
     expected["a running average in a dict"] = "CheckpointError"
     assert done == expected
+
+
+def test_readme_on_pypi_leads_to_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPOSITORY", "https://example.org/someone/remat")
+    metadata: dict[str, Any] = {}
+    Repository(str(ROOT), {}).update(metadata)
+    readme, text = (ROOT / "README.md").read_text(), metadata["readme"]["text"]
+    for links, kind in ((LINK, "blob"), (IMAGE, "raw")):
+        before, after = ([match[links.groups] for match in links.finditer(t)] for t in (readme, text))
+        assert before
+        assert after == [p if "://" in p else f"https://example.org/someone/remat/{kind}/main/{p}" for p in before]
+    assert all(url.startswith("https://example.org/someone/remat") for url in metadata["urls"].values())
+
+
+def test_readme_without_an_address_has_no_links_to_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPOSITORY", "")
+    metadata: dict[str, Any] = {}
+    Repository(str(ROOT), {}).update(metadata)
+    text = metadata["readme"]["text"]
+    assert not IMAGE.search(text)
+    assert all("://" in match[1] for match in LINK.finditer(text))
+    assert "urls" not in metadata
