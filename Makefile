@@ -12,6 +12,7 @@ endif
 # What the site and the README on PyPI link to: the clone's origin, where that is on the web.
 REPOSITORY ?= $(shell git remote get-url origin 2>/dev/null | sed -nE 's|^git@([^:]+):|https://\1/|; s|//[^/]*@|//|; s|\.git$$||; /^https:/p')
 export REPOSITORY
+export EDIT_URI = $(if $(REPOSITORY),$(REPOSITORY)/edit/main/docs/)
 BENCHMARKS := tiny blocks transformer chain halving loops policies frontier random_draws compat_call hugging_face memory compiled import_time
 
 .PHONY: help demo test fuzz soak test-torch lint docs wheel bench clean
