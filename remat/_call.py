@@ -34,9 +34,7 @@ from remat.policies import nothing_saveable
 from remat.policies._policy import policy_around
 from remat.random._keyed import Position, resumed, running, suspended
 
-_OTHER_OPERANDS = (
-    "remat: the rerun of {} {} on tensor {} of the {} that it was given or that it captured, unlike its forward run. {}"
-)
+_OTHER_OPERANDS = "remat: the rerun of {} {} on {}, unlike its forward run. {}"
 _DEAD = (
     "remat: the rerun of {} found a tensor of a transform that is over. It is in a place where remat does not look (an "
     "object with __slots__, a class attribute), or in a cache that the forward has filled (use_cache=True). Pass it as "
@@ -319,9 +317,11 @@ class Call:
             return
         operands, before = operands - self._ambiguous, self._reached - self._ambiguous
         if not operands <= before or (complete and operands != before):
-            i = min(operands ^ before)
-            how = "does not depend" if i in self._reached else "depends"
-            raise CheckpointError(_OTHER_OPERANDS.format(self.name, how, i + 1, len(self.operands.positions), PURITY))
+            operand = min(operands ^ before)
+            how = "does not depend" if operand in self._reached else "depends"
+            i, given = self.operands.positions.index(operand), self.operands.given
+            which = f"tensor {i + 1} of the {given} in its arguments" if i < given else "a tensor that it captured"
+            raise CheckpointError(_OTHER_OPERANDS.format(self.name, how, which, PURITY))
 
     def made_by_rerun(self, leaf: Tensor) -> bool:
         """Whether the function itself made this leaf, in a rerun."""

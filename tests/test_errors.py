@@ -92,6 +92,19 @@ def test_a_rerun_that_differs(fun: Callable[..., Tensor], says: str, transform: 
     assert_same(grad(lambda x: remat(torch.sin)(x).sum())(numbers(3)), numbers(3).cos())
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_rerun_that_computes_with_another_tensor(captured: bool) -> None:
+    state, w = State(), leaf(numbers(3))
+
+    def fun(x: Tensor, y: Tensor) -> Tensor:
+        return (x * ((w if captured else y) if state.first() else x)).sin()
+
+    out = remat(fun)(leaf(numbers(3)), leaf(numbers(3)))
+    which = "a tensor that it captured" if captured else "tensor 2 of the 2 in its arguments"
+    with pytest.raises(CheckpointError, match=f"does not depend on {which}, unlike its forward run"):
+        out.sum().backward()
+
+
 def test_a_rerun_with_another_structure() -> None:
     a, b = remat(another_count_of_results)(leaf(numbers(3)), State())
     with pytest.raises(CheckpointError, match="another_count_of_results"):
