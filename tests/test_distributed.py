@@ -4,7 +4,7 @@ The processes run all programs once; each test looks at one of them.
 """
 
 import datetime
-import os
+import faulthandler
 import re
 import traceback
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers import Seen
+from helpers import Seen, leave
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -359,6 +359,7 @@ program(dtensors, "dtensors, with a policy", policy=policies.dots_saveable)
 
 
 def process(rank: int, folder: str) -> None:
+    faulthandler.enable()  # an abort in a thread of gloo says where
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
@@ -369,10 +370,10 @@ def process(rank: int, folder: str) -> None:
             results[name] = run(rank, mesh)
         except Exception:
             results[name] = traceback.format_exc()
+        faulthandler.dump_traceback_later(50)  # before the other process gives up
         dist.barrier()
     torch.save(results, f"{folder}/{rank}")
-    dist.destroy_process_group()
-    os._exit(0)  # one of gloo's threads that takes the GIL while Python shuts down aborts the process
+    leave(store, rank)
 
 
 @pytest.fixture(scope="module")

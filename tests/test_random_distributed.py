@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from helpers import leave
 
 PAGE = Path(__file__).parent.parent / "docs" / "random.md"
 
@@ -19,9 +20,10 @@ def recipe() -> dict[str, torch.Tensor]:
     return scope
 
 
-def process(rank: int, store: str) -> None:
+def process(rank: int, path: str) -> None:
     os.environ["RANK"] = str(rank)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    store = dist.FileStore(path, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     torch.manual_seed(rank)  # the global generators differ, which does not matter
     torch.rand(rank + 3)
     scope = recipe()
@@ -32,9 +34,7 @@ def process(rank: int, store: str) -> None:
     keys = [torch.empty(2, dtype=torch.int32) for _ in range(2)]
     dist.all_gather(keys, scope["step_key"].view(torch.int32))
     assert torch.equal(*keys)
-    dist.barrier()  # nobody leaves while another is at work
-    dist.destroy_process_group()
-    os._exit(0)  # one of gloo's threads that takes the GIL while Python shuts down aborts the process
+    leave(store, rank)
 
 
 def test_two_processes(tmp_path: Path) -> None:
