@@ -16,10 +16,10 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 
 from remat import _torch_internals as internals
+from remat._call import Call
 from remat._errors import RematError
 from remat._graph import Stranger, prove
 from remat._sealed import hand_on, seal, unseal
-from remat._typing import RepeatableCall
 
 _requires_grad = operator.attrgetter("requires_grad")
 Batch = tuple[int, Sequence[int | None]]  # the size, and the batch dimension of each cotangent
@@ -50,7 +50,7 @@ class Derived:
     - `since`: all autograd nodes with higher sequence numbers were made in its run, or later.
     """
 
-    call: RepeatableCall
+    call: Call
     run: Callable[..., list[Any]]
     since: int = -1
     is_vjp: bool = False
@@ -178,12 +178,12 @@ def _rerun(
     return edges, [c for c, e in zip(cotangents, edges, strict=True) if e is not None]
 
 
-def _needs_level(call: RepeatableCall, operands: Sequence[Tensor]) -> bool:
+def _needs_level(call: Call, operands: Sequence[Tensor]) -> bool:
     """Whether a rerun must run under a transform: the call needs one, or an operand belongs to one."""
     return call.needs_level or any(map(internals.is_wrapper, operands))
 
 
-def _may_run_at_base(call: RepeatableCall, operands: Sequence[Tensor], cotangents: Sequence[Tensor]) -> bool:
+def _may_run_at_base(call: Call, operands: Sequence[Tensor], cotangents: Sequence[Tensor]) -> bool:
     """Whether a rerun may run without functorch, which decomposes some ops in other ways, also random ones."""
     if internals.in_inference_mode() or any(map(Tensor.is_inference, operands)) or _needs_level(call, operands):
         return False  # in inference mode the base records nothing, and its tensors can't be saved

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,10 +12,6 @@ from optree import PyTreeSpec as PyTreeSpec
 from remat import _torch_internals as internals  # makes torch's node types known to optree
 
 _FLAT = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
-_LEAF_TYPES = _FLAT | {torch.Size}
-_other_leaf_types: weakref.WeakSet[type] = weakref.WeakSet()
-
-
 _, _LEAF = optree.tree_flatten(0, none_is_leaf=True, namespace="torch")  # type: ignore[arg-type]
 
 
@@ -29,18 +24,14 @@ def flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
     if type(tree) is torch.Tensor:
         return [tree], _LEAF
     leaves, spec = optree.tree_flatten(tree, is_leaf=_is_size, none_is_leaf=True, namespace="torch")
-    if _LEAF_TYPES.issuperset(map(type, leaves)):
-        return leaves, spec
-    kinds = {type(x) for x in leaves} - _LEAF_TYPES
-    adopted = [kind for kind in kinds if kind not in _other_leaf_types and _adopted(kind)]
-    return flatten(tree) if adopted else (leaves, spec)
+    adopted = [_adopted(kind) for kind in {*map(type, leaves)} - {torch.Size}]
+    return flatten(tree) if any(adopted) else (leaves, spec)
 
 
 def _adopted(kind: type) -> bool:
     """Register a type with optree if only torch's own pytrees know it. Returns whether they do."""
     functions = internals.registered_with_torch(kind)
     if functions is None:
-        _other_leaf_types.add(kind)
         return False
     to_children, from_children = functions
     optree.register_pytree_node(
