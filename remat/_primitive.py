@@ -17,7 +17,6 @@ kind of level gives derivatives of every order, under every nesting:
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from remat import _torch_internals as internals
-from remat._derived import HOOKED, Batch, Derived, at_front, functionalize, jvp, make_dual, pick, vjp, vmap
+from remat._derived import HOOKED, Batch, Derived, Link, at_front, functionalize, jvp, make_dual, pick, vjp, vmap
 from remat._errors import CheckpointError, RematError
 from remat._memory import sharing_memory
 from remat._nested_mode import unseen
@@ -35,45 +34,31 @@ from remat._sealed import seal, unseal
 Values = list[Tensor]
 
 
+_CHANGED = (
+    "remat: {} that {} was given or captured has been modified by an inplace operation between its forward run and the "
+    "backward, where it runs again. Change a copy instead: x = x.clone()."
+)
+
+
 # Nodes.
 
 
-def _saved(ctx: Any, link: Link) -> tuple[Tensor, ...]:
+def _saved(ctx: Any) -> tuple[Tensor, ...]:
+    """The saved operands of a node. Raises an error if they were written to since the forward."""
+    link: Link = ctx.link
     try:
-        return ctx.saved_tensors
+        operands: tuple[Tensor, ...] = ctx.saved_tensors
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
-        raise CheckpointError(
-            f"remat: a tensor that {link.fn.call.name} was given or captured was changed in place between its forward "
-            f"run and the backward, where it runs again. Change a copy instead: x = x.clone(). {error}"
-        ) from None
-
-
-class Link:
-    """The data of a node, besides its saved operands."""
-
-    def __init__(self, fn: Derived, outs: Sequence[int], operands: Values, level: int = 0) -> None:
-        """`level`: the level of the node; 0 below all transforms."""
-        self.fn = fn
-        self.outs = outs
-        self.level = level
-        self.leaves = fn.call.leaves.union([i for i, t in enumerate(operands) if t.requires_grad])
-        """Positions of differentiated operands. Each rerun differentiates them, for the forward's signature."""
-        self.thread = threading.get_ident()
-        self.versions = internals.memory_versions(operands) if level else []
-        """How often operands had been written to. Below all transforms, autograd checks that itself."""
-
-    def check_versions(self, saved: Sequence[Tensor]) -> None:
-        """Check that the operands were not written to since the forward."""
-        for tensor, now, before in zip(saved, internals.memory_versions(saved), self.versions, strict=True):
-            if now != before:
-                raise CheckpointError(
-                    f"remat: a tensor of shape {list(tensor.shape)}, {tensor.dtype} that {self.fn.call.name} was given "
-                    "or captured has been modified by an inplace operation between its forward run and the backward, "
-                    "where it runs again. "
-                    "Change a copy instead: x = x.clone()."
-                )
+        raise CheckpointError(f"{_CHANGED.format('a tensor', link.fn.call.name)} {error}") from None
+    if link.versions:
+        with internals.DisableTorchFunction():
+            for tensor, now, before in zip(operands, internals.memory_versions(operands), link.versions, strict=True):
+                if now != before:
+                    which = f"a tensor of shape {list(tensor.shape)}, {tensor.dtype}"
+                    raise CheckpointError(_CHANGED.format(which, link.fn.call.name))
+    return operands
 
 
 def _unshared(values: Values, shared: set[int]) -> tuple[Tensor, ...]:
@@ -105,44 +90,35 @@ class RematNode(internals.SingleLevelFunction):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         needed = internals.wanted(ctx, ctx.needs_input_grad[3:])
         grads: list[Any] = [None] * len(needed)
-        if any(c is not None for c in cotangents):  # else a later node cut the graph, and this node may be freed
+        given = [i for i, c in enumerate(cotangents) if c is not None]
+        wrt = [i for i, n in enumerate(needed) if n]
+        if given and wrt:  # else a later node cut the graph, and this node may be freed
             link: Link = ctx.link
-            operands = _saved(ctx, link)
-            if link.versions:
-                with internals.DisableTorchFunction():
-                    link.check_versions(operands)
-            grads = gradients(link, operands, needed, [*map(unseal, cotangents)])
+            outs = [link.outs[i] for i in given]
+            found = gradients(link, _saved(ctx), wrt, outs, [unseal(cotangents[i]) for i in given])
+            grads = _replace(grads, wrt, found)
         if not internals.graph_is_retained():
             ctx.link = ctx.tape = None  # frees the closure with the saved operands
         return None, None, None, *grads
 
 
 def gradients(
-    link: Link,
-    operands: Sequence[Tensor],
-    needed: Sequence[bool],
-    cotangents: list[Any],
+    link: Link, operands: Sequence[Tensor], wrt: Sequence[int], outs: Sequence[int], cotangents: Values
 ) -> list[Any]:
-    """The gradients of a node's operands. This empties `cotangents`: NOTE [handed on]."""
-    wrt = [i for i, n in enumerate(needed) if n]
-    given = [i for i, c in enumerate(cotangents) if c is not None]
-    grads: list[Any] = [None] * len(operands)
-    if given and wrt:
-        call = link.fn.call
-        outs = [link.outs[i] for i in given]
-        cotangents[:] = [cotangents[i] for i in given]
-        if call.tape is not None:
-            read = [*filter(call.tape.was_read, operands), *cotangents]
-            retained = internals.graph_is_retained() or any(map(internals.requires_grad_below, read))
-            call.last_rerun = not retained
-        try:
-            with unseen():
-                results = internals.with_subclasses(lambda: _differentiate(link, operands, wrt, outs, cotangents, ()))
-        finally:
-            call.clean()
-        for i, grad in zip(wrt, results, strict=True):
-            grads[i] = grad
-    return grads
+    """The gradients of a node's operands at `wrt`, for cotangents of `outs`.
+
+    This empties `cotangents`: NOTE [handed on].
+    """
+    call = link.fn.call
+    if call.tape is not None:
+        read = [*filter(call.tape.was_read, operands), *cotangents]
+        retained = internals.graph_is_retained() or any(map(internals.requires_grad_below, read))
+        call.last_rerun = not retained
+    try:
+        with unseen():
+            return internals.with_subclasses(lambda: _differentiate(link, operands, wrt, outs, cotangents, ()))
+    finally:
+        call.clean()
 
 
 def _differentiate(
@@ -150,7 +126,7 @@ def _differentiate(
     operands: Sequence[Tensor],
     wrt: Sequence[int],
     outs: Sequence[int],
-    cotangents: list[Any],
+    cotangents: Values,
     batches: Sequence[Batch],
 ) -> list[Any]:
     """Run the derivative of a node at the level of the stack where it belongs.
@@ -168,7 +144,7 @@ def _differentiate(
         return [None if r is None else wrap(r) for r in results]
     top = internals.top_transform()
     if top is None:
-        return _derivative(link, wrt, outs, batches, operands, cotangents)
+        return _derivative(link, operands, wrt, outs, cotangents, batches)
     level = top.level
     if top.kind is internals.TransformType.Vmap and level >= link.level:
         pairs = [internals.unwrap_batched(internals.unwrap_dead(c), level) for c in cotangents]
@@ -177,34 +153,33 @@ def _differentiate(
             results = _differentiate(link, operands, wrt, outs, [c for c, _ in pairs], (batch, *batches))
         return [None if r is None else internals.wrap_batched(r, 0, level) for r in results]
     at_own_level = top.kind is internals.TransformType.Grad and internals.level_of(operands[0]) == level
-    ends_with_this = at_own_level and internals.called_by_grad_transform(link.thread)
-    if not ends_with_this:
-        if at_own_level and level in link.fn.call.hooked and torch.is_grad_enabled():
-            raise RematError(HOOKED.format(link.fn.call.name, "torch.autograd.grad(create_graph=True) in a transform"))
-        return _derivative(link, wrt, outs, batches, operands, cotangents)
-    with top.lower():
-        inputs = [internals.unwrap_grad(t, level) for t in operands]
-        cotangents[:] = [internals.unwrap_grad(c, level) for c in cotangents]
-        results = _derivative(link, wrt, outs, batches, inputs, cotangents)
-    return [None if r is None else internals.wrap_grad(r, level) for r in results]
+    if at_own_level and internals.called_by_grad_transform(link.thread):
+        with top.lower():
+            inputs = [internals.unwrap_grad(t, level) for t in operands]
+            cotangents[:] = [internals.unwrap_grad(c, level) for c in cotangents]
+            results = _derivative(link, inputs, wrt, outs, cotangents, batches)
+        return [None if r is None else internals.wrap_grad(r, level) for r in results]
+    if at_own_level and level in link.fn.call.hooked and torch.is_grad_enabled():
+        raise RematError(HOOKED.format(link.fn.call.name, "torch.autograd.grad(create_graph=True) in a transform"))
+    return _derivative(link, operands, wrt, outs, cotangents, batches)
 
 
 def _derivative(
     link: Link,
+    operands: Sequence[Tensor],
     wrt: Sequence[int],
     outs: Sequence[int],
+    cotangents: Values,
     batches: Sequence[Batch],
-    operands: Sequence[Tensor],
-    cotangents: list[Tensor],
 ) -> list[Any]:
     """Compute the derivative on the current stack."""
     inputs = [*operands, *cotangents]
     if any(map(internals.is_dead, inputs)):
         inputs = [*map(internals.unwrap_dead, inputs)]
     if link.fn.call.hands_on and not (torch.is_grad_enabled() and _is_differentiated(inputs)):
-        inputs[len(operands) :] = map(seal, inputs[len(operands) :])
+        inputs[link.count :] = map(seal, inputs[link.count :])
         cotangents.clear()
-    return run(vjp(link.fn, len(operands), wrt, outs, batches, link.level, link.leaves), inputs)
+    return run(vjp(link, wrt, outs, batches), inputs)
 
 
 def run(fn: Derived, operands: Values) -> list[Any]:
@@ -216,9 +191,7 @@ def run(fn: Derived, operands: Values) -> list[Any]:
     if not torch.is_grad_enabled() or not _is_differentiated(there):
         return values
     attached = _attach(fn if len(there) == len(values) else pick(fn, present), there, operands)
-    for i, value in zip(present, attached, strict=True):
-        values[i] = value
-    return values
+    return _replace(values, present, attached)
 
 
 # The rules.
