@@ -93,9 +93,9 @@ class RematNode(internals.SingleLevelFunction):
         given = [i for i, c in enumerate(cotangents) if c is not None]
         wrt = [i for i, n in enumerate(needed) if n]
         if given and wrt:  # else a later node cut the graph, and this node may be freed
-            link: Link = ctx.link
-            outs = [link.outs[i] for i in given]
-            found = gradients(link, _saved(ctx), wrt, outs, [unseal(cotangents[i]) for i in given])
+            operands = _saved(ctx)
+            outs = [ctx.link.outs[i] for i in given]
+            found = gradients(ctx.link, operands, wrt, outs, [unseal(cotangents[i]) for i in given])
             grads = _replace(grads, wrt, found)
         if not internals.graph_is_retained():
             ctx.link = ctx.tape = None  # frees the closure with the saved operands
