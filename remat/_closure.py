@@ -21,6 +21,9 @@ from torch import Tensor
 from remat import _torch_internals as internals
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type})
+_OF_TORCH = frozenset(
+    f for space in (torch, torch.nn.functional, Tensor) for f in vars(space).values() if type(f) is types.FunctionType
+)
 _EMPTY: Any = object()
 
 
@@ -93,6 +96,11 @@ def _is_full(cell: types.CellType) -> bool:
     return True
 
 
+def _is_opaque(function: types.FunctionType) -> bool:
+    """Whether a function is torch's or its compiler's. A copy would be another function to torch-function modes."""
+    return function in _OF_TORCH or internals.is_compiled(function)
+
+
 class Closure:
     """Functions and other objects, taken apart.
 
@@ -120,7 +128,7 @@ class Closure:
         if isinstance(obj, Tensor):
             return self._operand_of(obj)
         if kind is types.FunctionType and (obj.__closure__ or obj.__defaults__ or obj.__kwdefaults__):
-            return obj if internals.is_compiled(obj) else self._function(obj)
+            return obj if _is_opaque(obj) else self._function(obj)
         if kind is tuple:
             return self._made(obj, _tuple, obj, {})
         if isinstance(obj, tuple) and hasattr(obj, "_fields"):
