@@ -60,10 +60,6 @@ class Picked:
         self.leaves, self.spec = flatten(tree)
         self.positions: list[int] = []
         self.tensors: list[torch.Tensor] = []
-        if self.spec is _LEAF:
-            if test(tree):
-                self.positions, self.tensors = [0], [tree]
-            return
         self._places: dict[int, list[int]] = {}
         for i, leaf in enumerate(self.leaves):
             if isinstance(leaf, torch.Tensor):
@@ -76,8 +72,6 @@ class Picked:
 
     def replaced(self, tensors: Iterable[torch.Tensor]) -> Any:
         """The tree with `tensors` in place of the picked ones."""
-        if self.spec is _LEAF:
-            return next(iter(tensors))
         for tensor, places in zip(tensors, self._places.values(), strict=True):
             for i in places:
                 self.leaves[i] = tensor
