@@ -17,6 +17,7 @@ kind of level gives derivatives of every order, under every nesting:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ from remat._nested_mode import unseen
 from remat._sealed import seal, unseal
 
 Values = list[Tensor]
+Pullback = Callable[[Sequence[Batch]], Derived]
+"""The derivative of a node, for cotangents that are batched in this way."""
 
 
 _CHANGED = (
@@ -94,21 +97,16 @@ class RematNode(internals.SingleLevelFunction):
         wrt = [i for i, n in enumerate(needed) if n]
         if given and wrt:  # else a later node cut the graph, and this node may be freed
             operands = _saved(ctx)
-            outs = [ctx.link.outs[i] for i in given]
-            found = gradients(ctx.link, operands, wrt, outs, [unseal(cotangents[i]) for i in given])
+            pullback = functools.partial(vjp, ctx.link, wrt, [ctx.link.outs[i] for i in given])
+            found = _gradients(ctx.link, pullback, operands, [unseal(cotangents[i]) for i in given])
             grads = _replace(grads, wrt, found)
         if not internals.graph_is_retained():
             ctx.link = ctx.tape = None  # frees the closure with the saved operands
         return None, None, None, *grads
 
 
-def gradients(
-    link: Link, operands: Sequence[Tensor], wrt: Sequence[int], outs: Sequence[int], cotangents: Values
-) -> list[Any]:
-    """The gradients of a node's operands at `wrt`, for cotangents of `outs`.
-
-    This empties `cotangents`: NOTE [handed on].
-    """
+def _gradients(link: Link, pullback: Pullback, operands: Sequence[Tensor], cotangents: Values) -> list[Any]:
+    """The gradients of a node's operands. This empties `cotangents`: NOTE [handed on]."""
     call = link.fn.call
     if call.tape is not None:
         read = [*filter(call.tape.was_read, operands), *cotangents]
@@ -116,18 +114,13 @@ def gradients(
         call.last_rerun = not retained
     try:
         with unseen():
-            return internals.with_subclasses(lambda: _differentiate(link, operands, wrt, outs, cotangents, ()))
+            return internals.with_subclasses(lambda: _differentiate(link, pullback, operands, cotangents, ()))
     finally:
         call.clean()
 
 
 def _differentiate(
-    link: Link,
-    operands: Sequence[Tensor],
-    wrt: Sequence[int],
-    outs: Sequence[int],
-    cotangents: Values,
-    batches: Sequence[Batch],
+    link: Link, pullback: Pullback, operands: Sequence[Tensor], cotangents: Values, batches: Sequence[Batch]
 ) -> list[Any]:
     """Run the derivative of a node at the level of the stack where it belongs.
 
@@ -140,46 +133,39 @@ def _differentiate(
         with internals.without_legacy_vmap() as (unwrap, wrap):
             plain = [unwrap(c) if b else c for c, b in zip(cotangents, legacy, strict=True)]
             batch = plain[legacy.index(True)].shape[0], [0 if b else None for b in legacy]
-            results = _differentiate(link, operands, wrt, outs, plain, (batch, *batches))
+            results = _differentiate(link, pullback, operands, plain, (batch, *batches))
         return [None if r is None else wrap(r) for r in results]
     top = internals.top_transform()
     if top is None:
-        return _derivative(link, operands, wrt, outs, cotangents, batches)
+        return _derivative(pullback(batches), operands, cotangents)
     level = top.level
     if top.kind is internals.TransformType.Vmap and level >= link.level:
         pairs = [internals.unwrap_batched(internals.unwrap_dead(c), level) for c in cotangents]
         batch = top.batch_size(), [d for _, d in pairs]
         with top.lower():
-            results = _differentiate(link, operands, wrt, outs, [c for c, _ in pairs], (batch, *batches))
+            results = _differentiate(link, pullback, operands, [c for c, _ in pairs], (batch, *batches))
         return [None if r is None else internals.wrap_batched(r, 0, level) for r in results]
     at_own_level = top.kind is internals.TransformType.Grad and internals.level_of(operands[0]) == level
     if at_own_level and internals.called_by_grad_transform(link.thread):
         with top.lower():
             inputs = [internals.unwrap_grad(t, level) for t in operands]
             cotangents[:] = [internals.unwrap_grad(c, level) for c in cotangents]
-            results = _derivative(link, inputs, wrt, outs, cotangents, batches)
+            results = _derivative(pullback(batches), inputs, cotangents)
         return [None if r is None else internals.wrap_grad(r, level) for r in results]
     if at_own_level and level in link.fn.call.hooked and torch.is_grad_enabled():
         raise RematError(HOOKED.format(link.fn.call.name, "torch.autograd.grad(create_graph=True) in a transform"))
-    return _derivative(link, operands, wrt, outs, cotangents, batches)
+    return _derivative(pullback(batches), operands, cotangents)
 
 
-def _derivative(
-    link: Link,
-    operands: Sequence[Tensor],
-    wrt: Sequence[int],
-    outs: Sequence[int],
-    cotangents: Values,
-    batches: Sequence[Batch],
-) -> list[Any]:
+def _derivative(fn: Derived, operands: Sequence[Tensor], cotangents: Values) -> list[Any]:
     """Compute the derivative on the current stack."""
     inputs = [*operands, *cotangents]
     if any(map(internals.is_dead, inputs)):
         inputs = [*map(internals.unwrap_dead, inputs)]
-    if link.fn.call.hands_on and not (torch.is_grad_enabled() and _is_differentiated(inputs)):
-        inputs[link.count :] = map(seal, inputs[link.count :])
+    if fn.call.hands_on and not (torch.is_grad_enabled() and _is_differentiated(inputs)):
+        inputs[len(operands) :] = map(seal, inputs[len(operands) :])
         cotangents.clear()
-    return run(vjp(link, wrt, outs, batches), inputs)
+    return run(fn, inputs)
 
 
 def run(fn: Derived, operands: Values) -> list[Any]:
