@@ -8,7 +8,6 @@ call, and that would be a reference cycle.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
 from collections.abc import Callable, Sequence
@@ -240,5 +239,4 @@ class Rebuilder:
         if self._closure.is_recursive:
             for key, cell in self._cells.items():
                 if is_part(self._closure.contents[key]):
-                    with contextlib.suppress(ValueError):  # it is empty already
-                        del cell.cell_contents
+                    del cell.cell_contents

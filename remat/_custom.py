@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import ParamSpec
 
 from remat import _tree
+from remat._closure import Operand
 from remat._errors import shown
 from remat._names import keep
 from remat._remat import remat
@@ -20,23 +21,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _Slot(NamedTuple):
-    position: int
-
-
 class _Template:
-    """A tree with slots for its tensors."""
+    """A tree with placeholders for its tensors."""
 
     def __init__(self, tree: Any, tensors: list[Tensor]) -> None:
         """Append the tensors of the tree to `tensors`."""
         self.leaves, self._spec = _tree.flatten(tree)
         for i, x in enumerate(self.leaves):
             if isinstance(x, Tensor):
-                self.leaves[i] = _Slot(len(tensors))
+                self.leaves[i] = Operand(len(tensors))
                 tensors.append(x)
 
     def filled(self, tensors: Sequence[Any]) -> Any:
-        leaves = [tensors[x.position] if isinstance(x, _Slot) else x for x in self.leaves]
+        leaves = [tensors[x.index] if isinstance(x, Operand) else x for x in self.leaves]
         return _tree.unflatten(self._spec, leaves)
 
 
@@ -63,8 +60,8 @@ class _Call:
             if len(leaves) != len(template.leaves):
                 raise TypeError(f"{rules}: f_bwd must return gradients like the arguments; got {shown(grad)}.")
             for x, g in zip(template.leaves, leaves, strict=True):
-                if isinstance(x, _Slot):
-                    found[x.position] = g
+                if isinstance(x, Operand):
+                    found[x.index] = g
         return found
 
 

@@ -96,10 +96,7 @@ def unflatten_call(spec: PyTreeSpec | None, leaves: list[Any]) -> tuple[tuple[An
     """The inverse of `flatten_call`, with static arguments as they were given."""
     if spec is None:
         return tuple(leaves), {}
-    return _unboxed(*unflatten(spec, leaves))
-
-
-def _unboxed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = unflatten(spec, leaves)
     return (
         tuple(a.value if isinstance(a, Static) else a for a in args),
         {k: v.value if isinstance(v, Static) else v for k, v in kwargs.items()},
