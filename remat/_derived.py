@@ -134,7 +134,9 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[B
         if hands_on:
             cotangents.clear()
             given[:] = map(seal, given)
-        grads = _engine([edges[i] for i in found], [inputs[i] for i in wrt], given, sized, record, keep)
+        ends: list[Any] = [edges[i] for i in found]
+        targets = [inputs[i] for i in wrt]
+        grads = _batched(lambda batched: internals.run_backward(ends, targets, batched, keep, record), given, sized)
         return [None if g is None else _detached(g) for g in grads] if keep and not is_read else grads
 
     return fn.then(pullback, is_vjp=True)
@@ -184,19 +186,18 @@ def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool) -
     An operand that is a leaf without hooks is its own input: then the rerun need not swap it. (Hooks would be called
     twice.) A recorded rerun always takes an alias, because other operands may depend on the leaf.
     """
-    if record:
-        return [
-            t if i not in leaves else _alias(t) if t.requires_grad else _detached(t, leaf=True)
-            for i, t in enumerate(operands)
-        ]
     inputs: list[Tensor] = []
     own: set[int] = set()
     for i, t in enumerate(operands):
-        if i in leaves and id(t) not in own and _is_bare_leaf(t):  # once: below a `vmap` two operands may be the same
+        if i not in leaves:
+            inputs.append(t if record else _detached(t))
+        elif record:
+            inputs.append(_alias(t) if t.requires_grad else _detached(t, leaf=True))
+        elif id(t) not in own and _is_bare_leaf(t):  # once: below a `vmap` two operands may be the same
             own.add(id(t))
             inputs.append(t)
         else:
-            inputs.append(_detached(t, i in leaves))
+            inputs.append(_detached(t, leaf=True))
     return inputs
 
 
@@ -211,23 +212,18 @@ def _alias(tensor: Tensor) -> Tensor:
     return torch.ops.aten.alias.default(tensor) if tensor.layout is torch.strided else tensor.clone()
 
 
-def _engine(
-    edges: Sequence[Any],
-    inputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor],
-    batches: Sequence[Batch],
-    record: bool,
-    keep: bool,
+def _batched(
+    backward: Callable[[Sequence[Tensor]], Sequence[Any]], cotangents: Sequence[Tensor], batches: Sequence[Batch]
 ) -> list[Any]:
-    """Run the backward pass, under a `vmap` for each batch of cotangents."""
+    """Run a backward pass, under a `vmap` for each batch of cotangents."""
     if not batches:
-        return list(internals.run_backward(edges, inputs, cotangents, keep, record))
+        return list(backward(cotangents))
     (size, dims), *inner = batches
     with internals.vmap_level(size, "same") as level:
         wrapped = [
             c if d is None else internals.wrap_batched(c, d, level) for c, d in zip(cotangents, dims, strict=True)
         ]
-        grads = _engine(edges, inputs, wrapped, inner, record, keep)
+        grads = _batched(backward, wrapped, inner)
         pairs = [None if g is None else internals.unwrap_batched(g, level) for g in grads]
     return [None if p is None else at_front(*p, size) for p in pairs]
 
