@@ -111,7 +111,8 @@ class custom_remat(Generic[P, R]):  # noqa: N801
     - `f_rem`: `f_rem(residuals, *args) -> (out, residuals_2)`, the first part of the backward. It computes the input of
       `f_bwd`. `out` exists for compatibility with `jax.custom_remat`, and may be None: remat calls `f_fwd` if it needs
       a result that is not kept.
-    - `f_bwd`: `f_bwd(residuals_2, cotangents) -> gradients`, a tuple with one gradient or None for each argument.
+    - `f_bwd`: `f_bwd(residuals_2, cotangents) -> gradients`, a tuple with one gradient or None for each argument. The
+      cotangents are a tree like `out`, also where an argument is given back in it.
 
     **Returns:** a function with the values of `f`.
 
