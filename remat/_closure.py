@@ -159,7 +159,7 @@ class Closure:
             "__doc__": old.__doc__,
             "__annotations__": old.__annotations__,
             "__defaults__": self.take_apart(old.__defaults__),
-            "__kwdefaults__": self._made({**kwdefaults}, dict, (), kwdefaults),
+            "__kwdefaults__": self._made({**kwdefaults}, dict, (), kwdefaults) or None,
             **{k: self.take_apart(v) for k, v in vars(old).items()},
         }
         cells = [*map(self._cell, old.__closure__ or ())]
