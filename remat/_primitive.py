@@ -172,12 +172,11 @@ def run(fn: Derived, operands: Values) -> list[Any]:
     """Call `fn(*operands)`, and replace the graph of the results by a remat'd derivative."""
     fn.since = internals.next_sequence_number()
     values = fn.run(*operands)
-    present = [i for i, v in enumerate(values) if v is not None]
-    there = [values[i] for i in present]
-    if not torch.is_grad_enabled() or not _is_differentiated(there):
+    if not torch.is_grad_enabled():
         return values
-    attached = _attach(fn if len(there) == len(values) else pick(fn, present), there, operands)
-    return _replace(values, present, attached)
+    present = [i for i, v in enumerate(values) if v is not None]
+    picked = fn if len(present) == len(values) else pick(fn, present)
+    return _replace(values, present, attach(picked, [values[i] for i in present], operands))
 
 
 # The rules.
@@ -193,10 +192,8 @@ def attach(fn: Derived, values: Values, operands: Values) -> Values:
 
     **Returns:** the new values; the same list if nothing differentiates them.
     """
-    return _attach(fn, values, operands) if _is_differentiated(values) else values
-
-
-def _attach(fn: Derived, values: Values, operands: Values) -> Values:
+    if not _is_differentiated(values):
+        return values
     top = internals.top_transform()
     kind = None if top is None else top.kind
     if internals.forward_ad_active() and kind in _CARRIES_TANGENTS:
@@ -229,7 +226,7 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
     inner = below = [internals.unwrap_grad(v, level) for v in values]
     if _is_differentiated(below):
         with top.lower():
-            inner = _attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
+            inner = attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
     outs = [i for i, v in enumerate(values) if v.requires_grad and v is not below[i]]
     if inner is below and not outs:
         return values
