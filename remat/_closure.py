@@ -56,6 +56,7 @@ class _Function:
     code: types.CodeType
     globals: dict[str, Any]
     name: str
+    description: tuple[str, str | None, dict[str, Any]]
     attributes: dict[str, Any]
     cells: list[int]
 
@@ -140,7 +141,7 @@ class Closure:
 
     def _made(self, obj: Any, maker: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         new_args = [self.take_apart(x) for x in args]
-        new_kwargs = {k: self.take_apart(v) for k, v in kwargs.items()}
+        new_kwargs = {k: self.take_apart(v) for k, v in kwargs.items()} if kwargs else kwargs
         if any(map(is_part, new_args)) or any(map(is_part, new_kwargs.values())):
             return _Made(maker, new_args, new_kwargs)
         return obj
@@ -153,31 +154,25 @@ class Closure:
             return part
         self._parts[key] = _Reference(key)
         self.objects.append(old)
-        kwdefaults = old.__kwdefaults__ or {}
-        attributes = {
-            "__qualname__": old.__qualname__,
-            "__doc__": old.__doc__,
-            "__annotations__": old.__annotations__,
-            "__defaults__": self.take_apart(old.__defaults__),
-            "__kwdefaults__": self._made({**kwdefaults}, dict, (), kwdefaults) or None,
-            **{k: self.take_apart(v) for k, v in vars(old).items()},
-        }
-        cells = [*map(self._cell, old.__closure__ or ())]
+        attributes = {k: self.take_apart(v) for k, v in vars(old).items()}
+        if old.__defaults__:
+            attributes["__defaults__"] = self.take_apart(old.__defaults__)
+        if old.__kwdefaults__:
+            attributes["__kwdefaults__"] = self._made({**old.__kwdefaults__}, dict, (), old.__kwdefaults__)
+        cells = []
+        for cell in old.__closure__ or ():
+            cells.append(id(cell))
+            if id(cell) not in self.contents:
+                self._cells[id(cell)] = cell
+                self.contents[id(cell)] = _EMPTY
+                if _is_full(cell):
+                    self.contents[id(cell)] = self.take_apart(cell.cell_contents)
         if cells or any(map(is_part, attributes.values())):
-            self.functions[key] = _Function(old.__code__, old.__globals__, old.__name__, attributes, cells)
+            description = old.__qualname__, old.__doc__, old.__annotations__
+            self.functions[key] = _Function(old.__code__, old.__globals__, old.__name__, description, attributes, cells)
         else:
             self._parts[key] = old
         return self._parts[key]
-
-    def _cell(self, cell: types.CellType) -> int:
-        """The key of a cell."""
-        key = id(cell)
-        if key not in self.contents:
-            self._cells[key] = cell
-            self.contents[key] = _EMPTY
-            if _is_full(cell):
-                self.contents[key] = self.take_apart(cell.cell_contents)
-        return key
 
     def flags(self) -> dict[int, types.CellType]:
         """The cells that hold a plain value: a context around a rerun may set a flag in one."""
@@ -226,6 +221,7 @@ class Rebuilder:
         self._cells.update(fresh)
         cells = tuple([self._cells[c] for c in old.cells])
         new = self._functions[key] = types.FunctionType(old.code, old.globals, old.name, None, cells or None)
+        new.__qualname__, new.__doc__, new.__annotations__ = old.description
         for name, attribute in old.attributes.items():
             setattr(new, name, self(attribute))
         for c, cell in fresh.items():
