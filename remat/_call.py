@@ -59,6 +59,8 @@ class Call:
     - `nests`: whether the function makes nested calls of functions under remat.
     - `leaves`: the operands that are differentiated, at any level.
     - `hooked`: the levels of the tensors that the function has put hooks on.
+    - `level`: during a rerun, the level whose derivative it is for; 0 below all transforms.
+    - `last_rerun`: with a tape, whether the rerun that is about to come is known to be the last.
     - `since`: all autograd nodes with higher sequence numbers were made in the call, or later.
     """
 
@@ -356,7 +358,7 @@ class Call:
         look = RerunLook(self.name, self.signature, plan, inputs, self.level)
         look.spares_tail = self.tape is None and not internals.tracing()
         self._rerun_looks.append(look)
-        rebuild = self._closure.rebuilder(inputs)
+        rebuild = Rebuilder(self._closure, inputs)
         self._rebuilders.append(rebuild)
         draws = NOTHING if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
         keys = suspended() if self._drew_from is None and running() is not None else NOTHING

@@ -8,10 +8,10 @@ call, and that would be a reference cycle.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,56 +26,39 @@ _OF_TORCH = frozenset(
 _EMPTY: Any = object()
 
 
+@dataclass(slots=True, eq=False)
 class Operand:
     """Stands for the operand at `index`."""
 
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
+    index: int
 
 
+@dataclass(slots=True, eq=False)
 class _Made:
     """Stands for `maker(*args, **kwargs)`: a tuple, a partial, a method, a remat'd function."""
 
-    __slots__ = ("args", "kwargs", "maker")
-
-    def __init__(self, maker: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> None:
-        self.maker = maker
-        self.args = args
-        self.kwargs = kwargs
+    maker: Callable[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
 
 
+@dataclass(slots=True, eq=False)
 class _Reference:
     """Stands for the function with this key. Keys avoid cycles of functions that refer to each other."""
 
-    __slots__ = ("key",)
-
-    def __init__(self, key: int) -> None:
-        self.key = key
+    key: int
 
 
+@dataclass(slots=True, eq=False)
 class _Function:
     """A function, taken apart. `cells` are keys of cell contents."""
 
-    __slots__ = ("annotations", "attributes", "cells", "code", "defaults", "globals", "kwdefaults", "names")
-
-    def __init__(
-        self,
-        old: types.FunctionType,
-        defaults: Any,
-        kwdefaults: dict[str, Any],
-        attributes: dict[str, Any],
-        cells: list[int],
-    ) -> None:
-        self.code = old.__code__
-        self.globals = old.__globals__
-        self.names = old.__name__, old.__qualname__, old.__doc__
-        self.annotations = old.__annotations__
-        self.attributes = attributes
-        self.defaults = defaults
-        self.kwdefaults = kwdefaults
-        self.cells = cells
+    code: types.CodeType
+    globals: dict[str, Any]
+    name: str
+    description: tuple[str, str | None, dict[str, Any]]
+    attributes: dict[str, Any]
+    cells: list[int]
 
 
 _PARTS = (Operand, _Made, _Reference)
@@ -88,15 +71,21 @@ def is_part(obj: Any) -> bool:
 
 def parts_of(obj: Any) -> tuple[Any, ...]:
     """The objects that a callable is made of, the contents of its cells among them."""
-    kind = type(obj)
-    if kind is types.FunctionType:
+    if type(obj) is types.FunctionType:
         cells = [c.cell_contents for c in obj.__closure__ or () if _is_full(c)]
         return (*(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values(), *cells)
+    recipe = _recipe(obj)
+    return () if recipe is None else (*recipe[1], *recipe[2].values())
+
+
+def _recipe(obj: Any) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]] | None:
+    """How to make a method, a partial or a remat'd function: maker, args, kwargs. None for other objects."""
+    kind = type(obj)
     if kind is types.MethodType:
-        return (obj.__func__, obj.__self__)
+        return kind, (obj.__func__, obj.__self__), {}
     if issubclass(kind, functools.partial):
-        return (obj.func, *obj.args, *obj.keywords.values())
-    return (obj.__wrapped__,) if hasattr(kind, "__remat_maker__") else ()
+        return functools.partial, (obj.func, *obj.args), obj.keywords
+    return (obj.__remat_maker__(), (obj.__wrapped__,), {}) if hasattr(kind, "__remat_maker__") else None
 
 
 def _is_full(cell: types.CellType) -> bool:
@@ -108,7 +97,7 @@ def _is_full(cell: types.CellType) -> bool:
 
 
 def _is_opaque(function: types.FunctionType) -> bool:
-    """Whether a function belongs to torch or its compiler, so that no object of the user is in it."""
+    """Whether a function is torch's or its compiler's. A copy would be another function to torch-function modes."""
     return function in _OF_TORCH or internals.is_compiled(function)
 
 
@@ -123,12 +112,13 @@ class Closure:
     def __init__(self, operand_of: Callable[[Tensor], Any]) -> None:
         """`operand_of`: gives the `Operand` that stands for a tensor, or the tensor if it is not an operand."""
         self._operand_of = operand_of
-        self._functions: dict[int, _Function] = {}
-        self._contents: dict[int, Any] = {}
-        self._whole: set[int] = set()  # functions with nothing to take apart
-        self._is_recursive = False
-        self._begun: dict[int, Any] = {}  # kept alive, because keys are identities
+        self.functions: dict[int, _Function] = {}
+        self.contents: dict[int, Any] = {}
+        self.is_recursive = False
         self.objects: list[Any] = []
+        self._cells: dict[int, types.CellType] = {}
+        self._parts: dict[int, Any] = {}
+        """By identity of a function, what stands for it. `objects` keeps the function alive meanwhile."""
 
     def take_apart(self, obj: Any) -> Any:
         """Return the part that stands for `obj`, or `obj` itself if no part of it is an operand or may change."""
@@ -137,23 +127,19 @@ class Closure:
             return obj
         if isinstance(obj, Tensor):
             return self._operand_of(obj)
-        if kind is types.FunctionType:
-            if not (obj.__closure__ or obj.__defaults__ or obj.__kwdefaults__):
-                self.objects.append(obj)
-                return obj
+        if kind is types.FunctionType and (obj.__closure__ or obj.__defaults__ or obj.__kwdefaults__):
             return obj if _is_opaque(obj) else self._function(obj)
-        if kind is tuple or (isinstance(obj, tuple) and hasattr(obj, "_fields")):
-            return self._made(kind if hasattr(obj, "_fields") else _tuple, obj, obj, {})
-        if kind is types.MethodType:
-            return self._made(types.MethodType, obj, (obj.__func__, obj.__self__), {})
-        if isinstance(obj, functools.partial):
-            return self._made(functools.partial, obj, (obj.func, *obj.args), obj.keywords)
-        if hasattr(kind, "__remat_maker__"):
-            return self._made(obj.__remat_maker__(), obj, (obj.__wrapped__,), {})
+        if kind is tuple:
+            return self._made(obj, _tuple, obj, {})
+        if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+            return self._made(obj, kind, obj, {})
+        recipe = _recipe(obj)
+        if recipe is not None:
+            return self._made(obj, *recipe)
         self.objects.append(obj)
         return obj
 
-    def _made(self, maker: Callable[..., Any], obj: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _made(self, obj: Any, maker: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         new_args = [self.take_apart(x) for x in args]
         new_kwargs = {k: self.take_apart(v) for k, v in kwargs.items()} if kwargs else kwargs
         if any(map(is_part, new_args)) or any(map(is_part, new_kwargs.values())):
@@ -162,47 +148,43 @@ class Closure:
 
     def _function(self, old: types.FunctionType) -> Any:
         key = id(old)
-        if key in self._functions:
-            return _Reference(key)
-        if key in self._whole:
-            return old
-        if key in self._begun:
-            self._is_recursive = True
-            return _Reference(key)
-        self._begun[key] = old
+        if key in self._parts:
+            part = self._parts[key]
+            self.is_recursive |= part is not old and key not in self.functions
+            return part
+        self._parts[key] = _Reference(key)
         self.objects.append(old)
-        defaults = self.take_apart(old.__defaults__) if old.__defaults__ else None
-        kwdefaults = {k: self.take_apart(v) for k, v in old.__kwdefaults__.items()} if old.__kwdefaults__ else {}
         attributes = {k: self.take_apart(v) for k, v in vars(old).items()}
+        if old.__defaults__:
+            attributes["__defaults__"] = self.take_apart(old.__defaults__)
+        if old.__kwdefaults__:
+            attributes["__kwdefaults__"] = self._made({**old.__kwdefaults__}, dict, (), old.__kwdefaults__)
         cells = []
         for cell in old.__closure__ or ():
             cells.append(id(cell))
-            if id(cell) not in self._contents:
-                self._begun[id(cell)] = cell
-                self._contents[id(cell)] = _EMPTY
+            if id(cell) not in self.contents:
+                self._cells[id(cell)] = cell
+                self.contents[id(cell)] = _EMPTY
                 if _is_full(cell):
-                    self._contents[id(cell)] = self.take_apart(cell.cell_contents)
-        if not cells and not is_part(defaults) and not any(map(is_part, kwdefaults.values())):
-            self._whole.add(key)
-            return old
-        self._functions[key] = _Function(old, defaults, kwdefaults, attributes, cells)
-        return _Reference(key)
+                    self.contents[id(cell)] = self.take_apart(cell.cell_contents)
+        if cells or any(map(is_part, attributes.values())):
+            description = old.__qualname__, old.__doc__, old.__annotations__
+            self.functions[key] = _Function(old.__code__, old.__globals__, old.__name__, description, attributes, cells)
+        else:
+            self._parts[key] = old
+        return self._parts[key]
 
     def flags(self) -> dict[int, types.CellType]:
         """The cells that hold a plain value: a context around a rerun may set a flag in one."""
-        cells = (c for c in self._begun.values() if type(c) is types.CellType)
-        return {id(c): c for c in cells if type(self._contents[id(c)]) in ATOMS}
+        return {key: cell for key, cell in self._cells.items() if type(self.contents[key]) in ATOMS}
 
     def close(self) -> list[Any]:
         """Free what only `take_apart` needs. Returns the `objects`."""
         objects, self.objects = self.objects, []
-        self._begun.clear()
+        self._cells.clear()
+        self._parts.clear()
         del self._operand_of
         return objects
-
-    def rebuilder(self, operands: Sequence[Any]) -> Rebuilder:
-        """A `Rebuilder` for one rerun with these operands."""
-        return Rebuilder(self._functions, self._contents, self._is_recursive, operands)
 
 
 def _tuple(*items: Any) -> tuple[Any, ...]:
@@ -212,12 +194,8 @@ def _tuple(*items: Any) -> tuple[Any, ...]:
 class Rebuilder:
     """Puts functions together again for one rerun, each once, with operands in place of tensors."""
 
-    def __init__(
-        self, functions: dict[int, _Function], contents: dict[int, Any], recursive: bool, operands: Sequence[Any]
-    ) -> None:
-        self._old = functions
-        self._contents = contents
-        self._is_recursive = recursive
+    def __init__(self, closure: Closure, operands: Sequence[Any]) -> None:
+        self._closure = closure
         self._operands = operands
         self._cells: dict[int, types.CellType] = {}
         self._functions: dict[int, types.FunctionType] = {}
@@ -238,29 +216,23 @@ class Rebuilder:
         return part
 
     def _function(self, key: int) -> types.FunctionType:
-        old = self._old[key]
-        fresh = [c for c in old.cells if c not in self._cells]
-        for c in fresh:
-            self._cells[c] = types.CellType()
-        cells = tuple([self._cells[c] for c in old.cells]) or None
-        new = types.FunctionType(old.code, old.globals, old.names[0], self(old.defaults), cells)
-        _, new.__qualname__, new.__doc__ = old.names
-        new.__annotations__ = old.annotations
-        self._functions[key] = new
-        if old.kwdefaults:
-            new.__kwdefaults__ = {k: self(v) for k, v in old.kwdefaults.items()}
+        old = self._closure.functions[key]
+        fresh = {c: types.CellType() for c in old.cells if c not in self._cells}
+        self._cells.update(fresh)
+        cells = tuple([self._cells[c] for c in old.cells])
+        new = self._functions[key] = types.FunctionType(old.code, old.globals, old.name, None, cells or None)
+        new.__qualname__, new.__doc__, new.__annotations__ = old.description
         for name, attribute in old.attributes.items():
             setattr(new, name, self(attribute))
-        for c in fresh:
-            content = self._contents[c]
+        for c, cell in fresh.items():
+            content = self._closure.contents[c]
             if content is not _EMPTY:
-                self._cells[c].cell_contents = self(content)
+                cell.cell_contents = self(content)
         return new
 
     def clear(self) -> None:
         """Break the cycles of recursive functions. Others are left as they are: a hook may call them later."""
-        if self._is_recursive:
+        if self._closure.is_recursive:
             for key, cell in self._cells.items():
-                if is_part(self._contents[key]):
-                    with contextlib.suppress(ValueError):  # it is empty already
-                        del cell.cell_contents
+                if is_part(self._closure.contents[key]):
+                    del cell.cell_contents

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import ParamSpec
 
 from remat import _tree
+from remat._closure import Operand
 from remat._errors import shown
 from remat._names import keep
 from remat._remat import remat
@@ -20,25 +21,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _Slot(NamedTuple):
-    position: int
-
-
 class _Template:
-    """A tree with slots for its tensors."""
+    """A tree with placeholders for its tensors."""
 
     def __init__(self, tree: Any, tensors: list[Tensor]) -> None:
-        """`tensors`: the tensors that have a position already. New ones are appended."""
-        known = {id(t): i for i, t in enumerate(tensors)}
+        """Append the tensors of the tree to `tensors`."""
         self.leaves, self._spec = _tree.flatten(tree)
         for i, x in enumerate(self.leaves):
             if isinstance(x, Tensor):
-                self.leaves[i] = _Slot(known.setdefault(id(x), len(tensors)))
-                if known[id(x)] == len(tensors):
-                    tensors.append(x)
+                self.leaves[i] = Operand(len(tensors))
+                tensors.append(x)
 
     def filled(self, tensors: Sequence[Any]) -> Any:
-        leaves = [tensors[x.position] if isinstance(x, _Slot) else x for x in self.leaves]
+        leaves = [tensors[x.index] if isinstance(x, Operand) else x for x in self.leaves]
         return _tree.unflatten(self._spec, leaves)
 
 
@@ -46,39 +41,27 @@ class _Call:
     """A call: the positions of its tensors among the inputs of its node, and its other arguments and results."""
 
     def __init__(self, rules: Any, args: Sequence[Any], out: Any, residuals: Any, tensors: list[Tensor]) -> None:
-        """Append to `tensors` the tensors of the arguments, of the result and of the residuals, in this order."""
+        """Append to `tensors` those that the node saves, of the arguments and residuals, and then those of `out`."""
         self._rules = rules
         self._args = [_Template(x, tensors) for x in args]
-        self._given = len(tensors)
-        self.out = _Template(out, tensors)
-        self.returned = slice(self._given, len(tensors))
         self._residuals = _Template(residuals, tensors)
-        self._count = len(tensors)
-        held = {x.position for x in self._residuals.leaves if isinstance(x, _Slot)}
-        self._saved = sorted(held.union(range(self._given)))
-
-    def saved(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors that the node saves: arguments and residuals."""
-        return [tensors[i] for i in self._saved]
+        self.saved = len(tensors)
+        self.out = _Template(out, tensors)
 
     def backward(self, saved: Sequence[Tensor], cotangents: Sequence[Any]) -> list[Any]:
         """The cotangents of the tensors: f_bwd gives those of the arguments, and the others are None."""
-        tensors: list[Any] = [None] * self._count
-        for i, t in zip(self._saved, saved, strict=True):
-            tensors[i] = t
-        given = [*map(torch.zeros_like, tensors[: self._given]), *cotangents]
-        rules, args = self._rules, [x.filled(tensors) for x in self._args]
-        pair = rules.f_rem(self._residuals.filled(tensors), *args)
+        rules, args = self._rules, [x.filled(saved) for x in self._args]
+        pair = rules.f_rem(self._residuals.filled(saved), *args)
         _, residuals = _checked(rules, "f_rem", pair, 2, "(out, residuals)")
-        grads = _checked(rules, "f_bwd", rules.f_bwd(residuals, self.out.filled(given)), len(args), "gradients")
-        found: list[Any] = [None] * len(tensors)
-        for template, grad in zip(self._args, grads, strict=True):
+        grads = rules.f_bwd(residuals, self.out.filled([*saved, *cotangents]))
+        found: list[Any] = [None] * (len(saved) + len(cotangents))
+        for template, grad in zip(self._args, _checked(rules, "f_bwd", grads, len(args), "gradients"), strict=True):
             leaves = [None] * len(template.leaves) if grad is None else _tree.flatten(grad)[0]
             if len(leaves) != len(template.leaves):
-                raise TypeError(f"{self._rules}: f_bwd must return gradients like the arguments; got {shown(grad)}.")
+                raise TypeError(f"{rules}: f_bwd must return gradients like the arguments; got {shown(grad)}.")
             for x, g in zip(template.leaves, leaves, strict=True):
-                if isinstance(x, _Slot) and g is not None:
-                    found[x.position] = g if found[x.position] is None else found[x.position] + g
+                if isinstance(x, Operand):
+                    found[x.index] = g
         return found
 
 
@@ -93,13 +76,13 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(t.view_as(t) for t in tensors[call.returned])
+        return tuple(t.view_as(t) for t in tensors[call.saved :])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         del output
         ctx.call = inputs[0]
-        ctx.save_for_backward(*ctx.call.saved(inputs[1:]))
+        ctx.save_for_backward(*inputs[1 : 1 + ctx.call.saved])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
@@ -107,7 +90,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        return tuple(t.view_as(t) for t in tangents[ctx.call.returned])
+        return tuple(t.view_as(t) for t in tangents[ctx.call.saved :])
 
 
 class custom_remat(Generic[P, R]):  # noqa: N801
@@ -128,7 +111,8 @@ class custom_remat(Generic[P, R]):  # noqa: N801
     - `f_rem`: `f_rem(residuals, *args) -> (out, residuals_2)`, the first part of the backward. It computes the input of
       `f_bwd`. `out` exists for compatibility with `jax.custom_remat`, and may be None: remat calls `f_fwd` if it needs
       a result that is not kept.
-    - `f_bwd`: `f_bwd(residuals_2, cotangents) -> gradients`, a tuple with one gradient or None for each argument.
+    - `f_bwd`: `f_bwd(residuals_2, cotangents) -> gradients`, a tuple with one gradient or None for each argument. The
+      cotangents are a tree like `out`, also where an argument is given back in it.
 
     **Returns:** a function with the values of `f`.
 
@@ -173,7 +157,7 @@ class custom_remat(Generic[P, R]):  # noqa: N801
         tensors: list[Tensor] = []
         call = _Call(self, args, out, residuals, tensors)
         results = _Node.apply(call, *tensors)
-        return call.out.filled([*(t.view_as(t) for t in tensors[: call.returned.start]), *results])
+        return call.out.filled([*tensors[: call.saved], *results])
 
     def __repr__(self) -> str:
         return f"custom_remat({getattr(self.f, '__name__', repr(self.f))})"

@@ -6,7 +6,8 @@ Each takes and returns flat lists of tensors, and runs on whatever stack it is c
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+import threading
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 
 from remat import _torch_internals as internals
+from remat._call import Call
 from remat._errors import RematError
-from remat._graph import Stranger, prove
+from remat._graph import Proof, Stranger, prove
 from remat._sealed import hand_on, seal, unseal
-from remat._typing import RepeatableCall
 
 _requires_grad = operator.attrgetter("requires_grad")
 Batch = tuple[int, Sequence[int | None]]  # the size, and the batch dimension of each cotangent
@@ -50,9 +51,9 @@ class Derived:
     - `since`: all autograd nodes with higher sequence numbers were made in its run, or later.
     """
 
-    call: RepeatableCall
+    call: Call
     run: Callable[..., list[Any]]
-    since: int = -1
+    since: int
     is_vjp: bool = False
     is_whole: bool = True
 
@@ -65,108 +66,97 @@ class Derived:
 
         **Returns:** the positions of the operands that they may depend on.
         """
-        if self.since < 0:
-            return range(len(operands))
         if not self.is_vjp:
             return self.call.prove(values, operands, self.since)
-        try:
-            proof = prove(values, operands, self.since, lambda leaf: True)
-        except Stranger as stranger:
-            raise RematError(_UNSEEN.format(self.call.name, stranger)) from None
+        proof = self.prove_rerun(values, operands, self.since)
         return proof.reached | proof.ambiguous
 
+    def prove_rerun(self, values: Sequence[Tensor], inputs: Sequence[Tensor], since: int) -> Proof:
+        """Check that the values of a rerun depend on its inputs only."""
+        try:
+            return prove(values, inputs, since, (lambda leaf: True) if self.is_vjp else self.call.made_by_rerun)
+        except Stranger as stranger:
+            raise RematError(_UNSEEN.format(self.call.name, stranger)) from None
 
-def vjp(
-    fn: Derived,
-    n: int,
-    wrt: Sequence[int],
-    outs: Sequence[int],
-    batches: Sequence[Batch],
-    level: int,
-    leaves: Collection[int],
-) -> Derived:
+
+class Link:
+    """The data of a node that gives values the derivative of `fn`, besides its saved operands."""
+
+    def __init__(self, fn: Derived, outs: Sequence[int], operands: Sequence[Tensor], level: int = 0) -> None:
+        """`level`: the level of the node; 0 below all transforms."""
+        self.fn = fn
+        self.outs = outs
+        self.level = level
+        self.count = len(operands)
+        self.leaves = fn.call.leaves.union([i for i, t in enumerate(operands) if t.requires_grad])
+        """Positions of differentiated operands. Each rerun differentiates them, for the forward's signature."""
+        self.thread = threading.get_ident()
+        self.versions = internals.memory_versions(operands) if level else []
+        """How often operands had been written to. Below all transforms, autograd checks that itself."""
+
+
+def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[Batch]) -> Derived:
     """(operands, cotangents of `outs`) -> gradients of the operands at `wrt`, None where there is no path.
 
     The cotangents may be batched, several times, outermost first. Then so are the gradients, at dimension 0.
-
-    **Arguments:**
-
-    - `n`: how many operands there are.
-    - `level`: the level of the node.
-    - `leaves`: positions of the operands that are differentiated in the rerun, as they were in the forward.
     """
+    fn, call, level, leaves = link.fn, link.fn.call, link.level, link.leaves
 
     def pullback(*args: Tensor) -> list[Any]:
-        call, operands, cotangents = fn.call, args[:n], [*map(unseal, args[n:])]
+        operands, cotangents = args[: link.count], [*map(unseal, args[link.count :])]
         call.level = level
         hands_on = call.hands_on and not batches
         is_read, record = any(map(_requires_grad, args)), torch.is_grad_enabled()
         at_base = _may_run_at_base(call, operands, cotangents)
         if at_base and record and is_read and call.random is None:
             # A leaf that the rerun makes would make results require grad that should not.
-            at_base = all(operands[i].requires_grad for i in leaves if i < n)
+            at_base = all(operands[i].requires_grad for i in leaves)
         if at_base:
             # Some of torch's formulas give tangents only if they are recorded: `slogdet` reads a saved `LU`.
             record = record and (is_read or internals.forward_ad_active())
             # Faster than a functorch level, and an autograd.Function needs no functorch support.
             with internals.no_transforms(), internals.grad_enabled():
                 inputs = _leaves(operands, leaves, record)
-                edges, given = _rerun(fn, inputs, outs, cotangents, hands_on)
+                edges = _rerun(fn, inputs, outs, hands_on)
         else:
             if record and is_read and level == 0 and 0 in call.hooked:
                 raise RematError(HOOKED.format(call.name, "create_graph=True, around a transform,"))
             with internals.grad_level() as lift:
                 inputs = [lift(t) if i in leaves else t for i, t in enumerate(operands)]
-                edges, given = _rerun(fn, inputs, outs, cotangents, hands_on)
-        if not given:
+                edges = _rerun(fn, inputs, outs, hands_on)
+        found = [i for i, edge in enumerate(edges) if edge is not None]
+        if not found:
             return [None] * len(wrt)
-        sized = [(size, [d for d, e in zip(dims, edges, strict=True) if e is not None]) for size, dims in batches]
+        given = [cotangents[i] for i in found]
+        sized = [(size, [dims[i] for i in found]) for size, dims in batches]
         # At the base, the graph of a recorded backward leads into the rerun's graph, which is then kept.
         keep = record and at_base
         if hands_on:
             cotangents.clear()
             given[:] = map(seal, given)
-        grads = _engine([e for e in edges if e is not None], [inputs[i] for i in wrt], given, sized, record, keep)
+        ends: list[Any] = [edges[i] for i in found]
+        targets = [inputs[i] for i in wrt]
+        grads = _batched(lambda batched: internals.run_backward(ends, targets, batched, keep, record), given, sized)
         return [None if g is None else _detached(g) for g in grads] if keep and not is_read else grads
 
     return fn.then(pullback, is_vjp=True)
 
 
-def _prove_rerun(
-    fn: Derived, values: Sequence[Tensor], inputs: Sequence[Tensor], since: int, complete: bool
-) -> list[Any]:
-    """Check that a rerun depends on the inputs that the forward depended on, and on nothing else.
-
-    **Arguments:**
-
-    - `complete`: whether `values` are all results.
-
-    **Returns:** the nodes of its graph.
-    """
-    try:
-        proof = prove(values, inputs, since, (lambda leaf: True) if fn.is_vjp else fn.call.made_by_rerun)
-    except Stranger as stranger:
-        raise RematError(_UNSEEN.format(fn.call.name, stranger)) from None
-    if fn.is_whole and not internals.forward_ad_active():
-        fn.call.compare_reached(proof.reached, complete)
-    return proof.nodes
-
-
-def _rerun(
-    fn: Derived, inputs: Sequence[Tensor], outs: Sequence[int], cotangents: Iterable[Tensor], hands_on: bool
-) -> tuple[list[GradientEdge | None], list[Tensor]]:
-    """Run a function again, and keep only the graph: the results are freed.
+def _rerun(fn: Derived, inputs: Sequence[Tensor], outs: Sequence[int], hands_on: bool) -> list[GradientEdge | None]:
+    """Run a function again, check what it depends on, and keep only the graph: the results are freed.
 
     **Arguments:**
 
     - `hands_on`: whether the graph is given sealed cotangents: NOTE [handed on].
 
-    **Returns:** the graph edge of each result at `outs`, None if it has no graph; and the cotangents of the others.
+    **Returns:** the graph edge of each result at `outs`, None if it has no graph.
     """
     since = internals.next_sequence_number()
     values = fn.run(*inputs)
     ends = [values[o] for o in outs]
-    nodes = _prove_rerun(fn, ends, inputs, since, len(outs) == len(values))
+    nodes, reached, _ = fn.prove_rerun(ends, inputs, since)
+    if fn.is_whole and not internals.forward_ad_active():
+        fn.call.compare_reached(reached, complete=len(outs) == len(values))
     if hands_on:
         ends = [_alias(end) if end.requires_grad else end for end in ends]
     edges = [internals.gradient_edge(end) if end.requires_grad else None for end in ends]
@@ -175,15 +165,15 @@ def _rerun(
     ends.clear()
     values.clear()
     fn.call.settle()
-    return edges, [c for c, e in zip(cotangents, edges, strict=True) if e is not None]
+    return edges
 
 
-def _needs_level(call: RepeatableCall, operands: Sequence[Tensor]) -> bool:
+def _needs_level(call: Call, operands: Sequence[Tensor]) -> bool:
     """Whether a rerun must run under a transform: the call needs one, or an operand belongs to one."""
     return call.needs_level or any(map(internals.is_wrapper, operands))
 
 
-def _may_run_at_base(call: RepeatableCall, operands: Sequence[Tensor], cotangents: Sequence[Tensor]) -> bool:
+def _may_run_at_base(call: Call, operands: Sequence[Tensor], cotangents: Sequence[Tensor]) -> bool:
     """Whether a rerun may run without functorch, which decomposes some ops in other ways, also random ones."""
     if internals.in_inference_mode() or any(map(Tensor.is_inference, operands)) or _needs_level(call, operands):
         return False  # in inference mode the base records nothing, and its tensors can't be saved
@@ -196,19 +186,18 @@ def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool) -
     An operand that is a leaf without hooks is its own input: then the rerun need not swap it. (Hooks would be called
     twice.) A recorded rerun always takes an alias, because other operands may depend on the leaf.
     """
-    if record:
-        return [
-            t if i not in leaves else _alias(t) if t.requires_grad else _detached(t, leaf=True)
-            for i, t in enumerate(operands)
-        ]
     inputs: list[Tensor] = []
     own: set[int] = set()
     for i, t in enumerate(operands):
-        if i in leaves and id(t) not in own and _is_bare_leaf(t):  # once: below a `vmap` two operands may be the same
+        if i not in leaves:
+            inputs.append(t if record else _detached(t))
+        elif record:
+            inputs.append(_alias(t) if t.requires_grad else _detached(t, leaf=True))
+        elif id(t) not in own and _is_bare_leaf(t):  # once: below a `vmap` two operands may be the same
             own.add(id(t))
             inputs.append(t)
         else:
-            inputs.append(_detached(t, i in leaves))
+            inputs.append(_detached(t, leaf=True))
     return inputs
 
 
@@ -223,35 +212,27 @@ def _alias(tensor: Tensor) -> Tensor:
     return torch.ops.aten.alias.default(tensor) if tensor.layout is torch.strided else tensor.clone()
 
 
-def _engine(
-    edges: Sequence[Any],
-    inputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor],
-    batches: Sequence[Batch],
-    record: bool,
-    keep: bool,
+def _batched(
+    backward: Callable[[Sequence[Tensor]], Sequence[Any]], cotangents: Sequence[Tensor], batches: Sequence[Batch]
 ) -> list[Any]:
-    """Run the backward pass, under a `vmap` for each batch of cotangents."""
+    """Run a backward pass, under a `vmap` for each batch of cotangents."""
     if not batches:
-        return list(internals.run_backward(edges, inputs, cotangents, keep, record))
+        return list(backward(cotangents))
     (size, dims), *inner = batches
     with internals.vmap_level(size, "same") as level:
         wrapped = [
             c if d is None else internals.wrap_batched(c, d, level) for c, d in zip(cotangents, dims, strict=True)
         ]
-        grads = _engine(edges, inputs, wrapped, inner, record, keep)
+        grads = _batched(backward, wrapped, inner)
         pairs = [None if g is None else internals.unwrap_batched(g, level) for g in grads]
     return [None if p is None else at_front(*p, size) for p in pairs]
 
 
 def _detached(tensor: Tensor, leaf: bool = False) -> Tensor:
     """Take a tensor off its graph, but keep its tangent. `leaf`: make the result require grad."""
-    if not internals.forward_ad_active():
-        if leaf:
-            return tensor.detach().requires_grad_()
-        return tensor.detach() if tensor.requires_grad else tensor
-    primal, tangent = forward_ad.unpack_dual(tensor)
-    primal = primal.detach()
+    primal, tangent = forward_ad.unpack_dual(tensor) if internals.forward_ad_active() else (tensor, None)
+    if leaf or tangent is not None or primal.requires_grad:
+        primal = primal.detach()
     if leaf:
         primal.requires_grad_()
     return primal if tangent is None else forward_ad.make_dual(primal, tangent.detach())

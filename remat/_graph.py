@@ -11,6 +11,7 @@ has the highest number.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -100,18 +101,16 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
 
     - `is_own`: tells whether the run made a leaf itself.
     """
-    ends: dict[tuple[Any, int], int] = {}
-    leaves: dict[int, int] = {}
+    ends: dict[Any, int] = {}
+    """The positions of operands by their edges; those of leaves also by identity."""
     reached: set[int] = set()
     ambiguous: set[int] = set()
     for i, t in enumerate(map(_with_node, operands)):
         if t.requires_grad:
             edges = edges_of(t, since)
             leaf = _leaf_at(edges[-1][0]) if edges else t
-            known = [ends.setdefault(edge, i) for edge in edges]
-            if leaf is not None:
-                known.append(leaves.setdefault(id(leaf), i))
-            for first in known:
+            for key in edges if leaf is None else (*edges, id(leaf)):
+                first = ends.setdefault(key, i)
                 if first != i:
                     ambiguous |= {i, first}
             if edges:
@@ -120,18 +119,15 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
     for v in map(_with_node, values):
         if v.grad_fn is not None:
             roots.append((v.grad_fn, v.output_nr))
-        elif id(v) in leaves:
-            reached.add(leaves[id(v)])
+        elif id(v) in ends:
+            reached.add(ends[id(v)])
         elif v.requires_grad and not is_own(v):
             raise Stranger((None, 0), None, v)
     sequence_number, leaf_number = internals.sequence_number, internals.LEAF_NUMBER
     seen: set[Any] = {None}
     nodes: list[Any] = []
-    reader: Any = None
-    following: Any = roots
-    walk = iter(nodes)  # the loop appends to them
-    while following is not None:
-        for edge in following:
+    for reader in itertools.chain((None,), nodes):  # the loop appends to them
+        for edge in roots if reader is None else reader.next_functions:
             node = edge[0]
             if node in seen:
                 continue
@@ -145,15 +141,13 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
                 seen.add(node)
                 nodes.append(node)
             elif (leaf := _leaf_at(node)) is not None:  # else an op without a derivative: its backward raises
-                position = leaves.get(id(leaf))
+                position = ends.get(id(leaf))
                 if position is None:
                     position = _of_one(node, operands)
                 if position is not None:
                     reached.add(position)
                 elif not is_own(leaf):
                     raise Stranger(edge, reader)
-        reader = next(walk, None)
-        following = None if reader is None else reader.next_functions
     return Proof(nodes, reached, ambiguous)
 
 

@@ -53,21 +53,16 @@ class _Index:
         return found
 
     def _known(self, tensors: Iterable[Tensor]) -> tuple[dict[int, list[Place]], list[Tensor]]:
+        """By identity, the places of tensors as far as they are known and up to date; and the other tensors."""
         found: dict[int, list[Place]] = {}
-        missing = []
+        unknown = []
         for t in tensors:
-            places: list[Place] = []
-            for ref, kind, name in self._holders.get(id(t), ()):
-                names = getattr(ref(), kind, None)
-                if names is None or names.get(name) is not t:
-                    places = []
-                    break
-                places.append((names, name))
-            if places:
+            places = [(getattr(ref(), kind, {}), name) for ref, kind, name in self._holders.get(id(t), ())]
+            if places and all(item(*place) is t for place in places):
                 found[id(t)] = places
             elif (other := self._others.get(id(t))) is None or other() is not t:
-                missing.append(t)
-        return found, missing
+                unknown.append(t)
+        return found, unknown
 
     def _renew(self) -> None:
         root = self._root()
@@ -91,9 +86,7 @@ def places_in_modules(objects: Iterable[Any], tensors: Iterable[Tensor]) -> dict
     for module in _modules_near(objects):
         if not left:
             break
-        index = _indices.get(module)
-        if index is None:
-            index = _indices[module] = _Index(module)
+        index = _indices.get(module) or _indices.setdefault(module, _Index(module))
         new = index.look_up(left.values())
         found.update(new)
         for key in new:
@@ -181,26 +174,30 @@ def item(names: Any, key: Any) -> Any:
         return MISSING
 
 
+def _put(place: Place, value: Any) -> None:
+    """Put a value into a place, or `MISSING` to empty it. A list that has become too short is left as it is."""
+    names, key = place
+    if value is not MISSING:
+        with contextlib.suppress(IndexError):
+            names[key] = value
+    elif isinstance(names, dict):
+        names.pop(key, None)
+
+
 _places_lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def _filling(fill: list[tuple[Place, Tensor]]) -> Iterator[None]:
     with _places_lock:  # all threads share the places
-        before = [(names, key, item(names, key)) for (names, key), _ in fill]
+        before = [(place, item(*place)) for place, _ in fill]
         try:
-            for (names, key), tensor in fill:
-                if not (isinstance(names, (list, deque)) and key >= len(names)):
-                    names[key] = tensor
+            for place, tensor in fill:
+                _put(place, tensor)
             yield
         finally:
-            for names, key, tensor in reversed(before):
-                if isinstance(names, (list, deque)) and key >= len(names):
-                    continue
-                if tensor is MISSING:
-                    names.pop(key, None)
-                else:
-                    names[key] = tensor
+            for place, value in reversed(before):
+                _put(place, value)
 
 
 def filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:

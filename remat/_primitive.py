@@ -17,7 +17,7 @@ kind of level gives derivatives of every order, under every nesting:
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -26,54 +26,42 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from remat import _torch_internals as internals
-from remat._derived import HOOKED, Batch, Derived, at_front, functionalize, jvp, make_dual, pick, vjp, vmap
+from remat._derived import HOOKED, Batch, Derived, Link, at_front, functionalize, jvp, make_dual, pick, vjp, vmap
 from remat._errors import CheckpointError, RematError
 from remat._memory import sharing_memory
 from remat._nested_mode import unseen
 from remat._sealed import seal, unseal
 
 Values = list[Tensor]
+Pullback = Callable[[Sequence[Batch]], Derived]
+"""The derivative of a node, for cotangents that are batched in this way."""
+
+
+_CHANGED = (
+    "remat: {} that {} was given or captured has been modified by an inplace operation between its forward run and the "
+    "backward, where it runs again. Change a copy instead: x = x.clone()."
+)
 
 
 # Nodes.
 
 
-def _saved(ctx: Any, link: Link) -> tuple[Tensor, ...]:
+def _saved(ctx: Any) -> tuple[Tensor, ...]:
+    """The saved operands of a node. Raises an error if they were written to since the forward."""
+    link: Link = ctx.link
     try:
-        return ctx.saved_tensors
+        operands: tuple[Tensor, ...] = ctx.saved_tensors
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
-        raise CheckpointError(
-            f"remat: a tensor that {link.fn.call.name} was given or captured was changed in place between its forward "
-            f"run and the backward, where it runs again. Change a copy instead: x = x.clone(). {error}"
-        ) from None
-
-
-class Link:
-    """The data of a node, besides its saved operands."""
-
-    def __init__(self, fn: Derived, outs: Sequence[int], operands: Values, level: int = 0) -> None:
-        """`level`: the level of the node; 0 below all transforms."""
-        self.fn = fn
-        self.outs = outs
-        self.level = level
-        self.leaves = fn.call.leaves.union([i for i, t in enumerate(operands) if t.requires_grad])
-        """Positions of differentiated operands. Each rerun differentiates them, for the forward's signature."""
-        self.thread = threading.get_ident()
-        self.versions = internals.memory_versions(operands) if level else []
-        """How often operands had been written to. Below all transforms, autograd checks that itself."""
-
-    def check_versions(self, saved: Sequence[Tensor]) -> None:
-        """Check that the operands were not written to since the forward."""
-        for tensor, now, before in zip(saved, internals.memory_versions(saved), self.versions, strict=True):
-            if now != before:
-                raise CheckpointError(
-                    f"remat: a tensor of shape {list(tensor.shape)}, {tensor.dtype} that {self.fn.call.name} was given "
-                    "or captured has been modified by an inplace operation between its forward run and the backward, "
-                    "where it runs again. "
-                    "Change a copy instead: x = x.clone()."
-                )
+        raise CheckpointError(f"{_CHANGED.format('a tensor', link.fn.call.name)} {error}") from None
+    if link.versions:
+        with internals.DisableTorchFunction():
+            for tensor, now, before in zip(operands, internals.memory_versions(operands), link.versions, strict=True):
+                if now != before:
+                    which = f"a tensor of shape {list(tensor.shape)}, {tensor.dtype}"
+                    raise CheckpointError(_CHANGED.format(which, link.fn.call.name))
+    return operands
 
 
 def _unshared(values: Values, shared: set[int]) -> tuple[Tensor, ...]:
@@ -105,53 +93,34 @@ class RematNode(internals.SingleLevelFunction):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         needed = internals.wanted(ctx, ctx.needs_input_grad[3:])
         grads: list[Any] = [None] * len(needed)
-        if any(c is not None for c in cotangents):  # else a later node cut the graph, and this node may be freed
-            link: Link = ctx.link
-            operands = _saved(ctx, link)
-            if link.versions:
-                with internals.DisableTorchFunction():
-                    link.check_versions(operands)
-            grads = gradients(link, operands, needed, [*map(unseal, cotangents)])
+        given = [i for i, c in enumerate(cotangents) if c is not None]
+        wrt = [i for i, n in enumerate(needed) if n]
+        if given and wrt:  # else a later node cut the graph, and this node may be freed
+            operands = _saved(ctx)
+            pullback = functools.partial(vjp, ctx.link, wrt, [ctx.link.outs[i] for i in given])
+            found = _gradients(ctx.link, pullback, operands, [unseal(cotangents[i]) for i in given])
+            grads = _replace(grads, wrt, found)
         if not internals.graph_is_retained():
             ctx.link = ctx.tape = None  # frees the closure with the saved operands
         return None, None, None, *grads
 
 
-def gradients(
-    link: Link,
-    operands: Sequence[Tensor],
-    needed: Sequence[bool],
-    cotangents: list[Any],
-) -> list[Any]:
+def _gradients(link: Link, pullback: Pullback, operands: Sequence[Tensor], cotangents: Values) -> list[Any]:
     """The gradients of a node's operands. This empties `cotangents`: NOTE [handed on]."""
-    wrt = [i for i, n in enumerate(needed) if n]
-    given = [i for i, c in enumerate(cotangents) if c is not None]
-    grads: list[Any] = [None] * len(operands)
-    if given and wrt:
-        call = link.fn.call
-        outs = [link.outs[i] for i in given]
-        cotangents[:] = [cotangents[i] for i in given]
-        if call.tape is not None:
-            read = [*filter(call.tape.was_read, operands), *cotangents]
-            retained = internals.graph_is_retained() or any(map(internals.requires_grad_below, read))
-            call.last_rerun = not retained
-        try:
-            with unseen():
-                results = internals.with_subclasses(lambda: _differentiate(link, operands, wrt, outs, cotangents, ()))
-        finally:
-            call.clean()
-        for i, grad in zip(wrt, results, strict=True):
-            grads[i] = grad
-    return grads
+    call = link.fn.call
+    if call.tape is not None:
+        read = [*filter(call.tape.was_read, operands), *cotangents]
+        retained = internals.graph_is_retained() or any(map(internals.requires_grad_below, read))
+        call.last_rerun = not retained
+    try:
+        with unseen():
+            return internals.with_subclasses(lambda: _differentiate(link, pullback, operands, cotangents, ()))
+    finally:
+        call.clean()
 
 
 def _differentiate(
-    link: Link,
-    operands: Sequence[Tensor],
-    wrt: Sequence[int],
-    outs: Sequence[int],
-    cotangents: list[Any],
-    batches: Sequence[Batch],
+    link: Link, pullback: Pullback, operands: Sequence[Tensor], cotangents: Values, batches: Sequence[Batch]
 ) -> list[Any]:
     """Run the derivative of a node at the level of the stack where it belongs.
 
@@ -164,61 +133,50 @@ def _differentiate(
         with internals.without_legacy_vmap() as (unwrap, wrap):
             plain = [unwrap(c) if b else c for c, b in zip(cotangents, legacy, strict=True)]
             batch = plain[legacy.index(True)].shape[0], [0 if b else None for b in legacy]
-            results = _differentiate(link, operands, wrt, outs, plain, (batch, *batches))
+            results = _differentiate(link, pullback, operands, plain, (batch, *batches))
         return [None if r is None else wrap(r) for r in results]
     top = internals.top_transform()
     if top is None:
-        return _derivative(link, wrt, outs, batches, operands, cotangents)
+        return _derivative(pullback(batches), operands, cotangents)
     level = top.level
     if top.kind is internals.TransformType.Vmap and level >= link.level:
         pairs = [internals.unwrap_batched(internals.unwrap_dead(c), level) for c in cotangents]
         batch = top.batch_size(), [d for _, d in pairs]
         with top.lower():
-            results = _differentiate(link, operands, wrt, outs, [c for c, _ in pairs], (batch, *batches))
+            results = _differentiate(link, pullback, operands, [c for c, _ in pairs], (batch, *batches))
         return [None if r is None else internals.wrap_batched(r, 0, level) for r in results]
     at_own_level = top.kind is internals.TransformType.Grad and internals.level_of(operands[0]) == level
-    ends_with_this = at_own_level and internals.called_by_grad_transform(link.thread)
-    if not ends_with_this:
-        if at_own_level and level in link.fn.call.hooked and torch.is_grad_enabled():
-            raise RematError(HOOKED.format(link.fn.call.name, "torch.autograd.grad(create_graph=True) in a transform"))
-        return _derivative(link, wrt, outs, batches, operands, cotangents)
-    with top.lower():
-        inputs = [internals.unwrap_grad(t, level) for t in operands]
-        cotangents[:] = [internals.unwrap_grad(c, level) for c in cotangents]
-        results = _derivative(link, wrt, outs, batches, inputs, cotangents)
-    return [None if r is None else internals.wrap_grad(r, level) for r in results]
+    if at_own_level and internals.called_by_grad_transform(link.thread):
+        with top.lower():
+            inputs = [internals.unwrap_grad(t, level) for t in operands]
+            cotangents[:] = [internals.unwrap_grad(c, level) for c in cotangents]
+            results = _derivative(pullback(batches), inputs, cotangents)
+        return [None if r is None else internals.wrap_grad(r, level) for r in results]
+    if at_own_level and level in link.fn.call.hooked and torch.is_grad_enabled():
+        raise RematError(HOOKED.format(link.fn.call.name, "torch.autograd.grad(create_graph=True) in a transform"))
+    return _derivative(pullback(batches), operands, cotangents)
 
 
-def _derivative(
-    link: Link,
-    wrt: Sequence[int],
-    outs: Sequence[int],
-    batches: Sequence[Batch],
-    operands: Sequence[Tensor],
-    cotangents: list[Tensor],
-) -> list[Any]:
+def _derivative(fn: Derived, operands: Sequence[Tensor], cotangents: Values) -> list[Any]:
     """Compute the derivative on the current stack."""
     inputs = [*operands, *cotangents]
     if any(map(internals.is_dead, inputs)):
         inputs = [*map(internals.unwrap_dead, inputs)]
-    if link.fn.call.hands_on and not (torch.is_grad_enabled() and _is_differentiated(inputs)):
+    if fn.call.hands_on and not (torch.is_grad_enabled() and _is_differentiated(inputs)):
         inputs[len(operands) :] = map(seal, inputs[len(operands) :])
         cotangents.clear()
-    return run(vjp(link.fn, len(operands), wrt, outs, batches, link.level, link.leaves), inputs)
+    return run(fn, inputs)
 
 
 def run(fn: Derived, operands: Values) -> list[Any]:
     """Call `fn(*operands)`, and replace the graph of the results by a remat'd derivative."""
     fn.since = internals.next_sequence_number()
     values = fn.run(*operands)
-    present = [i for i, v in enumerate(values) if v is not None]
-    there = [values[i] for i in present]
-    if not torch.is_grad_enabled() or not _is_differentiated(there):
+    if not torch.is_grad_enabled():
         return values
-    attached = _attach(fn if len(there) == len(values) else pick(fn, present), there, operands)
-    for i, value in zip(present, attached, strict=True):
-        values[i] = value
-    return values
+    present = [i for i, v in enumerate(values) if v is not None]
+    picked = fn if len(present) == len(values) else pick(fn, present)
+    return _replace(values, present, attach(picked, [values[i] for i in present], operands))
 
 
 # The rules.
@@ -234,10 +192,8 @@ def attach(fn: Derived, values: Values, operands: Values) -> Values:
 
     **Returns:** the new values; the same list if nothing differentiates them.
     """
-    return _attach(fn, values, operands) if _is_differentiated(values) else values
-
-
-def _attach(fn: Derived, values: Values, operands: Values) -> Values:
+    if not _is_differentiated(values):
+        return values
     top = internals.top_transform()
     kind = None if top is None else top.kind
     if internals.forward_ad_active() and kind in _CARRIES_TANGENTS:
@@ -270,7 +226,7 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
     inner = below = [internals.unwrap_grad(v, level) for v in values]
     if _is_differentiated(below):
         with top.lower():
-            inner = _attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
+            inner = attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
     outs = [i for i, v in enumerate(values) if v.requires_grad and v is not below[i]]
     if inner is below and not outs:
         return values

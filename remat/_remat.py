@@ -67,13 +67,13 @@ class Remat(Generic[P, R]):
         self._options = options
         self._name = _name(fun)
         self._policy = None if options.policy is None or _compile.tracing() else as_policy(options.policy)
-        self._static = StaticArguments(fun, self._name, options.static_argnums, options.static_argnames)
-        self._has_static = bool(options.static_argnums or options.static_argnames)
+        nums, names = options.static_argnums, options.static_argnames
+        self._static = StaticArguments(fun, self._name, nums, names) if nums or names else None
 
     def __remat_maker__(self) -> Callable[[Callable[P, R]], Remat[P, R]]:
         """Return a decorator with the options and attributes of this object, for another function."""
         attributes = {k: v for k, v in vars(self).items() if k not in ("_function", "__wrapped__")}
-        return functools.partial(_with_function, type(self), attributes)
+        return functools.partial(_with_attributes, attributes)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         fun = self.__wrapped__
@@ -89,7 +89,7 @@ class Remat(Generic[P, R]):
         if outer is None and internals.tracing() and not internals.differentiating():
             return fun(*args, **kwargs)  # the ops that `make_fx` and `torch.export` record can be differentiated later
         watch = watching.get() or (watchers[-1] if watchers else None)
-        boxed = self._static.boxed(args, kwargs) if self._has_static else (args, kwargs)
+        boxed = (args, kwargs) if self._static is None else self._static.boxed(args, kwargs)
         with internals.DisableTorchFunction():
             leaves, spec = _tree.flatten_call(*boxed)
             if outer is not None:
@@ -151,8 +151,8 @@ def _name(fun: Any) -> str:
     return getattr(fun, "__qualname__", None) or type(fun).__qualname__
 
 
-def _with_function(kind: type[Remat[P, R]], attributes: dict[str, Any], fun: Callable[P, R]) -> Remat[P, R]:
-    new = object.__new__(kind)
+def _with_attributes(attributes: dict[str, Any], fun: Callable[P, R]) -> Remat[P, R]:
+    new: Remat[P, R] = object.__new__(Remat)
     vars(new).update(attributes, __wrapped__=fun)
     return new
 
@@ -183,24 +183,21 @@ def _check(fun: Any) -> None:
     """Raise a TypeError if `fun` can't be run again."""
     while isinstance(fun, functools.partial):
         fun = fun.func
-    called = fun
-    if not isinstance(fun, _FUNCTIONS):
-        if isinstance(fun, Policy):
-            raise TypeError(f"remat: got a policy as the function. Write @remat(policy={fun!r}).")
-        if isinstance(fun, type) and issubclass(fun, torch.nn.Module):
-            raise TypeError(
-                f"remat: got a class of modules, {_name(fun)}. Decorate its forward, or wrap its instances with "
-                "remat.nn.remat_module."
-            )
-        if fun is None:
-            return
+    if isinstance(fun, Policy):
+        raise TypeError(f"remat: got a policy as the function. Write @remat(policy={fun!r}).")
+    if isinstance(fun, type) and issubclass(fun, torch.nn.Module):
+        raise TypeError(
+            f"remat: got a class of modules, {_name(fun)}. Decorate its forward, or wrap its instances with "
+            "remat.nn.remat_module."
+        )
+    if not callable(fun):
+        got, hint = shown(fun), ""
         if isinstance(fun, property):
-            raise TypeError("remat: fun must be callable; got a property. Write @property above @remat.")
-        if isinstance(fun, Tensor):
-            raise TypeError(f"remat: fun must be callable; got {shown(fun)}. Write remat(f)(x), not remat(f(x)).")
-        if not callable(fun):
-            raise TypeError(f"remat: fun must be callable; got {shown(fun)}.")
-        called = type(fun).__call__
+            got, hint = "a property", " Write @property above @remat."
+        elif isinstance(fun, Tensor):
+            hint = " Write remat(f)(x), not remat(f(x))."
+        raise TypeError(f"remat: fun must be callable; got {got}.{hint}")
+    called = fun if isinstance(fun, _FUNCTIONS) else type(fun).__call__
     if runs_later(called):
         raise TypeError(
             f"remat: {_name(called)} is a generator or async function: its body runs after the call, where "
@@ -327,11 +324,6 @@ def remat(
     """
     for name in others:
         raise TypeError(_unknown(name))
-    if isinstance(fun, (staticmethod, classmethod)):
-        kind, fun = type(fun), fun.__func__
-    else:
-        kind = None
-    _check(fun)
     options = _Options(
         policy,
         as_tuple("static_argnums", "ints", static_argnums, int),
@@ -340,8 +332,10 @@ def remat(
     )
     if fun is None:
         return functools.partial(remat, **vars(options))
+    if isinstance(fun, (staticmethod, classmethod)):
+        return type(fun)(remat(fun.__func__, **vars(options)))
+    _check(fun)
     if isinstance(fun, torch.nn.Module):
         checked: Any = Remat(fun.forward, options)
         return wrapped_twin(fun, replace(options, policy=checked._policy))
-    wrapped: Any = Remat(fun, options)
-    return kind(wrapped) if kind else wrapped
+    return Remat(fun, options)

@@ -32,14 +32,6 @@ def unseal(cotangent: Any) -> Any:
     return cotangent if cotangent is None else vars(cotangent).pop("_remat_sealed", cotangent)
 
 
-def _seal_all(cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(map(seal, cotangents))
-
-
-def _unseal_all(cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(map(unseal, cotangents))
-
-
 def hand_on(nodes: Iterable[Any], ends: Iterable[Any]) -> None:
     """Seal the cotangents that flow through a graph on their way to inner passes, and unseal those that it is given.
 
@@ -50,6 +42,6 @@ def hand_on(nodes: Iterable[Any], ends: Iterable[Any]) -> None:
     """
     for node in nodes:
         if getattr(node, "hands_on", False):
-            node.register_prehook(_seal_all)
+            node.register_prehook(lambda cotangents: tuple(map(seal, cotangents)))
     for node in ends:
-        node.register_prehook(_unseal_all)
+        node.register_prehook(lambda cotangents: tuple(map(unseal, cotangents)))

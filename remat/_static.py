@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from remat import _tree
@@ -33,18 +33,10 @@ class StaticArguments:
     matter how the caller passes it.
     """
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        name: str,
-        nums: Iterable[int],
-        names: Iterable[str],
-    ) -> None:
+    def __init__(self, fun: Callable[..., Any], name: str, nums: Sequence[int], names: Sequence[str]) -> None:
         self._from_end: set[int] = {n for n in nums if n < 0}
         self._nums: set[int] = {n for n in nums if n >= 0}
         self._names: set[str] = set(names)
-        if not nums and not names:
-            return
         try:
             parameters = list(inspect.signature(fun).parameters.values())
         except (TypeError, ValueError):  # some builtins have no signature

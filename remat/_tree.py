@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,10 +12,6 @@ from optree import PyTreeSpec as PyTreeSpec
 from remat import _torch_internals as internals  # makes torch's node types known to optree
 
 _FLAT = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
-_LEAF_TYPES = _FLAT | {torch.Size}
-_other_leaf_types: weakref.WeakSet[type] = weakref.WeakSet()
-
-
 _, _LEAF = optree.tree_flatten(0, none_is_leaf=True, namespace="torch")  # type: ignore[arg-type]
 
 
@@ -29,18 +24,14 @@ def flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
     if type(tree) is torch.Tensor:
         return [tree], _LEAF
     leaves, spec = optree.tree_flatten(tree, is_leaf=_is_size, none_is_leaf=True, namespace="torch")
-    if _LEAF_TYPES.issuperset(map(type, leaves)):
-        return leaves, spec
-    kinds = {type(x) for x in leaves} - _LEAF_TYPES
-    adopted = [kind for kind in kinds if kind not in _other_leaf_types and _adopted(kind)]
-    return flatten(tree) if adopted else (leaves, spec)
+    adopted = [_adopted(kind) for kind in {*map(type, leaves)} - {torch.Size}]
+    return flatten(tree) if any(adopted) else (leaves, spec)
 
 
 def _adopted(kind: type) -> bool:
     """Register a type with optree if only torch's own pytrees know it. Returns whether they do."""
     functions = internals.registered_with_torch(kind)
     if functions is None:
-        _other_leaf_types.add(kind)
         return False
     to_children, from_children = functions
     optree.register_pytree_node(
@@ -69,10 +60,6 @@ class Picked:
         self.leaves, self.spec = flatten(tree)
         self.positions: list[int] = []
         self.tensors: list[torch.Tensor] = []
-        if self.spec is _LEAF:
-            if test(tree):
-                self.positions, self.tensors = [0], [tree]
-            return
         self._places: dict[int, list[int]] = {}
         for i, leaf in enumerate(self.leaves):
             if isinstance(leaf, torch.Tensor):
@@ -85,8 +72,6 @@ class Picked:
 
     def replaced(self, tensors: Iterable[torch.Tensor]) -> Any:
         """The tree with `tensors` in place of the picked ones."""
-        if self.spec is _LEAF:
-            return next(iter(tensors))
         for tensor, places in zip(tensors, self._places.values(), strict=True):
             for i in places:
                 self.leaves[i] = tensor
@@ -111,10 +96,7 @@ def unflatten_call(spec: PyTreeSpec | None, leaves: list[Any]) -> tuple[tuple[An
     """The inverse of `flatten_call`, with static arguments as they were given."""
     if spec is None:
         return tuple(leaves), {}
-    return _unboxed(*unflatten(spec, leaves))
-
-
-def _unboxed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = unflatten(spec, leaves)
     return (
         tuple(a.value if isinstance(a, Static) else a for a in args),
         {k: v.value if isinstance(v, Static) else v for k, v in kwargs.items()},

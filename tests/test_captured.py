@@ -1319,3 +1319,31 @@ def test_weights_that_are_updated_in_their_container(kind: Any) -> None:
         return torch.autograd.grad(ck(loss)(), start)[0]
 
     assert_same(outer_gradient(remat), outer_gradient(plain))
+
+
+def test_a_function_among_its_own_defaults() -> None:
+    def chain(n: int, x: Tensor, again: Any = None) -> Tensor:
+        return x if n == 0 else again(n - 1, x.sin(), again)
+
+    chain.__defaults__ = (chain,)
+    x = numbers(3)
+    assert_same(grad(lambda x: remat(chain)(3, x).sum())(x), grad(lambda x: chain(3, x).sum())(x))
+
+
+def test_an_attribute_that_is_deleted_before_the_backward() -> None:
+    x, w = leaf(numbers(3)), leaf(numbers(3, seed=1))
+    space = types.SimpleNamespace(w=w)
+    out = remat(lambda x: x * space.w.sin())(x).sum()
+    del space.w
+    out.backward()
+    assert_same((x.grad, w.grad), (w.detach().sin(), (x * w.cos()).detach()))
+    assert not vars(space)
+
+
+def test_a_list_that_is_emptied_before_the_backward() -> None:
+    x, tensors = leaf(numbers(3)), [leaf(numbers(3, seed=1))]
+    out = remat(lambda x: x * tensors[0].sin())(x).sum()
+    tensors.clear()
+    with pytest.raises(IndexError):
+        out.backward()
+    assert tensors == []

@@ -153,6 +153,19 @@ def test_trees_numbers_and_what_is_given_back() -> None:
         assert_same(program(remat(policy=policy), fun), program(plain, fun.f))
 
 
+def test_the_cotangent_of_an_argument_that_is_given_back() -> None:
+    twice = custom_remat(
+        lambda x: (x, 2 * x),
+        lambda policy, x: ((x, 2 * x), None),
+        lambda kept, x: (None, None),
+        lambda _, g: (g[0] + 2 * g[1],),
+    )
+    x = leaf(numbers(3))
+    a, b = remat(lambda x: twice(x), policy=nothing_saveable)(x)
+    (3 * a + b).sum().backward()
+    assert_same(x.grad, torch.full((3,), 5.0, dtype=x.dtype))
+
+
 @pytest.mark.parametrize(
     ("rules", "message"),
     [

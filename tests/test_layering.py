@@ -16,7 +16,7 @@ ROOT = Path(remat.__file__).parent
 # Each module imports only from rows above its own: those in one row do not know each other. A folder
 # counts as one module.
 LAYERS = [
-    {"_errors", "_typing"},
+    {"_errors"},
     {"_torch_internals"},
     {"_dispatch_mode", "_memory", "_saved"},
     {"_effects", "_graph", "_closure", "_holder", "_signature"},

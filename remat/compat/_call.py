@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from remat import _torch_internals as internals
 from remat import _tree
-from remat._closure import Closure, Operand
+from remat._closure import Closure, Operand, Rebuilder
 from remat._context import Ambient, Modes, OwnCasts, RandomState, replayed, rerunning
 from remat._errors import CheckpointError, note_rerun
 from remat._graph import is_made_since
@@ -217,7 +217,7 @@ class Call:
             draws = NOTHING if self.random is None else replayed(self.random)
             keys = suspended() if internals.function_modes_active() and running() is not None else NOTHING
             inputs: Any = [values.get(key) for key in self._index]
-            modes, rebuild = self._modes.entered(), self._closure.rebuilder(inputs)
+            modes, rebuild = self._modes.entered(), Rebuilder(self._closure, inputs)
             flags = [(key, cell, cell.cell_contents) for key, cell in self._flags.items()]
             try:
                 with self._ambient.restored(), OwnCasts(), draws, keys, modes, context, trace, filled(fill):
