@@ -16,7 +16,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import ATOMS, Closure, Operand, Rebuilder
-from remat._context import NOTHING, Ambient, Modes, OwnCasts, RandomState, all_of, is_rerunning, replayed, rerunning
+from remat._context import NOTHING, Ambient, OwnCasts, RandomState, entered, is_rerunning, modes_of_user, rerunning
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, prove
 from remat._look import Look
@@ -99,7 +99,7 @@ class Call:
         operands.held = len(operands.tensors)
         operands.objects = closure.close()
         self._ambient = Ambient.current()
-        self._modes = Modes.current()
+        self._modes = modes_of_user()
         self._variables = contextvars.copy_context()
         self._under_transforms = internals.transforms_active()
         self._has_tangents = internals.forward_ad_active()
@@ -358,17 +358,11 @@ class Call:
         self._rerun_looks.append(look)
         rebuild = self._closure.rebuilder(inputs)
         self._rebuilders.append(rebuild)
+        random = NOTHING if self.random is None else self.random.replayed()
         draws = NOTHING if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
         keys = suspended() if self._drew_from is None and running() is not None else NOTHING
-        with all_of(
-            self._ambient.restored(),
-            replayed(self.random),
-            draws,
-            keys,
-            self._modes.entered(),
-            filled(plan.fill),
-            self._replay(operands, inputs),
-        ):
+        modes, replay = entered(self._modes), self._replay(operands, inputs)
+        with self._ambient.restored(), random, draws, keys, modes, filled(plan.fill), replay:
             args, kwargs = _tree.unflatten_call(self._spec, [rebuild(x) for x in self._leaves])
             fun = rebuild(self._fun)
             with OwnCasts(), look:

@@ -8,7 +8,6 @@ numbers are right.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -17,13 +16,11 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._context import RandomState
+from remat._context import NOTHING, RandomState
 from remat._dispatch_mode import ops_of_remat
 from remat._ops import FACTS, OpFacts, bytes_of, facts_of, flat, storages, tensors
 from remat._tape import Origin, Tape, origin_of
 from remat._values import CONSTANT, Changed, Content, Key, Op, Operand, OpMode, Value
-
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Replay(OpMode):
@@ -222,7 +219,7 @@ def _compute(op: Op, memory: dict[Value, Any], before: RandomState | None) -> No
     now = torch.get_default_dtype()
     torch.set_default_dtype(op.dtype)
     try:
-        with before.replayed() if before else _NOTHING, internals.without_autocast(), internals.views_resolved():
+        with before.replayed() if before else NOTHING, internals.without_autocast(), internals.views_resolved():
             out = op.facts.func(*args, **kwargs)
     finally:
         torch.set_default_dtype(now)
