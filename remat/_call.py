@@ -90,7 +90,7 @@ class Call:
         """
         self.name = name
         operands = self.operands = Operands(name)
-        closure = self._closure = Closure(operands.operand_of)
+        closure = self._closure = Closure(operands.add)
         given = [operands.add(x) if isinstance(x, Tensor) else x for x in leaves]
         operands.given = len(operands.tensors)  # not what functions among the arguments close over
         self._leaves = [x if type(x) is Operand else closure.take_apart(x) for x in given]
@@ -142,7 +142,6 @@ class Call:
                 self.policy = policy
                 recorder = self._recorder = Recorder(policy.start(), where)
             look = self._look = Look(self.name, given, random)
-            look.keeps_call = self._recorder is not None
         self.since = internals.next_sequence_number()
         if not (tracing or self._has_tangents or internals.functionalizing()):  # these decompose an autograd.Function
             self._followed = policy or nothing_saveable
@@ -281,7 +280,6 @@ class Call:
             return None  # another call of the same name, not differentiated; or tensors that `flatten` can't take
         zeros = [t.flatten()[:0].sum() for t in values]
         self._look = look
-        operands.stands_in = True
         operands.known_places = {id(ref()): places for ref, places in forward.found}
         operands.survivors = [*forward.survivors]
         self.signature = forward.signature
@@ -373,7 +371,7 @@ class Call:
                         raise RematError(_DEAD.format(self.name)) from error
                     note_rerun(error, self.name)
                     raise
-        plan.pairs.clear()
+        plan.swaps.clear()
         plan.alive.clear()
         look.finish()
         leaves, _ = _tree.flatten(out)

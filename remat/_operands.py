@@ -1,6 +1,6 @@
 """The operands of a call: the tensors that its results may depend on, and how its reruns find them again.
 
-An operand is a tensor among the arguments, or a differentiated tensor that the function closes over or reads from
+An operand is a tensor among the arguments or in a cell of the function, or a differentiated tensor that it reads from
 outside. Autograd nodes save the operands. This module keeps only weak references to their originals, the tensors that
 the forward found, so that a rerun recognises an original and reads the operand in its place.
 """
@@ -8,9 +8,7 @@ the forward found, so that a rerun recognises an original and reads the operand 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -109,8 +107,8 @@ class Original:
 class Plan(NamedTuple):
     """The tensors that a rerun may read, and those that operands replace."""
 
-    pairs: list[tuple[Tensor, Tensor]]
-    """Each tensor that the function may find, with the operand that replaces it."""
+    swaps: dict[int, tuple[Tensor, Tensor]]
+    """By identity, each tensor that the function may find, with the operand that replaces it."""
     fill: list[tuple[Place, Tensor]]
     """The places that must hold operands during the rerun."""
     to_write: dict[int, Tensor]
@@ -120,7 +118,7 @@ class Plan(NamedTuple):
     survivors: dict[int, dict[tuple[int, Any], int]]
     """By identity, tensors that the forward made and that are still alive, and how it read them."""
     alive: list[Tensor]
-    """All tensors that are known by identity, kept alive so that no other tensor can get the identity of one."""
+    """The other tensors in `reads` and `survivors`. Kept alive, so that no other tensor gets the identity of one."""
 
 
 class Operands:
@@ -134,14 +132,11 @@ class Operands:
       one operand may replace several originals.
     - `given`, `held`: how many of the originals are arguments; how many are arguments or in cells.
     - `objects`: where to search for captured tensors: the objects in reach of the function.
-    - `stands_in`: whether the call is skipped: see `Call.stand_in`.
     - `known_places`: by identity, places that are known from the forward of an outer function.
     - `survivors`: tensors that the forward made without a derivative and that are still alive, and how it read them.
     """
 
-    known_places: Mapping[int, Sequence[Place]] = MappingProxyType({})
     given = held = 0
-    stands_in = False
     objects: Sequence[Any] = ()
 
     def __init__(self, name: str) -> None:
@@ -150,27 +145,20 @@ class Operands:
         self.tensors: list[Tensor] = []
         self.originals: list[Original] = []
         self.positions: list[int] = []
+        self.known_places: dict[int, Sequence[Place]] = {}
         self._index: dict[int, int] = {}
-        self._in_cells: list[tuple[Tensor, int]] = []
-        """Tensors in cells that are not operands, and their versions."""
         self.constants: list[tuple[weakref.ref[Tensor], int, int]] = []
-        self._cell_constants: list[tuple[weakref.ref[Tensor], int, int]] = []
-        """Both: outside tensors that are not operands, with version and signature length at the first read."""
+        """Outside tensors that are not operands, with version and signature length at the first read."""
         self.survivors: list[tuple[weakref.ref[Tensor], Any]] = []
 
     def add(self, tensor: Tensor) -> Operand:
+        """Make an operand of a tensor, unless it is one."""
         index = self._index.get(id(tensor))
         if index is None:
             index = self._index[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
             self.originals.append(Original(tensor))
         return Operand(index)
-
-    def operand_of(self, tensor: Tensor) -> Any:
-        if matters(tensor):
-            return self.add(tensor)
-        self._in_cells.append((tensor, internals.version(tensor)))
-        return tensor
 
     def find(self, look: Look, tape: Tape | None, since: int) -> None:
         """Add the outside tensors that must be operands, and note the others that the run read.
@@ -180,11 +168,9 @@ class Operands:
         - `tape`: the values that a policy keeps; None without a policy.
         - `since`: all autograd nodes with higher sequence numbers were made in the run.
         """
-        if len(look.copies) > 1:
-            shared = two_that_share_memory([look.outside[key].tensor for key in look.copies])
-            if shared is not None:
-                raise RematError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
-        self._note_cells(look)
+        shared = two_that_share_memory([look.outside[key].tensor for key in look.copies])
+        if shared is not None:
+            raise RematError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
         constants = self._add_read(look, tape, since)
         self._find_places(look, constants)
         for key, i in self._index.items() if look.outer is not None else ():
@@ -192,17 +178,6 @@ class Operands:
                 self.originals[i].also = [*map(weakref.ref, look.others_for(read))]
         reads = (look.outside[key] for key in constants)
         self.constants += [(weakref.ref(read.tensor), read.version, read.position) for read in reads]
-
-    def _note_cells(self, look: Look) -> None:
-        for tensor, version in self._in_cells:
-            written = id(tensor) in look.copies
-            read: Any = None if written else look.outside.pop(id(tensor), None)
-            if read is not None or self.stands_in:
-                self._cell_constants.append((weakref.ref(tensor), version, 0 if read is None else read.position))
-            if read is not None and internals.version(tensor) != version:
-                raise RematError(
-                    CHANGES.format(self.name, list(tensor.shape), tensor.dtype, _out_of_sight(read.reader))
-                )
 
     def _add_read(self, look: Look, tape: Tape | None, since: int) -> dict[int, Tensor]:
         """Add each tensor that was read and must be an operand. Returns the others, by identity."""
@@ -271,7 +246,7 @@ class Operands:
         """Make an operand of a tensor that no torch call was seen to read."""
         tensor = stranger.leaf
         if tensor is None:
-            for found, _ in search(self.objects, _All()):
+            for found, _ in search(self.objects):
                 if any(stranger.edge in edges_of(t, since) for t in layers_and_tangents(found)):
                     tensor = found
                     break
@@ -298,7 +273,7 @@ class Operands:
 
     def plan(self, inputs: list[Tensor]) -> Plan:
         """Plan a rerun with these inputs. An input that the function writes to is replaced by a copy."""
-        pairs: list[tuple[Tensor, Tensor]] = []
+        swaps: dict[int, tuple[Tensor, Tensor]] = {}
         fill: list[tuple[Place, Tensor]] = []
         to_write: dict[int, Tensor] = {}
         reads: dict[int, int] = {}
@@ -316,14 +291,13 @@ class Operands:
             else:
                 for t in (operand, tensor):  # it may replace two originals
                     if t is not None:
-                        alive.append(t)
                         reads[id(t)] = min(original.position, reads.get(id(t), NEVER))
             for place in original.places:
                 if item(*place) is not operand:
                     fill.append((place, operand))
             for ref in (original.ref, *original.also):
                 if (found := ref()) is not None and found is not operand:
-                    pairs.append((found, operand))
+                    swaps[id(found)] = found, operand
             if tensor is operand:
                 continue
             if original.attributes:
@@ -332,7 +306,7 @@ class Operands:
                 raise RematError(_HANDED_ON.format(self.name, "an op", list(operand.shape), operand.dtype))
         for key in given & reads.keys():  # an argument that was also captured
             del reads[key]
-        for ref, version, position in (*self.constants, *self._cell_constants):
+        for ref, version, position in self.constants:
             constant = ref()
             if constant is not None:
                 if internals.version(constant) != version:
@@ -344,15 +318,14 @@ class Operands:
             if (survivor := ref()) is not None:
                 alive.append(survivor)
                 survivors[id(survivor)] = how
-        return Plan(pairs, fill, to_write, reads, survivors, alive)
+        return Plan(swaps, fill, to_write, reads, survivors, alive)
 
     def still_there(self) -> list[Tensor]:
         """The originals, and the other outside tensors that reruns read, if they are still alive."""
         refs = [original.ref for original in self.originals] + [ref for ref, *_ in self.constants]
-        refs += [ref for ref, *_ in self._cell_constants]
         return [t for ref in refs if (t := ref()) is not None]
 
-    def let_go(self, look: Look, reached: AbstractSet[int]) -> None:
+    def let_go(self, look: Look, reached: set[int]) -> None:
         """Called after the derivative is attached, when the forward's graph is freed. Notes which tensors are alive.
 
         **Arguments:**
@@ -370,12 +343,5 @@ class Operands:
             elif self.positions[i] not in reached:
                 self.originals[i].position = NEVER
         self.constants = [constant for constant in self.constants if constant[0]() is not None]
-        self.objects, self.tensors, self._in_cells = [], [], []
+        self.objects, self.tensors = [], []
         self._index = {}
-
-
-class _All:
-    """Contains every identity: the wanted tensor is recognised by its node instead."""
-
-    def __contains__(self, key: object) -> bool:
-        return True

@@ -259,7 +259,7 @@ class Call:
             if (now := item(*place)) is not value and not (id(now) == key and key in swaps)
         ]
         if swaps or stale or looks or self._needs_look or internals.may_run_compiled_code():
-            return values, fill, CheckpointLook.at_rerun(self.name, values.values(), [*swaps.values()], stale)
+            return values, fill, CheckpointLook.at_rerun(self.name, values.values(), swaps, stale)
         return values, fill, None
 
 

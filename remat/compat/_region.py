@@ -151,7 +151,6 @@ class Region:
         call, selective = self._call, self._selective
         with internals.DisableTorchFunction():
             look = call.look()
-        look.keeps_call = selective is not None
         context = self._contexts[0] if selective is None else selective.recorder
         returned = False
         self._user_hooks = internals.saved_tensors_hooks_of_user()
