@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 
 _FIRST = ((0, "input"),)
+"""What a function writes to whose name ends in `_`."""
 _STATISTICS: dict[Any, tuple[tuple[int, str], ...]] = {
     F.batch_norm: ((1, "running_mean"), (2, "running_var")),
     F.instance_norm: ((1, "running_mean"), (2, "running_var")),
@@ -61,86 +62,59 @@ def _named(names: str) -> frozenset[Any]:
 
 _PRODUCTS = _named("linear matmul __matmul__ mm bmm addmm baddbmm conv1d conv2d conv3d")
 _SUMS = _named("add __add__ __radd__ sub __sub__ rsub __rsub__ view_as")
-_LAYOUT = _named("""
-    alias view reshape flatten unflatten transpose swapaxes permute movedim squeeze unsqueeze contiguous
-    size dim numel nelement stride is_floating_point is_complex is_contiguous
-""") | {torch.ops.aten.alias.default}
 _METADATA = _named("dim ndimension size numel nelement stride is_floating_point is_complex is_contiguous") | {
     getattr(Tensor, name).__get__
     for name in ("device", "dtype", "is_cuda", "is_meta", "is_nested", "is_sparse", "layout", "ndim", "shape")
 }
+_VIEWS = _named("""
+    alias view reshape flatten unflatten transpose swapaxes permute movedim squeeze unsqueeze contiguous
+""") | {torch.ops.aten.alias.default}
 _GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
 _GIVES_VALUES = {"data", "grad", "_grad", "real", "imag", "H", "mH"}
 
 
-class Effects(NamedTuple):
+class Effects:
     """The effects of a torch function, besides computing."""
 
-    writes: tuple[tuple[int, str], ...] = ()
-    """The positions and names of the arguments that it may change in place."""
-    draws: bool = False
-    """It draws random numbers."""
-    sets_hook: bool = False
-    """It is `Tensor.register_hook`."""
-    moves_hooks: bool = False
-    """Autograd moves hooks to a new node with it, and holds a lock that reading `grad_fn` would wait for."""
-    differentiates: bool = False
-    """It is `torch.autograd.grad`, which `torch.func` calls too."""
-    shows_graph: bool = False
-    """It is `x.grad_fn`."""
-    sets_data: bool = False
-    """It is `x.data = ...`."""
-    is_custom: bool = False
-    """It is `autograd.Function.apply`, which modes see only inside of transforms."""
-    is_unlisted: bool = False
-    """No signature lists it: `apply`; `requires_grad_`, which the forward may have done for the rerun; `view_as`, with
-    which hooks look for the node of a leaf."""
-    looks_up: bool = False
-    """It returns a tensor that another one holds: `x.grad`."""
-    reads_memory: bool = False
-    """It reads memory without an op."""
-    acts: bool = False
-    """Whether one of the fields above is set."""
-    multiplies: bool = False
-    """It is a matrix product or a convolution."""
-    operands: int = 0
-    """Of a sum 2, of a view 1: neither its derivative nor what the caller learns depends on the values of so many first
-    arguments. The others must be numbers."""
+    def __init__(self, func: Any) -> None:
+        self.writes = _written_arguments(func)
+        """The positions and names of the arguments that it may change in place."""
+        self.draws = getattr(func, "__name__", "") in _RANDOM
+        """It draws random numbers."""
+        self.sets_hook = func is Tensor.register_hook
+        self.moves_hooks = internals.moves_hooks(func)
+        """Autograd moves hooks to a new node with it, and holds a lock that reading `grad_fn` would wait for."""
+        self.differentiates = func is torch.autograd.grad
+        """`torch.func` calls it too."""
+        self.shows_graph = func == Tensor.grad_fn.__get__  # type: ignore[union-attr]
+        self.sets_data = func == Tensor.data.__set__  # type: ignore[attr-defined]
+        self.is_custom = internals.is_custom_function_call(func)
+        """It is `autograd.Function.apply`, which modes see only inside of transforms."""
+        self.is_unlisted = self.is_custom or func in (Tensor.requires_grad_, Tensor.view_as)
+        """No signature lists it: `apply`; `requires_grad_`, which the forward may have done for the rerun; `view_as`,
+        with which hooks look for the node of a leaf."""
+        self.looks_up = func == Tensor.grad.__get__  # type: ignore[union-attr]
+        """It returns a tensor that another one holds."""
+        self.reads_memory = func in READS_MEMORY
+        """It reads memory without an op."""
+        self.acts = any(vars(self).values())
+        """One of the above is true of it."""
+        self.multiplies = func in _PRODUCTS
+        """It is a matrix product or a convolution."""
+        self.is_metadata = func in _METADATA
+        """It tells shape, dtype and the like."""
+        self.operands = 2 if func in _SUMS else int(_is_view(func))
+        """Of a sum 2, of a view 1: neither its derivative nor what the caller learns depends on the values of so many
+        first arguments. The others must be numbers."""
 
 
-ORDINARY = Effects()
-METADATA = Effects(operands=1)
-"""Of the functions that tell shape, dtype and the like: this very object."""
-
-
-@functools.lru_cache(maxsize=10_000)  # custom functions may be made anew for each call
-def effects_of(func: Any) -> Effects:
-    """The effects of `func`. `ORDINARY` itself if it has none, `METADATA` if it looks at no value."""
-    found = Effects(
-        writes=_written_arguments(func),
-        draws=getattr(func, "__name__", "") in _RANDOM,
-        sets_hook=func is Tensor.register_hook,
-        moves_hooks=internals.moves_hooks(func),
-        differentiates=func is torch.autograd.grad,
-        shows_graph=func == Tensor.grad_fn.__get__,  # type: ignore[union-attr]
-        sets_data=func == Tensor.data.__set__,  # type: ignore[attr-defined]
-        is_custom=internals.is_custom_function_call(func),
-        is_unlisted=internals.is_custom_function_call(func) or func in (Tensor.requires_grad_, Tensor.view_as),
-        looks_up=func == Tensor.grad.__get__,  # type: ignore[union-attr]
-        reads_memory=func in READS_MEMORY,
-        multiplies=func in _PRODUCTS,
-        operands=2 if func in _SUMS else int(_is_view(func)),
-    )
-    found = found._replace(acts=any(found[: Effects._fields.index("acts")]))
-    if found == ORDINARY:
-        return ORDINARY
-    return METADATA if func in _METADATA else found
+effects_of = functools.lru_cache(maxsize=10_000)(Effects)  # custom functions may be made anew for each call
 
 
 def _is_view(func: Any) -> bool:
     if type(func) is _GETTER:
         return getattr(func.__self__, "__name__", "data") not in _GIVES_VALUES
-    return func in _LAYOUT
+    return func in _VIEWS or func in _METADATA
 
 
 def reads_no_value(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> bool:
@@ -174,7 +148,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 def written_by(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that a call of a function with these effects writes to."""
     writes = effects.writes or (_FIRST if kwargs.get("inplace") else ())
-    if writes is _FIRST:  # whatever its name
+    if writes is _FIRST:  # the argument may have another name
         found = [*args, *kwargs.values()][:1]
     else:
         found = [args[i] if i < len(args) else kwargs.get(name) for i, name in writes]

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
-from remat._effects import ORDINARY, Effects, as_given, effects_of, reads_no_value, tensors_in, written_by
+from remat._effects import Effects, as_given, effects_of, reads_no_value, tensors_in, written_by
 from remat._errors import CHANGES, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, call_site
 from remat._graph import is_made_since
 from remat._made import Made, Occasion, Read
@@ -132,7 +132,7 @@ class Look(NestedMode):
         if effects.multiplies:
             out = self._maybe_tail(effects, func, args, {})
         else:
-            if effects is ORDINARY or not (reads_no_value(effects, args) and torch.is_grad_enabled()):
+            if not (effects.operands and reads_no_value(effects, args) and torch.is_grad_enabled()):
                 self.signature.tail = None
             self.call = func, args, {}
             out = func(*args)
@@ -236,7 +236,7 @@ class Look(NestedMode):
         if value is tensor and level_of(tensor) > self.depth:
             self.read(internals.unwrapped(tensor), handed_on=True)
             return tensor
-        if handed_on and key in self.outside:
+        if handed_on:
             self.handed_on.add(key)
         if (known := self._known_value(tensor)) is not None:
             return known
@@ -245,9 +245,7 @@ class Look(NestedMode):
             value = self.outer.read(tensor, handed_on)
         if not value.requires_grad and internals.dtensor_at_work():
             raise RematError(TAKEN_APART.format(self.name))
-        if handed_on:
-            self.handed_on.add(key)
-        elif value.requires_grad and not torch.is_grad_enabled():
+        if value.requires_grad and not (handed_on or torch.is_grad_enabled()):
             self.read_quietly.add(key)
         self._add(tensor, value)
         return value
@@ -346,7 +344,8 @@ class Look(NestedMode):
             self._note(func, shapes if out is found[0] else hash((shapes, *map(hash_of, found[1:]))))
 
     def _add_own(self, tensor: Tensor) -> None:
-        if id(tensor) not in self.outside and self._own.add(tensor):  # else it came from outside, and is returned
+        if id(tensor) not in self.outside:  # else it came from outside, and is returned
+            self._own.add(tensor)
             self._known.discard(id(tensor))
 
     def _reads_own(self, tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import Parameter, is_lazy
 
 from remat import _torch_internals as internals
-from remat._effects import METADATA, Effects, effects_of, tensors_in
+from remat._effects import Effects, effects_of, tensors_in
 from remat._errors import CheckpointError
 from remat._look import Look
 from remat._memory import memory_of
@@ -89,7 +89,7 @@ class CheckpointLook(Look):
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
         effects = effects_of(func)
-        if effects is METADATA:
+        if effects.is_metadata:
             return func(*args, **kwargs) if kwargs else func(*args)
         known = self._known
         given = args, kwargs
