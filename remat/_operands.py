@@ -19,6 +19,7 @@ from remat._closure import Operand
 from remat._errors import CHANGES, CheckpointError, RematError
 from remat._graph import Stranger, edges_of, is_made_since, layers_and_tangents
 from remat._look import Look
+from remat._made import Read
 from remat._memory import memory_of, two_that_share_memory
 from remat._places import Place, item, places_in_modules, script_module_near, search
 from remat._signature import name_of
@@ -61,13 +62,9 @@ def matters(tensor: Tensor) -> bool:
 
 def of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
     """The tensor as an instance of the user's own class: autograd nodes and transforms return plain tensors."""
-    if type(tensor) is kind or kind is torch.nn.Parameter or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if kind in _TENSORS or type(tensor) is kind or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return tensor
     return tensor.as_subclass(kind)
-
-
-def _out_of_sight(reader: Any) -> str:
-    return "an unknown line" if reader is None else f"an unknown line ({name_of(reader)} was the first to read it)"
 
 
 class Original:
@@ -81,8 +78,8 @@ class Original:
     """Whether these are places in modules."""
     handed_on = False
     """Whether reruns must put the operand into its places: no torch call of the function reads it directly."""
-    position: int | None = None
-    """The length of the signature when the forward first read it; None for an argument, or if it is not known."""
+    position = 0
+    """The length of the signature when the forward first read it; 0 for an argument, or if it is not known."""
     origin: Origin | None = None
     """Its `Origin` on the tape of a policy, if the function writes to it."""
     written = False
@@ -91,13 +88,9 @@ class Original:
     """The Python attributes that user code has set on it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.ref, self._kind = weakref.ref(tensor), type(tensor)
+        self.ref, self.kind = weakref.ref(tensor), type(tensor)
         if type(tensor) in _TENSORS and tensor.__dict__:
             self.attributes = tensor.__dict__.copy()
-
-    def as_found(self, operand: Tensor) -> Tensor:
-        """The operand as an instance of its class."""
-        return operand if self._kind in _TENSORS else of_kind(self._kind, operand)
 
     def set_in_modules(self, places: Sequence[Place]) -> None:
         """Note that modules hold it, in these places."""
@@ -118,7 +111,7 @@ class Plan(NamedTuple):
     survivors: dict[int, dict[tuple[int, Any], int]]
     """By identity, tensors that the forward made and that are still alive, and how it read them."""
     alive: list[Tensor]
-    """The other tensors in `reads` and `survivors`. Kept alive, so that no other tensor gets the identity of one."""
+    """All tensors that are known by identity, kept alive so that no other tensor can get the identity of one."""
 
 
 class Operands:
@@ -176,44 +169,45 @@ class Operands:
         for key, i in self._index.items() if look.outer is not None else ():
             if (read := look.outside.get(key)) is not None:
                 self.originals[i].also = [*map(weakref.ref, look.others_for(read))]
-        reads = (look.outside[key] for key in constants)
-        self.constants += [(weakref.ref(read.tensor), read.version, read.position) for read in reads]
+        self.constants += [(weakref.ref(r.tensor), r.version, r.position) for r in constants.values()]
 
-    def _add_read(self, look: Look, tape: Tape | None, since: int) -> dict[int, Tensor]:
-        """Add each tensor that was read and must be an operand. Returns the others, by identity."""
+    def _add_read(self, look: Look, tape: Tape | None, since: int) -> dict[int, Read]:
+        """Add each tensor that was read and must be an operand. Returns the other reads, by identity of the tensor."""
         constants = {}
-        replacing = look.replacing()
-        for key, (tensor, value, version, _, reader) in look.outside.items():
+        known = self._index.keys() | look.replacing()
+        for key, read in look.outside.items():
+            value = read.value
             if key in look.copies:
-                original = self.originals[self.add(tensor).index]
+                original = self._capture(read)
                 original.written = True
-                original.origin = None if tape is None else tape.origin(tensor)
-            elif internals.version(value) != version:
-                raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, _out_of_sight(reader)))
-            elif key in self._index:
-                continue
-            elif value is not tensor or key in replacing or (matters(value) and not is_made_since(value, since)):
-                self.add(tensor)
+                original.origin = None if tape is None else tape.origin(read.tensor)
+            elif internals.version(value) != read.version:
+                where = f"an unknown line ({name_of(read.reader)} was the first to read it)"
+                raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, where))
+            elif key in known or value is not read.tensor or (matters(value) and not is_made_since(value, since)):
+                self._capture(read)
             else:
-                constants[key] = tensor
+                constants[key] = read
         return constants
 
-    def _find_places(self, look: Look, constants: dict[int, Tensor]) -> None:
+    def _capture(self, read: Read) -> Original:
+        """Make an operand of a tensor that the run has read from outside."""
+        original = self.originals[self.add(read.tensor).index]
+        original.position = read.position
+        return original
+
+    def _find_places(self, look: Look, constants: dict[int, Read]) -> None:
         """Find the places of captured operands. Constants in modules become operands, and leave `constants`."""
         index = self._index
         captured = {id(t): t for t in self.tensors[self.held :]}
-        for key in captured:
-            self.originals[index[key]].position = look.outside[key].position
         for key, places in self.known_places.items():  # an outer rerun may have put other tensors there
-            if key in captured:
+            if captured.pop(key, None) is not None:
                 self.originals[index[key]].set_in_modules(places)
-                del captured[key]
         if captured or constants:
-            for key, places in places_in_modules(self.objects, [*captured.values(), *constants.values()]).items():
-                if key in captured:
-                    del captured[key]
-                else:
-                    self.originals[self.add(constants.pop(key)).index].position = look.outside[key].position
+            wanted = [*captured.values(), *(read.tensor for read in constants.values())]
+            for key, places in places_in_modules(self.objects, wanted).items():
+                if captured.pop(key, None) is None:
+                    self._capture(constants.pop(key))
                 self.originals[index[key]].set_in_modules(places)
             for tensor, place in search(self.objects, captured, far=False) if captured else ():
                 self._add_place(tensor, place)
@@ -277,47 +271,35 @@ class Operands:
         fill: list[tuple[Place, Tensor]] = []
         to_write: dict[int, Tensor] = {}
         reads: dict[int, int] = {}
-        given: set[int] = set()
-        alive: list[Tensor] = []
         for i, original in enumerate(self.originals):
-            operand, tensor = original.as_found(inputs[i]), original.ref()
+            operand, tensor = of_kind(original.kind, inputs[i]), original.ref()
             inputs[i] = operand
             if original.written:
                 operand = inputs[i] = operand.clone()
                 if tensor is not None:  # else the function may have made it itself, unseen
                     to_write[memory_of(operand)] = operand
-            if original.position is None:
-                given.add(id(operand))
-            else:
-                for t in (operand, tensor):  # it may replace two originals
-                    if t is not None:
-                        reads[id(t)] = min(original.position, reads.get(id(t), NEVER))
             for place in original.places:
                 if item(*place) is not operand:
                     fill.append((place, operand))
-            for ref in (original.ref, *original.also):
-                if (found := ref()) is not None and found is not operand:
-                    swaps[id(found)] = found, operand
+            found = [t for ref in (original.ref, *original.also) if (t := ref()) is not None]
+            for t in (operand, *found):
+                reads[id(t)] = min(original.position, reads.get(id(t), NEVER))  # it may belong to two originals
+                if t is not operand:
+                    swaps[id(t)] = t, operand
             if tensor is operand:
                 continue
             if original.attributes:
                 vars(operand).update(original.attributes)
             if original.handed_on and not original.places:
                 raise RematError(_HANDED_ON.format(self.name, "an op", list(operand.shape), operand.dtype))
-        for key in given & reads.keys():  # an argument that was also captured
-            del reads[key]
+        alive = [*self.still_there(), *(t for ref, _ in self.survivors if (t := ref()) is not None)]
         for ref, version, position in self.constants:
             constant = ref()
             if constant is not None:
                 if internals.version(constant) != version:
                     raise CheckpointError(_CHANGED_SINCE.format(list(constant.shape), constant.dtype, self.name))
-                alive.append(constant)
                 reads[id(constant)] = position
-        survivors = {}
-        for ref, how in self.survivors:
-            if (survivor := ref()) is not None:
-                alive.append(survivor)
-                survivors[id(survivor)] = how
+        survivors = {id(t): how for ref, how in self.survivors if (t := ref()) is not None}
         return Plan(swaps, fill, to_write, reads, survivors, alive)
 
     def still_there(self) -> list[Tensor]:
@@ -337,10 +319,7 @@ class Operands:
                 self._must_have_place(key, look)
         self.survivors += look.survivors()
         for i in range(self.given, self.held):
-            read = look.outside.get(id(self.tensors[i]))
-            if read is not None:
-                self.originals[i].position = read.position
-            elif self.positions[i] not in reached:
+            if id(self.tensors[i]) not in look.outside and self.positions[i] not in reached:
                 self.originals[i].position = NEVER
         self.constants = [constant for constant in self.constants if constant[0]() is not None]
         self.objects, self.tensors = [], []

@@ -60,12 +60,7 @@ class RerunLook(Look):
     spares_tail = False
 
     def __init__(
-        self,
-        name: str,
-        forward: Signature,
-        plan: Plan,
-        operands: Sequence[Tensor],
-        level: int | None,
+        self, name: str, forward: Signature, plan: Plan, operands: Sequence[Tensor], level: int | None
     ) -> None:
         """Watch a rerun of the function `name`.
 
@@ -78,9 +73,7 @@ class RerunLook(Look):
         """
         super().__init__(name, operands, None)
         self._swaps = plan.swaps
-        self._expected = plan.reads
-        self._survivors = plan.survivors
-        self._to_write = plan.to_write
+        self._plan = plan
         self._forward = forward
         self._position = 0
         self._hooks: Counter[tuple[int, ...]] = Counter()
@@ -92,10 +85,8 @@ class RerunLook(Look):
         """By identity, tensors that it may have made unseen, each with the error message if it has not."""
 
     def begin(self, outer: Look | None) -> None:
-        identities = [id(t) for t in self._given]
-        self.outside = dict.fromkeys(identities, None)
-        self._known.update(identities)
-        self._known.difference_update(self._expected)
+        self.outside = dict.fromkeys(map(id, self._given))
+        self._known.update(key for key in self.outside if self._plan.reads[key] == 0)
 
     def _count(self) -> int:
         return self._position
@@ -105,17 +96,17 @@ class RerunLook(Look):
         is_inner = internals.level_of(tensor) > self.depth  # NOTE [inner wrappers]
         if not is_inner and (key in self._known or self._reads_own(tensor)):
             return tensor
-        if key in self._survivors:
+        if (occasions := self._plan.survivors.get(key)) is not None:
             how = self._position, self._reader
-            if how not in self._survivors[key]:
+            if how not in occasions:
                 raise self._too_early(tensor)
             self._own.times[how] += 1
-            self._revived[how] = self._survivors[key][how], tensor.shape, tensor.dtype
+            self._revived[how] = occasions[how], tensor.shape, tensor.dtype
             return internals.below_grad_levels(tensor)
-        position = self._expected.get(key)
-        if position is None and key not in self._swaps:
+        position = self._plan.reads.get(key)
+        if position is None:
             return self._read_other(tensor, is_inner)
-        if position is not None and self._position < position:
+        if self._position < position:
             raise self._too_early(tensor)
         _, operand = self._swaps.get(key, (tensor, tensor))
         self._known.add(id(operand))
@@ -168,7 +159,7 @@ class RerunLook(Look):
 
     def before_write(self, written: Tensor) -> None:
         """Note that the rerun wrote to an operand. It is a copy already."""
-        self._to_write.pop(memory_of(written), None)
+        self._plan.to_write.pop(memory_of(written), None)
 
     def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
         if id(args[0]) in self.outside:  # the forward has put it on the tensor itself
@@ -209,7 +200,7 @@ class RerunLook(Look):
 
     def finish(self) -> None:
         """Check that the rerun made all calls and writes of the forward, and did not read survivors more often."""
-        for t in self._to_write.values():
+        for t in self._plan.to_write.values():
             raise CheckpointError(_NOT_WRITTEN.format(self.name, list(t.shape), t.dtype))
         for how, (times, shape, dtype) in self._revived.items():
             if self._own.times[how] > times:
