@@ -22,7 +22,6 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError, RematError
 from remat._holder import Holder
-from remat._saved import held_in
 from remat.compat._call import NO_CONTEXTS, NOTHING, Call, Contexts, modified
 from remat.compat._selective import Replay, Selective
 from remat.compat._settings import recomputed_in
@@ -200,7 +199,7 @@ class Region:
         """The inputs that it holds for reruns: tensors, or what hooks have made of them."""
         reads = (r.saved for r in self._call.reads if not r.is_written)
         saved = [*self._saved, *(s for s in reads if not isinstance(s, torch.nn.Parameter))]
-        return [s if isinstance(s, Tensor) else held_in(s) for s in saved if s is not None]
+        return [s if isinstance(s, Tensor) else s.data for s in saved if s is not None]
 
     def unpack(self, index: int) -> Tensor:
         """The saved tensor with this number."""
