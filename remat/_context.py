@@ -97,8 +97,6 @@ class OwnCasts:
 
 
 _USUAL = Ambient(torch.float32, None, ())  # one for most calls and reruns: to make one takes time
-
-
 has_accelerator = functools.cache(torch.accelerator.is_available)
 _CPU = torch.device("cpu")
 _replaying = threading.RLock()
@@ -192,13 +190,13 @@ def modes_of_user() -> tuple[Any, ...]:
     )
 
 
-def entered(modes: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+def entered(modes: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
     """A context in which these modes are active, even if the user has left them since."""
     return _entered(modes) if modes else NOTHING
 
 
 @contextlib.contextmanager
-def _entered(modes: Iterable[Any]) -> Iterator[None]:
+def _entered(modes: tuple[Any, ...]) -> Iterator[None]:
     active = [*internals.function_modes(), *internals.dispatch_mode_stack()]
     with contextlib.ExitStack() as stack:
         for mode in modes:
