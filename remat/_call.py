@@ -16,7 +16,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import ATOMS, Closure, Operand, Rebuilder
-from remat._context import NOTHING, Ambient, Modes, OwnCasts, RandomState, all_of, is_rerunning, replayed, rerunning
+from remat._context import NOTHING, Ambient, OwnCasts, RandomState, entered, is_rerunning, modes_of_user, rerunning
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, prove
 from remat._look import Look
@@ -90,7 +90,7 @@ class Call:
         """
         self.name = name
         operands = self.operands = Operands(name)
-        closure = self._closure = Closure(operands.operand_of)
+        closure = self._closure = Closure(operands.add)
         given = [operands.add(x) if isinstance(x, Tensor) else x for x in leaves]
         operands.given = len(operands.tensors)  # not what functions among the arguments close over
         self._leaves = [x if type(x) is Operand else closure.take_apart(x) for x in given]
@@ -99,7 +99,7 @@ class Call:
         operands.held = len(operands.tensors)
         operands.objects = closure.close()
         self._ambient = Ambient.current()
-        self._modes = Modes.current()
+        self._modes = modes_of_user()
         self._variables = contextvars.copy_context()
         self._under_transforms = internals.transforms_active()
         self._has_tangents = internals.forward_ad_active()
@@ -142,7 +142,6 @@ class Call:
                 self.policy = policy
                 recorder = self._recorder = Recorder(policy.start(), where)
             look = self._look = Look(self.name, given, random)
-            look.keeps_call = self._recorder is not None
         self.since = internals.next_sequence_number()
         if not (tracing or self._has_tangents or internals.functionalizing()):  # these decompose an autograd.Function
             self._followed = policy or nothing_saveable
@@ -281,7 +280,6 @@ class Call:
             return None  # another call of the same name, not differentiated; or tensors that `flatten` can't take
         zeros = [t.flatten()[:0].sum() for t in values]
         self._look = look
-        operands.stands_in = True
         operands.known_places = {id(ref()): places for ref, places in forward.found}
         operands.survivors = [*forward.survivors]
         self.signature = forward.signature
@@ -360,17 +358,11 @@ class Call:
         self._rerun_looks.append(look)
         rebuild = Rebuilder(self._closure, inputs)
         self._rebuilders.append(rebuild)
+        random = NOTHING if self.random is None else self.random.replayed()
         draws = NOTHING if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
         keys = suspended() if self._drew_from is None and running() is not None else NOTHING
-        with all_of(
-            self._ambient.restored(),
-            replayed(self.random),
-            draws,
-            keys,
-            self._modes.entered(),
-            filled(plan.fill),
-            self._replay(operands, inputs),
-        ):
+        modes, replay = entered(self._modes), self._replay(operands, inputs)
+        with self._ambient.restored(), random, draws, keys, modes, filled(plan.fill), replay:
             args, kwargs = _tree.unflatten_call(self._spec, [rebuild(x) for x in self._leaves])
             fun = rebuild(self._fun)
             with OwnCasts(), look:
@@ -381,7 +373,7 @@ class Call:
                         raise RematError(_DEAD.format(self.name)) from error
                     note_rerun(error, self.name)
                     raise
-        plan.pairs.clear()
+        plan.swaps.clear()
         plan.alive.clear()
         look.finish()
         leaves, _ = _tree.flatten(out)

@@ -15,7 +15,6 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._ops import tensors
 from remat.random._generators import global_state, same_state, set_global_state
-from remat.random._keyed import Threading
 
 NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
@@ -45,22 +44,6 @@ def is_rerunning() -> bool:
         ['f']
     """
     return rerunning.get()
-
-
-def all_of(*contexts: contextlib.AbstractContextManager[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Several contexts at once, without those that are `NOTHING`."""
-    found = [c for c in contexts if c is not NOTHING]
-    if len(found) > 1:
-        return _entered(found)
-    return found[0] if found else NOTHING
-
-
-@contextlib.contextmanager
-def _entered(contexts: list[contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 class Ambient(NamedTuple):
@@ -95,7 +78,8 @@ class Ambient(NamedTuple):
             if now.device != self.device:
                 stack.enter_context(self.device or torch.device("cpu"))
             if now.autocast != self.autocast:
-                stack.enter_context(internals.autocast(self.autocast or _off(now.autocast)))
+                off = tuple((device, False, dtype, cache) for device, _, dtype, cache in now.autocast)
+                stack.enter_context(internals.autocast(self.autocast or off))
             yield
 
 
@@ -113,14 +97,10 @@ class OwnCasts:
 
 
 _USUAL = Ambient(torch.float32, None, ())  # one for most calls and reruns: to make one takes time
-
-
-def _off(autocast: tuple[tuple[str, bool, torch.dtype, bool], ...]) -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
-    return tuple((device, False, dtype, cache) for device, _, dtype, cache in autocast)
-
-
 has_accelerator = functools.cache(torch.accelerator.is_available)
 _CPU = torch.device("cpu")
+_replaying = threading.RLock()
+"""Held during a replay of draws: the global generators belong to all threads."""
 
 
 def _accelerators(tensors: Iterable[Tensor]) -> set[torch.device]:
@@ -131,10 +111,6 @@ def _accelerators(tensors: Iterable[Tensor]) -> set[torch.device]:
         if kind is not None and getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
             devices.add(torch.device(kind.type, torch.accelerator.current_device_index()))
     return {d for d in devices if hasattr(torch.get_device_module(d), "get_rng_state")}
-
-
-def _differs(states: dict[torch.device, Tensor]) -> bool:
-    return any(not same_state(state, global_state(device)) for device, state in states.items())
 
 
 class RandomState:
@@ -164,7 +140,10 @@ class RandomState:
 
         - `drew`: whether it is known to have drawn. It may have put the state back afterwards (`fork_rng`).
         """
-        return self if (drew and self._globals) or self._generators or _differs(self._globals) else None
+        if self._generators or (drew and self._globals):
+            return self
+        same = all(same_state(state, global_state(device)) for device, state in self._globals.items())
+        return None if same else self
 
     def put_back(self) -> None:
         """Set the generators to these states."""
@@ -176,12 +155,13 @@ class RandomState:
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """A context that repeats the draws. After it, the generators are as they were before it."""
-        ambient = self.now()
-        self.put_back()
-        try:
-            yield
-        finally:
-            ambient.put_back()
+        with _replaying:
+            ambient = self.now()
+            self.put_back()
+            try:
+                yield
+            finally:
+                ambient.put_back()
 
     def now(self) -> RandomState:
         """The current state of the same generators."""
@@ -200,50 +180,26 @@ def drawn_from(args: Any, kwargs: Any) -> RandomState:
     return state
 
 
-class Modes(NamedTuple):
-    """The user's modes that are active around a call: torch-function modes and torch-dispatch modes."""
-
-    function: tuple[Any, ...]
-    dispatch: tuple[Any, ...]
-
-    @staticmethod
-    def current() -> Modes:
-        """The active modes, without remat's own and torch's meters, which measure only what runs inside them."""
-        if not (internals.function_modes_active() or internals.dispatch_modes_active()):
-            return _NO_MODES
-        function = (m for m in internals.function_modes() if not isinstance(m, (Threading, internals.DeviceContext)))
-        return Modes(tuple(filter(_is_of_user, function)), tuple(filter(_is_of_user, internals.dispatch_mode_stack())))
-
-    def entered(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which these modes are active, even if the user has left them since."""
-        return self._entered() if self.function or self.dispatch else NOTHING
-
-    @contextlib.contextmanager
-    def _entered(self) -> Iterator[None]:
-        active = [*internals.function_modes(), *internals.dispatch_mode_stack()]
-        with contextlib.ExitStack() as stack:
-            for mode in (*self.dispatch, *self.function):
-                if not any(mode is m for m in active):
-                    stack.enter_context(mode)
-            yield
+def modes_of_user() -> tuple[Any, ...]:
+    """The user's active modes, without remat's own and torch's meters, which measure only what runs inside them."""
+    if not (internals.function_modes_active() or internals.dispatch_modes_active()):
+        return ()
+    active = (*internals.dispatch_mode_stack(), *internals.function_modes())
+    return tuple(
+        m for m in active if not type(m).__module__.startswith(("remat.", "torch.utils.", "torch.distributed."))
+    )
 
 
-_NO_MODES = Modes((), ())
-
-
-def _is_of_user(mode: Any) -> bool:
-    return not type(mode).__module__.startswith(("remat.", "torch.utils.", "torch.distributed."))
-
-
-_replaying = threading.RLock()
-
-
-def replayed(state: Any) -> contextlib.AbstractContextManager[None]:
-    """`state.replayed()`, if there is anything to repeat."""
-    return NOTHING if state is None else _replayed(state)
+def entered(modes: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
+    """A context in which these modes are active, even if the user has left them since."""
+    return _entered(modes) if modes else NOTHING
 
 
 @contextlib.contextmanager
-def _replayed(state: Any) -> Iterator[None]:
-    with _replaying, state.replayed():  # the global generators belong to all threads: one at a time
+def _entered(modes: tuple[Any, ...]) -> Iterator[None]:
+    active = [*internals.function_modes(), *internals.dispatch_mode_stack()]
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            if not any(mode is m for m in active):
+                stack.enter_context(mode)
         yield

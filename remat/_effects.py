@@ -1,9 +1,10 @@
-"""The effects of torch functions, besides computing: one table, looked up at each call."""
+"""The effects of torch functions, besides computing. They are looked up at each call."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,16 +12,18 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 
-_STATISTICS: dict[Any, tuple[int, ...]] = {
-    F.batch_norm: (1, 2),
-    F.instance_norm: (1, 2),
-    torch.batch_norm: (3, 4),
-    torch.batch_norm_update_stats: (1, 2),
-    torch.fused_moving_avg_obs_fake_quant: (3, 4, 5, 6),
-    torch.instance_norm: (3, 4),
-    torch.native_batch_norm: (3, 4),
+_FIRST = ((0, "input"),)
+"""What a function writes to whose name ends in `_`."""
+_STATISTICS: dict[Any, tuple[tuple[int, str], ...]] = {
+    F.batch_norm: ((1, "running_mean"), (2, "running_var")),
+    F.instance_norm: ((1, "running_mean"), (2, "running_var")),
+    torch.batch_norm: ((3, "running_mean"), (4, "running_var")),
+    torch.batch_norm_update_stats: ((1, "running_mean"), (2, "running_var")),
+    torch.fused_moving_avg_obs_fake_quant: ((3, "running_min"), (4, "running_max"), (5, "scale"), (6, "zero_point")),
+    torch.instance_norm: ((3, "running_mean"), (4, "running_var")),
+    torch.native_batch_norm: ((3, "running_mean"), (4, "running_var")),
 }
-"""Functions that write to arguments, by position, without saying so in their names."""
+"""Functions that write to arguments, by position and name, without saying so in their names."""
 GIVES_MEMORY_AWAY = {
     Tensor.__array__,
     Tensor.__cuda_array_interface__.__get__,
@@ -59,91 +62,59 @@ def _named(names: str) -> frozenset[Any]:
 
 _PRODUCTS = _named("linear matmul __matmul__ mm bmm addmm baddbmm conv1d conv2d conv3d")
 _SUMS = _named("add __add__ __radd__ sub __sub__ rsub __rsub__ view_as")
-_LAYOUT = _named("""
-    alias view reshape flatten unflatten transpose swapaxes permute movedim squeeze unsqueeze contiguous
-    size dim numel nelement stride is_floating_point is_complex is_contiguous
-""") | {torch.ops.aten.alias.default}
 _METADATA = _named("dim ndimension size numel nelement stride is_floating_point is_complex is_contiguous") | {
     getattr(Tensor, name).__get__
     for name in ("device", "dtype", "is_cuda", "is_meta", "is_nested", "is_sparse", "layout", "ndim", "shape")
 }
+_VIEWS = _named("""
+    alias view reshape flatten unflatten transpose swapaxes permute movedim squeeze unsqueeze contiguous
+""") | {torch.ops.aten.alias.default}
 _GETTER = type(Tensor.shape.__get__)  # type: ignore[attr-defined]
 _GIVES_VALUES = {"data", "grad", "_grad", "real", "imag", "H", "mH"}
-_GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 
 
-class Effects(NamedTuple):
+class Effects:
     """The effects of a torch function, besides computing."""
 
-    writes: bool = False
-    """It may change an argument in place."""
-    draws: bool = False
-    """It draws random numbers."""
-    sets_hook: bool = False
-    """It is `Tensor.register_hook`."""
-    moves_hooks: bool = False
-    """Autograd moves hooks to a new node with it, and holds a lock that reading `grad_fn` would wait for."""
-    differentiates: bool = False
-    """It is `torch.autograd.grad`, which `torch.func` calls too."""
-    shows_graph: bool = False
-    """It is `x.grad_fn`."""
-    sets_data: bool = False
-    """It is `x.data = ...`."""
-    is_custom: bool = False
-    """It is `autograd.Function.apply`, which modes see only inside of transforms."""
-    is_unlisted: bool = False
-    """No signature lists it: `apply`; `requires_grad_`, which the forward may have done for the rerun; `view_as`, with
-    which hooks look for the node of a leaf."""
-    looks_up: bool = False
-    """It returns a tensor that another one holds: `x.grad`."""
-    reads_memory: bool = False
-    """It reads memory without an op."""
-    acts: bool = False
-    """Whether one of the fields above is true."""
-    multiplies: bool = False
-    """It is a matrix product or a convolution."""
-    operands: int = 0
-    """Of a sum 2, of a view 1: neither its derivative nor what the caller learns depends on the values of so many first
-    arguments. The others must be numbers."""
+    def __init__(self, func: Any) -> None:
+        self.writes = _written_arguments(func)
+        """The positions and names of the arguments that it may change in place."""
+        self.draws = getattr(func, "__name__", "") in _RANDOM
+        """It draws random numbers."""
+        self.sets_hook = func is Tensor.register_hook
+        self.moves_hooks = internals.moves_hooks(func)
+        """Autograd moves hooks to a new node with it, and holds a lock that reading `grad_fn` would wait for."""
+        self.differentiates = func is torch.autograd.grad
+        """`torch.func` calls it too."""
+        self.shows_graph = func == Tensor.grad_fn.__get__  # type: ignore[union-attr]
+        self.sets_data = func == Tensor.data.__set__  # type: ignore[attr-defined]
+        self.is_custom = internals.is_custom_function_call(func)
+        """It is `autograd.Function.apply`, which modes see only inside of transforms."""
+        self.is_unlisted = self.is_custom or func in (Tensor.requires_grad_, Tensor.view_as)
+        """No signature lists it: `apply`; `requires_grad_`, which the forward may have done for the rerun; `view_as`,
+        with which hooks look for the node of a leaf."""
+        self.looks_up = func == Tensor.grad.__get__  # type: ignore[union-attr]
+        """It returns a tensor that another one holds."""
+        self.reads_memory = func in READS_MEMORY
+        """It reads memory without an op."""
+        self.acts = any(vars(self).values())
+        """One of the above is true of it."""
+        self.multiplies = func in _PRODUCTS
+        """It is a matrix product or a convolution."""
+        self.is_metadata = func in _METADATA
+        """It tells shape, dtype and the like."""
+        self.operands = 2 if func in _SUMS else int(_is_view(func))
+        """Of a sum 2, of a view 1: neither its derivative nor what the caller learns depends on the values of so many
+        first arguments. The others must be numbers."""
 
 
-ORDINARY = Effects()
-METADATA = Effects(operands=1)
-"""Of the functions that tell shape, dtype and the like: this very object."""
-EFFECTS: dict[Any, Effects] = {}
-"""Those of the functions that were asked for so far."""
-
-
-def effects_of(func: Any) -> Effects:
-    """The effects of `func`. `ORDINARY` itself if it has none, `METADATA` if it looks at no value."""
-    found = EFFECTS.get(func)
-    if found is None:
-        found = Effects(
-            writes=may_write(func),
-            draws=getattr(func, "__name__", "") in _RANDOM,
-            sets_hook=func is Tensor.register_hook,
-            moves_hooks=internals.moves_hooks(func),
-            differentiates=func is torch.autograd.grad,
-            shows_graph=func == _GRAD_FN,
-            sets_data=func == Tensor.data.__set__,  # type: ignore[attr-defined]
-            is_custom=internals.is_custom_function_call(func),
-            is_unlisted=internals.is_custom_function_call(func) or func in (Tensor.requires_grad_, Tensor.view_as),
-            looks_up=func == Tensor.grad.__get__,  # type: ignore[union-attr]
-            reads_memory=func in READS_MEMORY,
-            multiplies=func in _PRODUCTS,
-            operands=2 if func in _SUMS else int(_is_view(func)),
-        )
-        found = found._replace(acts=any(found[: Effects._fields.index("acts")]))
-        if len(EFFECTS) < 10_000:  # custom functions may be made anew for each call
-            found = ORDINARY if found == ORDINARY else METADATA if func in _METADATA else found
-            EFFECTS[func] = found
-    return found
+effects_of = functools.lru_cache(maxsize=10_000)(Effects)  # custom functions may be made anew for each call
 
 
 def _is_view(func: Any) -> bool:
     if type(func) is _GETTER:
         return getattr(func.__self__, "__name__", "data") not in _GIVES_VALUES
-    return func in _LAYOUT
+    return func in _VIEWS or func in _METADATA
 
 
 def reads_no_value(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> bool:
@@ -163,47 +134,34 @@ def reads_no_value(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any]
     return True
 
 
-def may_write(func: Any) -> bool:
-    """Whether a torch function writes to an argument, by its name or, of an op, by its schema."""
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that a function writes to: of an op by its schema, of another function by its name."""
     if isinstance(func, internals.OP_KINDS):
-        return bool(_written_positions(func))
+        overloads = [getattr(func, name) for name in func.overloads()] if hasattr(func, "overloads") else [func]
+        arguments = [(i, a) for o in overloads for i, a in enumerate(o._schema.arguments)]
+        return tuple({(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write})
     name = getattr(func, "__name__", "")
-    if name in _NO_WRITES:
-        return False
-    return func in _STATISTICS or name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__"))
+    in_place = name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__"))
+    return _FIRST if in_place and name not in _NO_WRITES else _STATISTICS.get(func, ())
 
 
-def _written_positions(op: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that an op writes to: positions and names."""
-    overloads = [getattr(op, name) for name in op.overloads()] if hasattr(op, "overloads") else [op]
-    arguments = [(i, a) for o in overloads for i, a in enumerate(o._schema.arguments)]
-    return tuple({(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write})
+def written_by(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that a call of a function with these effects writes to."""
+    writes = effects.writes or (_FIRST if kwargs.get("inplace") else ())
+    if writes is _FIRST:  # the argument may have another name
+        found = [*args, *kwargs.values()][:1]
+    else:
+        found = [args[i] if i < len(args) else kwargs.get(name) for i, name in writes]
+    return tensors_in([*found, kwargs.get("out")])  # `_foreach_add_` takes lists
 
 
-def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that a call of `func` writes to."""
-    found: list[Any] = []
-    positions = _STATISTICS.get(func)
-    if isinstance(func, internals.OP_KINDS):
-        for i, name in _written_positions(func):
-            found.append(args[i] if i < len(args) else kwargs.get(name))
-    elif positions is not None:
-        found += [args[i] for i in positions if i < len(args)]
-        found += [kwargs.get(name) for name in ("running_mean", "running_var", "running_min", "running_max")]
-    elif may_write(func) or kwargs.get("inplace"):
-        found += args[:1] or list(kwargs.values())[:1]
-    found.append(kwargs.get("out"))
-    flat = [t for x in found for t in (x if isinstance(x, (list, tuple)) else (x,))]  # `_foreach_add_` takes lists
-    return [t for t in flat if isinstance(t, Tensor)]
-
-
-def as_given(out: Any, written: Sequence[Tensor], func: Any, given: tuple[Any, Any]) -> Any:
+def as_given(out: Any, written: Sequence[Tensor], effects: Effects, given: tuple[Any, Any]) -> Any:
     """The result of a call that writes. If it is an operand, the tensor that the user passed is returned instead.
 
     `self.count += 1` assigns the result, and the function may go on with either name.
     """
     args, kwargs = given
-    return next((g for g, w in zip(written_by(func, args, kwargs or {}), written, strict=True) if w is out), out)
+    return next((g for g, w in zip(written_by(effects, args, kwargs or {}), written, strict=True) if w is out), out)
 
 
 def tensors_in(out: Any) -> list[Tensor]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
-from remat._effects import EFFECTS, ORDINARY, Effects, as_given, effects_of, reads_no_value, tensors_in, written_by
+from remat._effects import Effects, as_given, effects_of, reads_no_value, tensors_in, written_by
 from remat._errors import CHANGES, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, call_site
 from remat._graph import is_made_since
 from remat._made import Made, Occasion, Read
@@ -54,7 +54,6 @@ class Look(NestedMode):
     - `made`: the differentiated tensors that the run computed. Only noted if it is nested in another run.
     - `drew`: whether a torch call may have drawn random numbers.
     - `nests`: whether the run made nested calls of functions under remat.
-    - `keeps_call`: whether to note the torch call that is running, for a policy.
     - `sets_hooks`: whether the run put a hook on a tensor.
     - `shows_nodes`: whether the user's code got a node of the graph, and may put a hook on that.
     - `has_custom`: whether the run was seen to call an autograd.Function.
@@ -63,7 +62,6 @@ class Look(NestedMode):
 
     drew = False
     nests = False
-    keeps_call = False
     sets_hooks = False
     shows_nodes = False
     has_custom = False
@@ -85,8 +83,8 @@ class Look(NestedMode):
         self.made: list[weakref.ref[Tensor]] = []
         self._given = given
         self._known: set[int] = set()
-        self._swaps: dict[int, Tensor] = {}
-        self._pairs: Sequence[tuple[Tensor, Tensor]] = ()
+        self._swaps: dict[int, tuple[Tensor, Tensor]] = {}
+        """By identity, tensors that an outer rerun may find, each with the operand that replaces it."""
         self._own = Made()
         self._has_tangents = internals.forward_ad_active()
         self._since = internals.next_sequence_number()
@@ -96,14 +94,14 @@ class Look(NestedMode):
         for t in self._given:
             self._add(t, t)
         if outer is not None:
-            self.outer, self._swaps, self._pairs = outer, outer._swaps, outer._pairs
-            self.keeps_call |= outer.keeps_call
+            self.outer, self._swaps = outer, outer._swaps
 
     def adopt(self, inner: Look) -> None:
         """Called when a nested run has ended: the rest of this run may use the tensors that it made."""
         self._known |= inner._known
         self._own.adopt(inner._own, self._count())
         self.has_custom |= inner.has_custom
+        self.drew |= inner.drew
         self.handed_on |= inner.handed_on & self.outside.keys()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,7 +124,7 @@ class Look(NestedMode):
             self._reader = func
             args = self._seen(args)
             break
-        effects = EFFECTS.get(func) or effects_of(func)
+        effects = effects_of(func)
         if kwargs or effects.acts:
             self._reader = func
             named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
@@ -134,41 +132,35 @@ class Look(NestedMode):
         if effects.multiplies:
             out = self._maybe_tail(effects, func, args, {})
         else:
-            if effects is ORDINARY or not (reads_no_value(effects, args) and torch.is_grad_enabled()):
+            if not (effects.operands and reads_no_value(effects, args) and torch.is_grad_enabled()):
                 self.signature.tail = None
-            if self.keeps_call:
-                self.call = func, args, {}
+            self.call = func, args, {}
             out = func(*args)
             self.call = None
-        if type(out) is not Tensor:
-            if kind_of(out.__class__) is HOLDER:
-                with internals.DisableTorchFunction():
-                    self.add_results(func, out, args)
-        elif out.requires_grad and level_of(out) <= self.depth:
+        if type(out) is Tensor and out.requires_grad and level_of(out) <= self.depth:
             self._known.add(id(out))
             if self.outer is not None:
                 self.made.append(weakref.ref(out))
             self._note(func, hash_of(out, args if plain else ()))
-        elif internals.is_wrapper(out):
+        elif type(out) is Tensor and not internals.is_wrapper(out):
+            self._add_own(out)
+        elif kind_of(out.__class__) is HOLDER:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, args)
-        else:
-            self._add_own(out)
         return out
 
     def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any, given: tuple[Any, Any]) -> Any:
         """Make a call that has keyword arguments or effects. `given`: `args` and `kwargs` as the user passed them."""
         if effects.moves_hooks:
             return func(*args, **kwargs)
-        writes = effects.writes or "out" in kwargs or bool(kwargs.get("inplace"))
-        written = written_by(func, args, kwargs) if writes else []
+        writes = effects.writes or "out" in kwargs or kwargs.get("inplace")
+        written = written_by(effects, args, kwargs) if writes else []
         with internals.DisableTorchFunction():
             if effects.differentiates:
                 self._check_graph(given[0][0] if given[0] else given[1]["outputs"])
-            if writes:
-                for t in written:
-                    self.before_write(t)
-            elif effects.sets_data:
+            for t in written:
+                self.before_write(t)
+            if effects.sets_data:
                 self._set_data(*args)
             if effects.is_custom:
                 self.has_custom = True
@@ -189,7 +181,7 @@ class Look(NestedMode):
         if kind_of(out.__class__) is HOLDER:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, (*args, *kwargs.values()), not effects.is_unlisted)
-        return as_given(out, written, func, given) if written and self._swaps else out
+        return as_given(out, written, effects, given) if written and self._swaps else out
 
     def _check_graph(self, outputs: Any) -> None:
         """The run is about to differentiate these."""
@@ -202,8 +194,7 @@ class Look(NestedMode):
         position = len(signature.calls)
         if not (reads_no_value(effects, args, kwargs) and torch.is_grad_enabled()):
             signature.tail = None
-        if self.keeps_call:
-            self.call = func, args, kwargs
+        self.call = func, args, kwargs
         out = func(*args, **kwargs)
         self.call = None
         if effects.multiplies and is_large(out, args) and "out" not in kwargs and torch.is_grad_enabled():
@@ -241,11 +232,11 @@ class Look(NestedMode):
         `handed_on`: whether a transform inside the function has wrapped it: then no torch call reads it directly.
         """
         key = id(tensor)
-        value = self._swaps.get(key, tensor)  # in an outer rerun, which may run below the original's level
+        _, value = self._swaps.get(key, (tensor, tensor))  # in an outer rerun, which may run below the original's level
         if value is tensor and level_of(tensor) > self.depth:
             self.read(internals.unwrapped(tensor), handed_on=True)
             return tensor
-        if handed_on and key in self.outside:
+        if handed_on:
             self.handed_on.add(key)
         if (known := self._known_value(tensor)) is not None:
             return known
@@ -254,9 +245,7 @@ class Look(NestedMode):
             value = self.outer.read(tensor, handed_on)
         if not value.requires_grad and internals.dtensor_at_work():
             raise RematError(TAKEN_APART.format(self.name))
-        if handed_on:
-            self.handed_on.add(key)
-        elif value.requires_grad and not torch.is_grad_enabled():
+        if value.requires_grad and not (handed_on or torch.is_grad_enabled()):
             self.read_quietly.add(key)
         self._add(tensor, value)
         return value
@@ -273,22 +262,15 @@ class Look(NestedMode):
         if self._memory is not None:
             self._memory.setdefault(memory_of(value), []).append(id(tensor))
 
-    def _and_outer(self) -> Iterator[Look]:
-        """This look and those at the surrounding runs."""
-        look: Look | None = self
-        while look is not None:
-            yield look
-            look = look.outer
-
     def _mark_draw(self, func: Any) -> None:
-        for look in self._and_outer():
-            look.drew = True
+        self.drew = True
 
     def notice(self, generator: torch.Generator) -> None:
         """The run is about to draw from an explicit generator."""
-        for look in self._and_outer():
-            if look.random is not None:
-                look.random.notice(generator)
+        if self.random is not None:
+            self.random.notice(generator)
+        if self.outer is not None:
+            self.outer.notice(generator)
 
     # What it writes to.
 
@@ -362,7 +344,8 @@ class Look(NestedMode):
             self._note(func, shapes if out is found[0] else hash((shapes, *map(hash_of, found[1:]))))
 
     def _add_own(self, tensor: Tensor) -> None:
-        if id(tensor) not in self.outside and self._own.add(tensor):  # else it came from outside, and is returned
+        if id(tensor) not in self.outside:  # else it came from outside, and is returned
+            self._own.add(tensor)
             self._known.discard(id(tensor))
 
     def _reads_own(self, tensor: Tensor) -> bool:
@@ -400,12 +383,12 @@ class Look(NestedMode):
 
     def others_for(self, read: Read) -> list[Tensor]:
         """Other tensors that the function may find in place of one that it has read."""
-        others = [t for t, operand in self._pairs if operand is read.value and t is not read.tensor]
+        others = [t for t, operand in self._swaps.values() if operand is read.value and t is not read.tensor]
         return others if read.value is read.tensor else [read.value, *others]
 
     def replacing(self) -> set[int]:
         """The identities of the operands that replace tensors in an outer rerun."""
-        return {id(operand) for _, operand in self._pairs}
+        return {id(operand) for _, operand in self._swaps.values()}
 
     def stands_for(self, tensor: Tensor) -> bool:
         """Whether a rerun replaces this tensor by an operand."""
@@ -417,9 +400,7 @@ class Look(NestedMode):
 
     def survivors(self) -> list[tuple[weakref.ref[Tensor], dict[Occasion, int]]]:
         """The tensors that the run made without a derivative and read, and that are still alive: NOTE [survivors]."""
-        found = self._own.survivors(self.outside.values())
-        self._own = Made()
-        return found
+        return self._own.survivors(self.outside.values())
 
 
 class _InnerLook(Look):

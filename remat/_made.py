@@ -51,13 +51,11 @@ class Made:
         self._occasions: dict[int, set[Occasion]] = {}
         """By identity."""
 
-    def add(self, tensor: Tensor) -> bool:
-        """Note a tensor that was made. Returns False if it is noted already."""
-        if self.has(tensor):
-            return False
-        self._occasions.pop(id(tensor), None)  # the identity may have belonged to a dead tensor
-        self.refs[id(tensor)] = weakref.ref(tensor)
-        return True
+    def add(self, tensor: Tensor) -> None:
+        """Note a tensor that was made."""
+        if not self.has(tensor):
+            self._occasions.pop(id(tensor), None)  # the identity may have belonged to a dead tensor
+            self.refs[id(tensor)] = weakref.ref(tensor)
 
     def has(self, tensor: Tensor) -> bool:
         """Whether the run made this tensor."""

@@ -1,6 +1,6 @@
 """The operands of a call: the tensors that its results may depend on, and how its reruns find them again.
 
-An operand is a tensor among the arguments, or a differentiated tensor that the function closes over or reads from
+An operand is a tensor among the arguments or in a cell of the function, or a differentiated tensor that it reads from
 outside. Autograd nodes save the operands. This module keeps only weak references to their originals, the tensors that
 the forward found, so that a rerun recognises an original and reads the operand in its place.
 """
@@ -8,9 +8,7 @@ the forward found, so that a rerun recognises an original and reads the operand 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +19,7 @@ from remat._closure import Operand
 from remat._errors import CHANGES, CheckpointError, RematError
 from remat._graph import Stranger, edges_of, is_made_since, layers_and_tangents
 from remat._look import Look
+from remat._made import Read
 from remat._memory import memory_of, two_that_share_memory
 from remat._places import Place, item, places_in_modules, script_module_near, search
 from remat._signature import name_of
@@ -63,13 +62,9 @@ def matters(tensor: Tensor) -> bool:
 
 def of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
     """The tensor as an instance of the user's own class: autograd nodes and transforms return plain tensors."""
-    if type(tensor) is kind or kind is torch.nn.Parameter or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if kind in _TENSORS or type(tensor) is kind or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return tensor
     return tensor.as_subclass(kind)
-
-
-def _out_of_sight(reader: Any) -> str:
-    return "an unknown line" if reader is None else f"an unknown line ({name_of(reader)} was the first to read it)"
 
 
 class Original:
@@ -83,8 +78,8 @@ class Original:
     """Whether these are places in modules."""
     handed_on = False
     """Whether reruns must put the operand into its places: no torch call of the function reads it directly."""
-    position: int | None = None
-    """The length of the signature when the forward first read it; None for an argument, or if it is not known."""
+    position = 0
+    """The length of the signature when the forward first read it; 0 for an argument, or if it is not known."""
     origin: Origin | None = None
     """Its `Origin` on the tape of a policy, if the function writes to it."""
     written = False
@@ -93,13 +88,9 @@ class Original:
     """The Python attributes that user code has set on it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.ref, self._kind = weakref.ref(tensor), type(tensor)
+        self.ref, self.kind = weakref.ref(tensor), type(tensor)
         if type(tensor) in _TENSORS and tensor.__dict__:
             self.attributes = tensor.__dict__.copy()
-
-    def as_found(self, operand: Tensor) -> Tensor:
-        """The operand as an instance of its class."""
-        return operand if self._kind in _TENSORS else of_kind(self._kind, operand)
 
     def set_in_modules(self, places: Sequence[Place]) -> None:
         """Note that modules hold it, in these places."""
@@ -109,8 +100,8 @@ class Original:
 class Plan(NamedTuple):
     """The tensors that a rerun may read, and those that operands replace."""
 
-    pairs: list[tuple[Tensor, Tensor]]
-    """Each tensor that the function may find, with the operand that replaces it."""
+    swaps: dict[int, tuple[Tensor, Tensor]]
+    """By identity, each tensor that the function may find, with the operand that replaces it."""
     fill: list[tuple[Place, Tensor]]
     """The places that must hold operands during the rerun."""
     to_write: dict[int, Tensor]
@@ -134,14 +125,11 @@ class Operands:
       one operand may replace several originals.
     - `given`, `held`: how many of the originals are arguments; how many are arguments or in cells.
     - `objects`: where to search for captured tensors: the objects in reach of the function.
-    - `stands_in`: whether the call is skipped: see `Call.stand_in`.
     - `known_places`: by identity, places that are known from the forward of an outer function.
     - `survivors`: tensors that the forward made without a derivative and that are still alive, and how it read them.
     """
 
-    known_places: Mapping[int, Sequence[Place]] = MappingProxyType({})
     given = held = 0
-    stands_in = False
     objects: Sequence[Any] = ()
 
     def __init__(self, name: str) -> None:
@@ -150,27 +138,20 @@ class Operands:
         self.tensors: list[Tensor] = []
         self.originals: list[Original] = []
         self.positions: list[int] = []
+        self.known_places: dict[int, Sequence[Place]] = {}
         self._index: dict[int, int] = {}
-        self._in_cells: list[tuple[Tensor, int]] = []
-        """Tensors in cells that are not operands, and their versions."""
         self.constants: list[tuple[weakref.ref[Tensor], int, int]] = []
-        self._cell_constants: list[tuple[weakref.ref[Tensor], int, int]] = []
-        """Both: outside tensors that are not operands, with version and signature length at the first read."""
+        """Outside tensors that are not operands, with version and signature length at the first read."""
         self.survivors: list[tuple[weakref.ref[Tensor], Any]] = []
 
     def add(self, tensor: Tensor) -> Operand:
+        """Make an operand of a tensor, unless it is one."""
         index = self._index.get(id(tensor))
         if index is None:
             index = self._index[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
             self.originals.append(Original(tensor))
         return Operand(index)
-
-    def operand_of(self, tensor: Tensor) -> Any:
-        if matters(tensor):
-            return self.add(tensor)
-        self._in_cells.append((tensor, internals.version(tensor)))
-        return tensor
 
     def find(self, look: Look, tape: Tape | None, since: int) -> None:
         """Add the outside tensors that must be operands, and note the others that the run read.
@@ -180,65 +161,53 @@ class Operands:
         - `tape`: the values that a policy keeps; None without a policy.
         - `since`: all autograd nodes with higher sequence numbers were made in the run.
         """
-        if len(look.copies) > 1:
-            shared = two_that_share_memory([look.outside[key].tensor for key in look.copies])
-            if shared is not None:
-                raise RematError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
-        self._note_cells(look)
+        shared = two_that_share_memory([look.outside[key].tensor for key in look.copies])
+        if shared is not None:
+            raise RematError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
         constants = self._add_read(look, tape, since)
         self._find_places(look, constants)
         for key, i in self._index.items() if look.outer is not None else ():
             if (read := look.outside.get(key)) is not None:
                 self.originals[i].also = [*map(weakref.ref, look.others_for(read))]
-        reads = (look.outside[key] for key in constants)
-        self.constants += [(weakref.ref(read.tensor), read.version, read.position) for read in reads]
+        self.constants += [(weakref.ref(r.tensor), r.version, r.position) for r in constants.values()]
 
-    def _note_cells(self, look: Look) -> None:
-        for tensor, version in self._in_cells:
-            written = id(tensor) in look.copies
-            read: Any = None if written else look.outside.pop(id(tensor), None)
-            if read is not None or self.stands_in:
-                self._cell_constants.append((weakref.ref(tensor), version, 0 if read is None else read.position))
-            if read is not None and internals.version(tensor) != version:
-                raise RematError(
-                    CHANGES.format(self.name, list(tensor.shape), tensor.dtype, _out_of_sight(read.reader))
-                )
-
-    def _add_read(self, look: Look, tape: Tape | None, since: int) -> dict[int, Tensor]:
-        """Add each tensor that was read and must be an operand. Returns the others, by identity."""
+    def _add_read(self, look: Look, tape: Tape | None, since: int) -> dict[int, Read]:
+        """Add each tensor that was read and must be an operand. Returns the other reads, by identity of the tensor."""
         constants = {}
-        replacing = look.replacing()
-        for key, (tensor, value, version, _, reader) in look.outside.items():
+        known = self._index.keys() | look.replacing()
+        for key, read in look.outside.items():
+            value = read.value
             if key in look.copies:
-                original = self.originals[self.add(tensor).index]
+                original = self._capture(read)
                 original.written = True
-                original.origin = None if tape is None else tape.origin(tensor)
-            elif internals.version(value) != version:
-                raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, _out_of_sight(reader)))
-            elif key in self._index:
-                continue
-            elif value is not tensor or key in replacing or (matters(value) and not is_made_since(value, since)):
-                self.add(tensor)
+                original.origin = None if tape is None else tape.origin(read.tensor)
+            elif internals.version(value) != read.version:
+                where = f"an unknown line ({name_of(read.reader)} was the first to read it)"
+                raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, where))
+            elif key in known or value is not read.tensor or (matters(value) and not is_made_since(value, since)):
+                self._capture(read)
             else:
-                constants[key] = tensor
+                constants[key] = read
         return constants
 
-    def _find_places(self, look: Look, constants: dict[int, Tensor]) -> None:
+    def _capture(self, read: Read) -> Original:
+        """Make an operand of a tensor that the run has read from outside."""
+        original = self.originals[self.add(read.tensor).index]
+        original.position = read.position
+        return original
+
+    def _find_places(self, look: Look, constants: dict[int, Read]) -> None:
         """Find the places of captured operands. Constants in modules become operands, and leave `constants`."""
         index = self._index
         captured = {id(t): t for t in self.tensors[self.held :]}
-        for key in captured:
-            self.originals[index[key]].position = look.outside[key].position
         for key, places in self.known_places.items():  # an outer rerun may have put other tensors there
-            if key in captured:
+            if captured.pop(key, None) is not None:
                 self.originals[index[key]].set_in_modules(places)
-                del captured[key]
         if captured or constants:
-            for key, places in places_in_modules(self.objects, [*captured.values(), *constants.values()]).items():
-                if key in captured:
-                    del captured[key]
-                else:
-                    self.originals[self.add(constants.pop(key)).index].position = look.outside[key].position
+            wanted = [*captured.values(), *(read.tensor for read in constants.values())]
+            for key, places in places_in_modules(self.objects, wanted).items():
+                if captured.pop(key, None) is None:
+                    self._capture(constants.pop(key))
                 self.originals[index[key]].set_in_modules(places)
             for tensor, place in search(self.objects, captured, far=False) if captured else ():
                 self._add_place(tensor, place)
@@ -271,7 +240,7 @@ class Operands:
         """Make an operand of a tensor that no torch call was seen to read."""
         tensor = stranger.leaf
         if tensor is None:
-            for found, _ in search(self.objects, _All()):
+            for found, _ in search(self.objects):
                 if any(stranger.edge in edges_of(t, since) for t in layers_and_tangents(found)):
                     tensor = found
                     break
@@ -298,61 +267,47 @@ class Operands:
 
     def plan(self, inputs: list[Tensor]) -> Plan:
         """Plan a rerun with these inputs. An input that the function writes to is replaced by a copy."""
-        pairs: list[tuple[Tensor, Tensor]] = []
+        swaps: dict[int, tuple[Tensor, Tensor]] = {}
         fill: list[tuple[Place, Tensor]] = []
         to_write: dict[int, Tensor] = {}
         reads: dict[int, int] = {}
-        given: set[int] = set()
-        alive: list[Tensor] = []
         for i, original in enumerate(self.originals):
-            operand, tensor = original.as_found(inputs[i]), original.ref()
+            operand, tensor = of_kind(original.kind, inputs[i]), original.ref()
             inputs[i] = operand
             if original.written:
                 operand = inputs[i] = operand.clone()
                 if tensor is not None:  # else the function may have made it itself, unseen
                     to_write[memory_of(operand)] = operand
-            if original.position is None:
-                given.add(id(operand))
-            else:
-                for t in (operand, tensor):  # it may replace two originals
-                    if t is not None:
-                        alive.append(t)
-                        reads[id(t)] = min(original.position, reads.get(id(t), NEVER))
             for place in original.places:
                 if item(*place) is not operand:
                     fill.append((place, operand))
-            for ref in (original.ref, *original.also):
-                if (found := ref()) is not None and found is not operand:
-                    pairs.append((found, operand))
+            found = [t for ref in (original.ref, *original.also) if (t := ref()) is not None]
+            for t in (operand, *found):
+                reads[id(t)] = min(original.position, reads.get(id(t), NEVER))  # it may belong to two originals
+                if t is not operand:
+                    swaps[id(t)] = t, operand
             if tensor is operand:
                 continue
             if original.attributes:
                 vars(operand).update(original.attributes)
             if original.handed_on and not original.places:
                 raise RematError(_HANDED_ON.format(self.name, "an op", list(operand.shape), operand.dtype))
-        for key in given & reads.keys():  # an argument that was also captured
-            del reads[key]
-        for ref, version, position in (*self.constants, *self._cell_constants):
+        alive = [*self.still_there(), *(t for ref, _ in self.survivors if (t := ref()) is not None)]
+        for ref, version, position in self.constants:
             constant = ref()
             if constant is not None:
                 if internals.version(constant) != version:
                     raise CheckpointError(_CHANGED_SINCE.format(list(constant.shape), constant.dtype, self.name))
-                alive.append(constant)
                 reads[id(constant)] = position
-        survivors = {}
-        for ref, how in self.survivors:
-            if (survivor := ref()) is not None:
-                alive.append(survivor)
-                survivors[id(survivor)] = how
-        return Plan(pairs, fill, to_write, reads, survivors, alive)
+        survivors = {id(t): how for ref, how in self.survivors if (t := ref()) is not None}
+        return Plan(swaps, fill, to_write, reads, survivors, alive)
 
     def still_there(self) -> list[Tensor]:
         """The originals, and the other outside tensors that reruns read, if they are still alive."""
         refs = [original.ref for original in self.originals] + [ref for ref, *_ in self.constants]
-        refs += [ref for ref, *_ in self._cell_constants]
         return [t for ref in refs if (t := ref()) is not None]
 
-    def let_go(self, look: Look, reached: AbstractSet[int]) -> None:
+    def let_go(self, look: Look, reached: set[int]) -> None:
         """Called after the derivative is attached, when the forward's graph is freed. Notes which tensors are alive.
 
         **Arguments:**
@@ -364,18 +319,8 @@ class Operands:
                 self._must_have_place(key, look)
         self.survivors += look.survivors()
         for i in range(self.given, self.held):
-            read = look.outside.get(id(self.tensors[i]))
-            if read is not None:
-                self.originals[i].position = read.position
-            elif self.positions[i] not in reached:
+            if id(self.tensors[i]) not in look.outside and self.positions[i] not in reached:
                 self.originals[i].position = NEVER
         self.constants = [constant for constant in self.constants if constant[0]() is not None]
-        self.objects, self.tensors, self._in_cells = [], [], []
+        self.objects, self.tensors = [], []
         self._index = {}
-
-
-class _All:
-    """Contains every identity: the wanted tensor is recognised by its node instead."""
-
-    def __contains__(self, key: object) -> bool:
-        return True

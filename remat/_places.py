@@ -107,11 +107,16 @@ def _modules_near(objects: Iterable[Any]) -> Iterator[torch.nn.Module]:
                 yield from (m for m in items if isinstance(m, torch.nn.Module))
 
 
-def search(objects: Iterable[Any], wanted: Container[int], far: bool = True) -> Iterator[tuple[Tensor, Place]]:
-    """Search the objects, and those in reach, for wanted tensors: each with its place, the nearest first. Bounded."""
+def search(
+    objects: Iterable[Any], wanted: Container[int] | None = None, far: bool = True
+) -> Iterator[tuple[Tensor, Place]]:
+    """Search the objects, and those in reach, for tensors: each with its place, the nearest first. Bounded.
+
+    `wanted`: identities of those to find. Without it, all are.
+    """
     for obj in _in_reach(objects, *(_FAR if far else _NEAR)):
         for holder, key, value in _slots(obj):
-            if isinstance(value, Tensor) and id(value) in wanted:
+            if isinstance(value, Tensor) and (wanted is None or id(value) in wanted):
                 yield value, (holder, key)
 
 

@@ -8,7 +8,6 @@ numbers are right.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -17,13 +16,11 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._context import RandomState
+from remat._context import NOTHING, Ambient, RandomState
 from remat._dispatch_mode import ops_of_remat
 from remat._ops import FACTS, OpFacts, bytes_of, facts_of, flat, storages, tensors
 from remat._tape import Origin, Tape, origin_of
 from remat._values import CONSTANT, Changed, Content, Key, Op, Operand, OpMode, Value
-
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Replay(OpMode):
@@ -219,13 +216,9 @@ def _compute(op: Op, memory: dict[Value, Any], before: RandomState | None) -> No
     written = storages(op.facts.written(*_filled(op, given)))
     given |= {v: bytes_of(s).clone().untyped_storage() for v, s in given.items() if s in written}
     args, kwargs = _filled(op, given)
-    now = torch.get_default_dtype()
-    torch.set_default_dtype(op.dtype)
-    try:
-        with before.replayed() if before else _NOTHING, internals.without_autocast(), internals.views_resolved():
-            out = op.facts.func(*args, **kwargs)
-    finally:
-        torch.set_default_dtype(now)
+    settings = Ambient.current()._replace(dtype=op.dtype, autocast=())
+    with settings.restored(), before.replayed() if before else NOTHING, internals.views_resolved():
+        out = op.facts.func(*args, **kwargs)
     memory |= {v: t.untyped_storage() for v, t in zip(op.outputs, flat(out), strict=True) if isinstance(v, Value)}
     memory |= dict(zip(op.writes, storages(op.facts.written(args, kwargs)), strict=True))
 

@@ -60,12 +60,7 @@ class RerunLook(Look):
     spares_tail = False
 
     def __init__(
-        self,
-        name: str,
-        forward: Signature,
-        plan: Plan,
-        operands: Sequence[Tensor],
-        level: int | None,
+        self, name: str, forward: Signature, plan: Plan, operands: Sequence[Tensor], level: int | None
     ) -> None:
         """Watch a rerun of the function `name`.
 
@@ -77,27 +72,21 @@ class RerunLook(Look):
         - `level`: the level whose derivative the rerun is for.
         """
         super().__init__(name, operands, None)
-        self._pairs = plan.pairs
-        self._swaps = {id(tensor): operand for tensor, operand in plan.pairs}
-        self._expected = plan.reads
-        self._survivors = plan.survivors
-        self._to_write = plan.to_write
+        self._swaps = plan.swaps
+        self._plan = plan
         self._forward = forward
         self._position = 0
         self._hooks: Counter[tuple[int, ...]] = Counter()
         """How many hooks it has set at each position of the signature."""
         self._level = level
-        self._read: set[int] = set()
-        """Identities of tensors that it read, and may have made unseen."""
         self._revived: dict[tuple[int, Any], tuple[int, torch.Size, torch.dtype]] = {}
         """By occasion on which it read survivors: how often the forward did so; shape and dtype of one of them."""
-        self._suspects: list[tuple[weakref.ref[Tensor], torch.Size, torch.dtype, str]] = []
+        self._suspects: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        """By identity, tensors that it may have made unseen, each with the error message if it has not."""
 
     def begin(self, outer: Look | None) -> None:
-        identities = [id(t) for t in self._given]
-        self.outside = dict.fromkeys(identities, None)
-        self._known.update(identities)
-        self._known.difference_update(self._expected)
+        self.outside = dict.fromkeys(map(id, self._given))
+        self._known.update(key for key in self.outside if self._plan.reads[key] == 0)
 
     def _count(self) -> int:
         return self._position
@@ -107,33 +96,33 @@ class RerunLook(Look):
         is_inner = internals.level_of(tensor) > self.depth  # NOTE [inner wrappers]
         if not is_inner and (key in self._known or self._reads_own(tensor)):
             return tensor
-        if key in self._survivors:
+        if (occasions := self._plan.survivors.get(key)) is not None:
             how = self._position, self._reader
-            if how not in self._survivors[key]:
+            if how not in occasions:
                 raise self._too_early(tensor)
             self._own.times[how] += 1
-            self._revived[how] = self._survivors[key][how], tensor.shape, tensor.dtype
+            self._revived[how] = occasions[how], tensor.shape, tensor.dtype
             return internals.below_grad_levels(tensor)
-        position = self._expected.get(key)
-        if position is None and key not in self._swaps:
+        position = self._plan.reads.get(key)
+        if position is None:
             return self._read_other(tensor, is_inner)
-        if position is not None and self._position < position:
+        if self._position < position:
             raise self._too_early(tensor)
-        operand = self._swaps.get(key, tensor)
+        _, operand = self._swaps.get(key, (tensor, tensor))
         self._known.add(id(operand))
         return operand
 
     def _too_early(self, tensor: Tensor) -> CheckpointError:
         return CheckpointError(_TOO_EARLY.format(self.name, list(tensor.shape), tensor.dtype, call_site(), PURITY))
 
-    def _stranger(self, tensor: Tensor) -> CheckpointError:
-        return CheckpointError(_STRANGER.format(self.name, [*tensor.shape], tensor.dtype, call_site(), PURITY))
+    def _stranger(self, tensor: Tensor) -> str:
+        return _STRANGER.format(self.name, list(tensor.shape), tensor.dtype, call_site(), PURITY)
 
     def _read_other(self, tensor: Tensor, is_inner: bool) -> Tensor:
         """Handle a read of a tensor that the forward was not seen to read."""
         key = id(tensor)
         if kept.get(key) is tensor:
-            raise self._stranger(tensor)
+            raise CheckpointError(self._stranger(tensor))
         if is_inner:
             inner = internals.unwrapped(tensor)
             if self.read(inner, handed_on=True) is not inner:
@@ -146,14 +135,13 @@ class RerunLook(Look):
             return tensor  # a transform inside the function has wrapped it, and is over
         if not (is_made_since(tensor, self._since) or internals.is_fake(tensor)):
             if internals.nodes_of(tensor):  # its graph is older than the rerun
-                raise self._stranger(tensor)
-            self._suspects.append((weakref.ref(tensor), tensor.shape, tensor.dtype, call_site()))
-            self._read.add(key)
+                raise CheckpointError(self._stranger(tensor))
+            self._suspects[key] = weakref.ref(tensor), self._stranger(tensor)
         self._known.add(key)
         return tensor
 
     def has_made(self, tensor: Tensor) -> bool:
-        return super().has_made(tensor) and id(tensor) not in self._read
+        return super().has_made(tensor) and id(tensor) not in self._suspects
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         forward = self._forward
@@ -171,7 +159,7 @@ class RerunLook(Look):
 
     def before_write(self, written: Tensor) -> None:
         """Note that the rerun wrote to an operand. It is a copy already."""
-        self._to_write.pop(memory_of(written), None)
+        self._plan.to_write.pop(memory_of(written), None)
 
     def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
         if id(args[0]) in self.outside:  # the forward has put it on the tensor itself
@@ -206,13 +194,13 @@ class RerunLook(Look):
 
     def check_suspects(self) -> None:
         """Called when the rerun's graph is freed. A tensor that is still alive was not made by the rerun."""
-        for ref, shape, dtype, where in () if internals.tracing() else self._suspects:  # a tracer keeps tensors alive
+        for ref, message in () if internals.tracing() else self._suspects.values():  # a tracer keeps tensors alive
             if ref() is not None:
-                raise CheckpointError(_STRANGER.format(self.name, list(shape), dtype, where, PURITY))
+                raise CheckpointError(message)
 
     def finish(self) -> None:
         """Check that the rerun made all calls and writes of the forward, and did not read survivors more often."""
-        for t in self._to_write.values():
+        for t in self._plan.to_write.values():
             raise CheckpointError(_NOT_WRITTEN.format(self.name, list(t.shape), t.dtype))
         for how, (times, shape, dtype) in self._revived.items():
             if self._own.times[how] > times:

@@ -38,13 +38,17 @@ def _saved_by(node: Any, raw: str = "") -> Iterator[Any]:
         yield from saved if isinstance(saved, (list, tuple)) else (saved,)
 
 
+def _saved_tensors_of(node: Any) -> list[Any]:
+    """The tensors that a node has saved, as torch holds them."""
+    return [saved for saved in _saved_by(node, "_raw") if isinstance(saved, internals.SavedTensor)]
+
+
 def forget_saved(nodes: Iterable[Any]) -> None:
     """Make nodes forget the tensors that they have saved: somebody may hold the graph, which will not be used."""
     for node in nodes:
-        for saved in _saved_by(node, "_raw"):
-            if isinstance(saved, internals.SavedTensor):
-                with contextlib.suppress(RuntimeError):  # it holds None
-                    saved.register_hooks(_forget, _forget)
+        for saved in _saved_tensors_of(node):
+            with contextlib.suppress(RuntimeError):  # it holds None
+                saved.register_hooks(_forget, _forget)
 
 
 def _forget(tensor: Tensor) -> None:
@@ -63,21 +67,18 @@ def nodes_behind(roots: Iterable[Any], since: int = -1) -> list[Any]:
     return list(found)
 
 
-def held_in(saved: Any) -> Any:
-    """What `save` holds: a tensor, or what hooks have put in its place. It is not unpacked."""
-    return saved.data
-
-
 def held_by(node: Any) -> Iterator[Any]:
-    """What a node holds of what it has saved, as `held_in`: to unpack it would run the function of a checkpoint."""
+    """What a node holds of what it has saved: tensors, or what hooks have put in their place.
+
+    It is not unpacked: that would run the function of a checkpoint.
+    """
     for held in _saved_by(node, "_raw"):
-        yield held_in(held) if isinstance(held, internals.SavedTensor) else held
+        yield held.data if isinstance(held, internals.SavedTensor) else held
 
 
 def packs(node: Any) -> bool:
     """Whether hooks have put something in the place of a tensor that a node saves."""
-    saved = (held_in(s) for s in _saved_by(node, "_raw") if isinstance(s, internals.SavedTensor))
-    return any(held is not None and not isinstance(held, Tensor) for held in saved)
+    return any(not isinstance(s.data, (Tensor, type(None))) for s in _saved_tensors_of(node))
 
 
 def unpacked_by_hooks(nodes: Iterable[Any], checkpoints: type) -> Iterator[Tensor]:
@@ -87,8 +88,8 @@ def unpacked_by_hooks(nodes: Iterable[Any], checkpoints: type) -> Iterator[Tenso
     """
     left = Tensor, type(None), checkpoints, internals.HolderOfTorch
     for node in nodes:
-        packed = [held_in(s) for s in _saved_by(node, "_raw") if isinstance(s, internals.SavedTensor)]
-        if any(not isinstance(held, left) for held in packed):  # the hooks of a node are the same for all that it saves
+        packed = any(not isinstance(s.data, left) for s in _saved_tensors_of(node))
+        if packed:  # the hooks of a node are the same for all that it saves
             yield from (internals.innermost(s) for s in _saved_by(node) if isinstance(s, Tensor))
 
 

@@ -806,10 +806,6 @@ def views_resolved() -> Iterator[None]:
         yield
 
 
-# A context in which ops compute in the dtypes of their inputs. `torch.autocast(enabled=False)` is for one device type.
-without_autocast = torch._C._DisableAutocast
-
-
 def compiling() -> bool:
     """Whether AOTAutograd or another backend traces a graph of dynamo."""
     return TracingContext.try_get() is not None

@@ -1347,3 +1347,27 @@ def test_a_list_that_is_emptied_before_the_backward() -> None:
     with pytest.raises(IndexError):
         out.backward()
     assert tensors == []
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_what_an_inner_transform_has_left_behind(order: int) -> None:
+    """The tensor that it has wrapped is the function's own argument."""
+
+    def program(x: Tensor) -> Tensor:
+        left: list[Tensor] = []
+
+        def loss(y: Tensor) -> Tensor:
+            left.append(y)
+            return y.square().sum()
+
+        return (grad(loss)(x) * left[0]).sin()
+
+    def run(ck: Any) -> Tensor:
+        def fun(x: Tensor) -> Tensor:
+            return ck(program)(x.cos()).sum()
+
+        for _ in range(order):
+            fun = functools.partial(lambda inner, x: grad(inner)(x).sum(), fun)
+        return grad(fun)(numbers(3))
+
+    assert_same(run(remat), run(plain))

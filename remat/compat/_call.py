@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import Closure, Operand, Rebuilder
-from remat._context import Ambient, Modes, OwnCasts, RandomState, replayed, rerunning
+from remat._context import Ambient, OwnCasts, RandomState, entered, modes_of_user, rerunning
 from remat._errors import CheckpointError, note_rerun
 from remat._graph import is_made_since
 from remat._memory import two_that_share_memory
@@ -120,7 +120,7 @@ class Call:
             self._flags = closure.flags()
         self._objects = closure.close()
         self._ambient = Ambient.current()
-        self._modes = Modes.current()
+        self._modes = modes_of_user()
         self._variables = contextvars.copy_context()
         if preserve_rng_state:
             self.random = RandomState(self.operands)
@@ -214,10 +214,10 @@ class Call:
             values, fill, look = self._prepared(arguments, stand_ins, looks)
             if tell is not None:
                 tell(values)
-            draws = NOTHING if self.random is None else replayed(self.random)
+            draws = NOTHING if self.random is None else self.random.replayed()
             keys = suspended() if internals.function_modes_active() and running() is not None else NOTHING
             inputs: Any = [values.get(key) for key in self._index]
-            modes, rebuild = self._modes.entered(), Rebuilder(self._closure, inputs)
+            modes, rebuild = entered(self._modes), Rebuilder(self._closure, inputs)
             flags = [(key, cell, cell.cell_contents) for key, cell in self._flags.items()]
             try:
                 with self._ambient.restored(), OwnCasts(), draws, keys, modes, context, trace, filled(fill):
@@ -259,7 +259,7 @@ class Call:
             if (now := item(*place)) is not value and not (id(now) == key and key in swaps)
         ]
         if swaps or stale or looks or self._needs_look or internals.may_run_compiled_code():
-            return values, fill, CheckpointLook.at_rerun(self.name, values.values(), [*swaps.values()], stale)
+            return values, fill, CheckpointLook.at_rerun(self.name, values.values(), swaps, stale)
         return values, fill, None
 
 

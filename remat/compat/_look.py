@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import Parameter, is_lazy
 
 from remat import _torch_internals as internals
-from remat._effects import EFFECTS, METADATA, Effects, effects_of, tensors_in
+from remat._effects import Effects, effects_of, tensors_in
 from remat._errors import CheckpointError
 from remat._look import Look
 from remat._memory import memory_of
@@ -59,18 +59,17 @@ class CheckpointLook(Look):
 
     @classmethod
     def at_rerun(
-        cls, name: str, given: Iterable[Tensor], pairs: list[tuple[Tensor, Tensor]], stale: dict[int, RuntimeError]
+        cls, name: str, given: Iterable[Tensor], swaps: dict[int, tuple[Tensor, Tensor]], stale: dict[int, RuntimeError]
     ) -> CheckpointLook:
         """A look at a rerun of the function `name`, which is given tensors.
 
         **Arguments:**
 
-        - `pairs`: tensors of the forward, and their stand-ins.
+        - `swaps`: by identity, tensors of the forward, each with its stand-in.
         - `stale`: by identity of tensors that have changed since the forward, the error to raise if one is read.
         """
         look = cls(name, [t for t in given if id(t) not in stale], None)
-        look.is_rerun, look._stale = True, stale
-        look._pairs, look._swaps = pairs, {id(tensor): stand_in for tensor, stand_in in pairs}
+        look.is_rerun, look._stale, look._swaps = True, stale, swaps
         return look
 
     def begin(self, outer: Look | None) -> None:
@@ -89,8 +88,8 @@ class CheckpointLook(Look):
         delegate = self.delegate
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
-        effects = EFFECTS.get(func) or effects_of(func)
-        if effects is METADATA:
+        effects = effects_of(func)
+        if effects.is_metadata:
             return func(*args, **kwargs) if kwargs else func(*args)
         known = self._known
         given = args, kwargs
@@ -111,8 +110,7 @@ class CheckpointLook(Look):
             return self._call(effects, func, args, kwargs or {}, given)
         if effects.acts:
             self._mark_draw(func)
-        if self.keeps_call:
-            self.call = func, args, kwargs or {}
+        self.call = func, args, kwargs or {}
         out = func(*args, **kwargs) if kwargs else func(*args)
         self.call = None
         if type(out) is Tensor and not internals.is_wrapper(out):
@@ -178,7 +176,7 @@ class CheckpointLook(Look):
             return tensor
         if internals.fully_shard_at_work():
             return tensor
-        value = self._swaps.get(key, tensor) if self.outer is None else self.outer.read(tensor, handed_on)
+        value = self._swaps.get(key, (tensor, tensor))[1] if self.outer is None else self.outer.read(tensor, handed_on)
         self._add(tensor, value)
         return value
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError, RematError
 from remat._holder import Holder
-from remat._saved import held_in
 from remat.compat._call import NO_CONTEXTS, NOTHING, Call, Contexts, modified
 from remat.compat._selective import Replay, Selective
 from remat.compat._settings import recomputed_in
@@ -151,7 +150,6 @@ class Region:
         call, selective = self._call, self._selective
         with internals.DisableTorchFunction():
             look = call.look()
-        look.keeps_call = selective is not None
         context = self._contexts[0] if selective is None else selective.recorder
         returned = False
         self._user_hooks = internals.saved_tensors_hooks_of_user()
@@ -201,7 +199,7 @@ class Region:
         """The inputs that it holds for reruns: tensors, or what hooks have made of them."""
         reads = (r.saved for r in self._call.reads if not r.is_written)
         saved = [*self._saved, *(s for s in reads if not isinstance(s, torch.nn.Parameter))]
-        return [s if isinstance(s, Tensor) else held_in(s) for s in saved if s is not None]
+        return [s if isinstance(s, Tensor) else s.data for s in saved if s is not None]
 
     def unpack(self, index: int) -> Tensor:
         """The saved tensor with this number."""
