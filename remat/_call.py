@@ -90,7 +90,7 @@ class Call:
         """
         self.name = name
         operands = self.operands = Operands(name)
-        closure = self._closure = Closure(operands.add)
+        closure = self._closure = Closure(operands.operand_of)
         given = [operands.add(x) if isinstance(x, Tensor) else x for x in leaves]
         operands.given = len(operands.tensors)  # not what functions among the arguments close over
         self._leaves = [x if type(x) is Operand else closure.take_apart(x) for x in given]
@@ -280,6 +280,7 @@ class Call:
             return None  # another call of the same name, not differentiated; or tensors that `flatten` can't take
         zeros = [t.flatten()[:0].sum() for t in values]
         self._look = look
+        operands.stands_in = True
         operands.known_places = {id(ref()): places for ref, places in forward.found}
         operands.survivors = [*forward.survivors]
         self.signature = forward.signature

@@ -1,6 +1,6 @@
 """The operands of a call: the tensors that its results may depend on, and how its reruns find them again.
 
-An operand is a tensor among the arguments or in a cell of the function, or a differentiated tensor that it reads from
+An operand is a tensor among the arguments, or a differentiated tensor that the function closes over or reads from
 outside. Autograd nodes save the operands. This module keeps only weak references to their originals, the tensors that
 the forward found, so that a rerun recognises an original and reads the operand in its place.
 """
@@ -125,11 +125,13 @@ class Operands:
       one operand may replace several originals.
     - `given`, `held`: how many of the originals are arguments; how many are arguments or in cells.
     - `objects`: where to search for captured tensors: the objects in reach of the function.
+    - `stands_in`: whether the call is skipped: see `Call.stand_in`.
     - `known_places`: by identity, places that are known from the forward of an outer function.
     - `survivors`: tensors that the forward made without a derivative and that are still alive, and how it read them.
     """
 
     given = held = 0
+    stands_in = False
     objects: Sequence[Any] = ()
 
     def __init__(self, name: str) -> None:
@@ -140,8 +142,11 @@ class Operands:
         self.positions: list[int] = []
         self.known_places: dict[int, Sequence[Place]] = {}
         self._index: dict[int, int] = {}
+        self._in_cells: list[tuple[Tensor, int]] = []
+        """Tensors in cells that are not operands, and their versions."""
         self.constants: list[tuple[weakref.ref[Tensor], int, int]] = []
-        """Outside tensors that are not operands, with version and signature length at the first read."""
+        self._cell_constants: list[tuple[weakref.ref[Tensor], int, int]] = []
+        """Both: outside tensors that are not operands, with version and signature length at the first read."""
         self.survivors: list[tuple[weakref.ref[Tensor], Any]] = []
 
     def add(self, tensor: Tensor) -> Operand:
@@ -152,6 +157,12 @@ class Operands:
             self.tensors.append(tensor)
             self.originals.append(Original(tensor))
         return Operand(index)
+
+    def operand_of(self, tensor: Tensor) -> Any:
+        if matters(tensor):
+            return self.add(tensor)
+        self._in_cells.append((tensor, internals.version(tensor)))
+        return tensor
 
     def find(self, look: Look, tape: Tape | None, since: int) -> None:
         """Add the outside tensors that must be operands, and note the others that the run read.
@@ -164,12 +175,26 @@ class Operands:
         shared = two_that_share_memory([look.outside[key].tensor for key in look.copies])
         if shared is not None:
             raise RematError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
+        self._note_cells(look)
         constants = self._add_read(look, tape, since)
         self._find_places(look, constants)
         for key, i in self._index.items() if look.outer is not None else ():
             if (read := look.outside.get(key)) is not None:
                 self.originals[i].also = [*map(weakref.ref, look.others_for(read))]
         self.constants += [(weakref.ref(r.tensor), r.version, r.position) for r in constants.values()]
+
+    def _note_cells(self, look: Look) -> None:
+        for tensor, version in self._in_cells:
+            written = id(tensor) in look.copies
+            read: Read | None = None if written else look.outside.pop(id(tensor), None)
+            if read is not None or self.stands_in:
+                self._cell_constants.append((weakref.ref(tensor), version, 0 if read is None else read.position))
+            if read is not None and internals.version(tensor) != version:
+                raise self._changed(read)
+
+    def _changed(self, read: Read) -> RematError:
+        where = f"an unknown line ({name_of(read.reader)} was the first to read it)"
+        return RematError(CHANGES.format(self.name, list(read.value.shape), read.value.dtype, where))
 
     def _add_read(self, look: Look, tape: Tape | None, since: int) -> dict[int, Read]:
         """Add each tensor that was read and must be an operand. Returns the other reads, by identity of the tensor."""
@@ -182,8 +207,7 @@ class Operands:
                 original.written = True
                 original.origin = None if tape is None else tape.origin(read.tensor)
             elif internals.version(value) != read.version:
-                where = f"an unknown line ({name_of(read.reader)} was the first to read it)"
-                raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, where))
+                raise self._changed(read)
             elif key in known or value is not read.tensor or (matters(value) and not is_made_since(value, since)):
                 self._capture(read)
             else:
@@ -293,7 +317,7 @@ class Operands:
             if original.handed_on and not original.places:
                 raise RematError(_HANDED_ON.format(self.name, "an op", list(operand.shape), operand.dtype))
         alive = [*self.still_there(), *(t for ref, _ in self.survivors if (t := ref()) is not None)]
-        for ref, version, position in self.constants:
+        for ref, version, position in (*self.constants, *self._cell_constants):
             constant = ref()
             if constant is not None:
                 if internals.version(constant) != version:
@@ -305,6 +329,7 @@ class Operands:
     def still_there(self) -> list[Tensor]:
         """The originals, and the other outside tensors that reruns read, if they are still alive."""
         refs = [original.ref for original in self.originals] + [ref for ref, *_ in self.constants]
+        refs += [ref for ref, *_ in self._cell_constants]
         return [t for ref in refs if (t := ref()) is not None]
 
     def let_go(self, look: Look, reached: set[int]) -> None:
@@ -322,5 +347,5 @@ class Operands:
             if id(self.tensors[i]) not in look.outside and self.positions[i] not in reached:
                 self.originals[i].position = NEVER
         self.constants = [constant for constant in self.constants if constant[0]() is not None]
-        self.objects, self.tensors = [], []
+        self.objects, self.tensors, self._in_cells = [], [], []
         self._index = {}
