@@ -68,7 +68,8 @@ class Ambient(NamedTuple):
 
     dtype: torch.dtype
     device: torch.device | None
-    autocast: tuple[tuple[str, bool, torch.dtype, bool], ...]
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]
+    """For each type of device with autocast enabled: its name, the dtype, and whether casts are cached."""
 
     @staticmethod
     def current() -> Ambient:
@@ -77,9 +78,8 @@ class Ambient(NamedTuple):
         if not internals.any_autocast_enabled():
             return _USUAL if dtype is torch.float32 and device is None else Ambient(dtype, device, ())
         cache = torch.is_autocast_cache_enabled()
-        devices = internals.autocast_devices()
-        autocast = ((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache) for d in devices)
-        return Ambient(dtype, device, tuple(autocast))
+        enabled = (d for d in internals.autocast_devices() if torch.is_autocast_enabled(d))
+        return Ambient(dtype, device, tuple((d, torch.get_autocast_dtype(d), cache) for d in enabled))
 
     def restored(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the settings are these again."""
@@ -95,7 +95,10 @@ class Ambient(NamedTuple):
             if now.device != self.device:
                 stack.enter_context(self.device or torch.device("cpu"))
             if now.autocast != self.autocast:
-                stack.enter_context(internals.autocast(self.autocast or _off(now.autocast)))
+                for name, *_ in now.autocast:
+                    stack.enter_context(torch.autocast(name, enabled=False))
+                for name, dtype, cache in self.autocast:
+                    stack.enter_context(torch.autocast(name, dtype, cache_enabled=cache))
             yield
 
 
@@ -113,10 +116,6 @@ class OwnCasts:
 
 
 _USUAL = Ambient(torch.float32, None, ())  # one for most calls and reruns: to make one takes time
-
-
-def _off(autocast: tuple[tuple[str, bool, torch.dtype, bool], ...]) -> tuple[tuple[str, bool, torch.dtype, bool], ...]:
-    return tuple((device, False, dtype, cache) for device, _, dtype, cache in autocast)
 
 
 has_accelerator = functools.cache(torch.accelerator.is_available)

@@ -122,12 +122,12 @@ def effects_of(func: Any) -> Effects:
             writes=may_write(func),
             draws=getattr(func, "__name__", "") in _RANDOM,
             sets_hook=func is Tensor.register_hook,
-            moves_hooks=internals.moves_hooks(func),
+            moves_hooks=func == internals.MOVES_HOOKS,
             differentiates=func is torch.autograd.grad,
             shows_graph=func == _GRAD_FN,
             sets_data=func == Tensor.data.__set__,  # type: ignore[attr-defined]
-            is_custom=internals.is_custom_function_call(func),
-            is_unlisted=internals.is_custom_function_call(func) or func in (Tensor.requires_grad_, Tensor.view_as),
+            is_custom=func is internals.custom_function_call,
+            is_unlisted=func is internals.custom_function_call or func in (Tensor.requires_grad_, Tensor.view_as),
             looks_up=func == Tensor.grad.__get__,  # type: ignore[union-attr]
             reads_memory=func in READS_MEMORY,
             multiplies=func in _PRODUCTS,

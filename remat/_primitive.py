@@ -61,12 +61,12 @@ class Link:
         self.leaves = fn.call.leaves.union([i for i, t in enumerate(operands) if t.requires_grad])
         """Positions of differentiated operands. Each rerun differentiates them, for the forward's signature."""
         self.thread = threading.get_ident()
-        self.versions = internals.memory_versions(operands) if level else []
+        self.versions = [*map(internals.version, operands)] if level else []
         """How often operands had been written to. Below all transforms, autograd checks that itself."""
 
     def check_versions(self, saved: Sequence[Tensor]) -> None:
         """Check that the operands were not written to since the forward."""
-        for tensor, now, before in zip(saved, internals.memory_versions(saved), self.versions, strict=True):
+        for tensor, now, before in zip(saved, map(internals.version, saved), self.versions, strict=True):
             if now != before:
                 raise CheckpointError(
                     f"remat: a tensor of shape {list(tensor.shape)}, {tensor.dtype} that {self.fn.call.name} was given "
@@ -274,8 +274,8 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
     outs = [i for i, v in enumerate(values) if v.requires_grad and v is not below[i]]
     if inner is below and not outs:
         return values
-    lifted = internals.wrapped_for_grad(inner, level)
-    lifted_operands = internals.wrapped_for_grad(operands, level)
+    lifted = [internals.wrap_grad(v, level) for v in inner]
+    lifted_operands = [internals.wrap_grad(t, level) for t in operands]
     reached = fn.prove([values[i] for i in outs], lifted_operands) if outs else ()
     saved = _connected(lifted_operands, reached, lambda t: internals.wrap_grad(internals.unwrap_grad(t, level), level))
     if not any(t.requires_grad for t in saved):
@@ -292,7 +292,7 @@ def _attach_at_jvp(top: Any, fn: Derived, values: Values, operands: Values) -> V
     below = [internals.unwrap_grad(v, level) for v in values]
     with top.lower():
         inner = attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
-    return values if inner is below else internals.wrapped_for_grad(inner, level)
+    return values if inner is below else [internals.wrap_grad(v, level) for v in inner]
 
 
 def _attach_at_vmap(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
