@@ -78,7 +78,7 @@ class Replay(OpMode):
         return Value() if op is None else op.outputs[0]
 
     def _outside(self, storage: Any) -> Value:
-        return self._tape.outside(storage) or Value()
+        return self._tape.outsides.get(storage) or Value()
 
     def _known(self, key: Key) -> Op | None:
         """The op of the forward with this key, or None."""
@@ -189,7 +189,7 @@ class Replay(OpMode):
             self._fills = False
 
     def _fill_all(self, wanted: list[Value]) -> None:
-        with internals.below_all_transforms(), internals.DisableTorchFunction(), ops_of_remat():
+        with internals.no_transforms(), torch.no_grad(), internals.DisableTorchFunction(), ops_of_remat():
             computed = self._computed(wanted)
             for content in self._contents.values():
                 if content.hollow and content.value in computed and (storage := content.storage()) is not None:
