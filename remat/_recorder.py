@@ -106,7 +106,7 @@ class Recorder(OpMode):
         """The text of a TypeError that the policy has raised."""
         self._since = internals.next_sequence_number()
         self._ops: list[Op] = []
-        self._by_key: dict[Key, Op] = {}
+        self._by_key: dict[Key, list[Op]] = {}
         self._pins: dict[Value, Any] = {}
         """Storages that no backward may read, but ops that run again: they are held until the end of the run."""
         self._saved: dict[Value, Any] | None = None
@@ -156,9 +156,7 @@ class Recorder(OpMode):
     def _add(self, key: Key, op: Op) -> Op:
         op.dtype = torch.get_default_dtype()
         self._ops.append(op)
-        first = self._by_key.setdefault(key, op)
-        if first is not op:
-            first.others += (op,)
+        self._by_key.setdefault(key, []).append(op)
         return op
 
     def _note(self, op: Op, outputs: Sequence[Any], changed: list[Tensor], decision: CheckpointPolicy) -> None:

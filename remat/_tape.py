@@ -75,13 +75,13 @@ class Tape:
     **Attributes:**
 
     - `ops`: the ops of the run, in order.
-    - `by_key`: the first op with each key. See `Op.others`.
+    - `by_key`: the ops with each key, in order. Each has its own memory.
     - `outsides`: the values of storages that the run read and no op made.
     - `kept`: the kept values.
     """
 
     ops: list[Op]
-    by_key: dict[Key, Op]
+    by_key: dict[Key, list[Op]]
     outsides: weakref.WeakKeyDictionary[Any, Value]
     kept: dict[Value, Kept]
     _before: weakref.ref[Tape] | None = field(default=None, init=False)

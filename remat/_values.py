@@ -104,7 +104,6 @@ class Op:
     - `is_view`: whether it returned its argument's memory, although its schema does not say so.
     - `runs`: whether it has to run again.
     - `after`: the states of its generators after the draw. A rerun that skips the op continues from them.
-    - `others`: later calls with the same key. Each has its own memory.
     """
 
     facts: OpFacts
@@ -119,7 +118,6 @@ class Op:
     is_view: bool = False
     runs: bool = False
     after: RandomState | None = None
-    others: tuple[Op, ...] = ()
 
 
 class Changed(NamedTuple):
