@@ -19,30 +19,17 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-
-# Turns off torch-function modes and subclasses: they must not see our own bookkeeping.
-from torch._C import DisableTorchFunction as DisableTorchFunction
 from torch._C import _functorch as _C
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
-# The kinds of transform that a rule can be written for.
-from torch._C._functorch import TransformType as TransformType
-from torch._C._functorch import pop_dynamic_layer_stack, push_dynamic_layer_stack
+from torch._functorch import autograd_function as _autograd_function
 from torch._functorch import eager_transforms as _eager
 from torch._functorch import vmap as _vmap
-
-# What `autograd.Function.apply` is under a transform.
-from torch._functorch.autograd_function import custom_function_call as custom_function_call
 from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_clear_interpreter_stack
 from torch._guards import TracingContext
 from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
-
-# A compiler's tensor, which has no values.
-from torch._subclasses import FakeTensor as FakeTensor
+from torch._subclasses import FakeTensor as FakeTensor  # a compiler's tensor, which has no values
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad as fwad
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
-from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed._composable_state import _module_state_mapping
 from torch.fx import Interpreter
@@ -51,14 +38,10 @@ from torch.fx.traceback import preserve_node_meta
 
 # Importing it makes every pytree node registered with torch known to optree, in the namespace "torch".
 from torch.utils import _cxx_pytree as _cxx_pytree
-from torch.utils import _python_dispatch
 from torch.utils import _pytree as pytree
-
-# The mode behind `with torch.device(...)`.
-from torch.utils._device import DeviceContext as DeviceContext
-
-# A mode that sees every aten op below all transforms: documented, but its import path is private.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._device import DeviceContext as DeviceContext  # the mode behind `with torch.device(...)`
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented, its path is private
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import (
     _CachedTorchDispatchMode,
     _CachingTorchDispatchMode,
@@ -71,6 +54,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Transforms.
 
+TransformType = _C.TransformType
+"""The kinds of transform that a rule can be written for."""
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 stack_depth: Callable[[], int] = _C.get_dynamic_layer_stack_depth
 _RANDOMNESS = {kind: name.lower() for name, kind in _C.RandomnessType.__members__.items()}
@@ -119,10 +104,10 @@ class _Lowered:
     __slots__ = ("_popped",)
 
     def __enter__(self) -> None:
-        self._popped = pop_dynamic_layer_stack()
+        self._popped = _C.pop_dynamic_layer_stack()
 
     def __exit__(self, *args: object) -> None:
-        push_dynamic_layer_stack(self._popped)
+        _C.push_dynamic_layer_stack(self._popped)
 
 
 def top_transform() -> Transform | None:
@@ -307,7 +292,7 @@ def functionalize_level(reapply_views: bool) -> Iterator[int]:
 @contextlib.contextmanager
 def dual_level() -> Iterator[None]:
     """A level of `torch.autograd.forward_ad` without functorch; the user's, if that is entered."""
-    with _set_fwd_grad_enabled(True), _NOTHING if forward_ad_active() else fwad.dual_level():
+    with fwad._set_fwd_grad_enabled(True), _NOTHING if forward_ad_active() else fwad.dual_level():
         yield
 
 
@@ -325,7 +310,7 @@ def forward_ad_active() -> bool:
 
 def forward_ad_disabled() -> contextlib.AbstractContextManager[Any]:
     """A context in which ops ignore the tangents of their inputs."""
-    return _set_fwd_grad_enabled(False) if forward_ad_active() else _NOTHING
+    return fwad._set_fwd_grad_enabled(False) if forward_ad_active() else _NOTHING
 
 
 @contextlib.contextmanager
@@ -345,13 +330,14 @@ function_modes_active: Callable[[], int] = torch._C._len_torch_function_stack
 dispatch_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # The active modes, innermost last.
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
-dispatch_mode_stack: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
+dispatch_mode_stack: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
 # The innermost torch-function mode; None without one.
 top_function_mode: Callable[[], Any] = torch.overrides._get_current_function_mode
 # Enter and leave a torch-function mode, without the two calls around each.
 push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
-# Turns dispatch modes off: a selective context must not see our own bookkeeping.
+# Turn torch-function modes and subclasses off, or dispatch modes: they must not see our own bookkeeping.
+DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchDispatch = torch._C._DisableTorchDispatch
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 autocast_devices: Callable[[], list[str]] = torch._C._autocast_supported_devices
@@ -392,6 +378,8 @@ def with_subclasses(run: Callable[[], T]) -> T:
 
 OP_KINDS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload)
 """Classes of ops: of all overloads together, and of one."""
+custom_function_call: Any = _autograd_function.custom_function_call
+"""What `autograd.Function.apply` is under a transform."""
 HigherOrderOperator: Any = torch._ops.HigherOrderOperator
 # The names of all ops that the dispatcher knows, such as `aten::add.Tensor` and `aten::mm`.
 op_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
@@ -429,7 +417,7 @@ next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
 
-class SingleLevelFunction(_SingleLevelFunction):
+class SingleLevelFunction(torch.autograd.function._SingleLevelFunction):
     """An autograd node for one level of functorch's stack; `autograd.Function` refuses to be used there."""
 
     apply: ClassVar[Callable[..., Any]]
@@ -440,12 +428,9 @@ class SingleLevelFunction(_SingleLevelFunction):
         return (ctx._autograd_function_id,)
 
 
-N = TypeVar("N", bound=type[SingleLevelFunction])
-
-
-def called_directly(function: N) -> N:
+def called_directly(function: F) -> F:
     """Let the engine call the `backward` of a node of ours without torch's method that looks for it: 2 µs (2.13)."""
-    function._backward_cls.apply = function.backward
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
     return function
 
 
