@@ -118,17 +118,19 @@ def top_transform() -> Transform | None:
 
 def differentiating() -> bool:
     """Whether `torch.func` differentiates at some level: a transform other than `vmap` is active."""
-    return any(i.key() != TransformType.Vmap for i in _C.get_interpreter_stack() or ())
+    return transforms_active() and any(i.key() != TransformType.Vmap for i in _C.get_interpreter_stack())
 
 
 def functionalizing() -> bool:
     """Whether `torch.func.functionalize` is active."""
-    return any(i.key() == TransformType.Functionalize for i in _C.get_interpreter_stack() or ())
+    return transforms_active() and any(i.key() == TransformType.Functionalize for i in _C.get_interpreter_stack())
 
 
 def lowest_recorded_level() -> int:
     """The level below which nothing is recorded: `torch.no_grad` is around its transform. -2 if there is no such."""
-    grads = (i for i in _C.get_interpreter_stack() or () if i.key() == TransformType.Grad)
+    if not transforms_active():
+        return -2
+    grads = (i for i in _C.get_interpreter_stack() if i.key() == TransformType.Grad)
     return max((i.level() for i in grads if not _C.CGradInterpreterPtr(i).prevGradMode()), default=-2)
 
 
