@@ -794,6 +794,7 @@ def uses_transforms(graph: Any) -> bool:
 # FSDP2 and DTensor.
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
+_DTENSOR = "torch.distributed.tensor"
 
 
 def fully_shard_at_work() -> bool:
@@ -806,7 +807,7 @@ def fully_shard_at_work() -> bool:
 
 def dtensor_at_work() -> bool:
     """Whether DTensor (2.13) makes the running torch call, on the local tensors inside it."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized() and called_by("torch.distributed.tensor")
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and called_by(_DTENSOR)
 
 
 def uses_fully_shard() -> bool:
