@@ -96,6 +96,10 @@ class Tape:
         """Whether the policy allows any value of the run to be kept."""
         return any(value.is_saveable for op in self.ops for value in op.values)
 
+    def held(self) -> dict[Any, tuple[Value, Op]]:
+        """By the storages that are held, the values in them and the ops that computed them."""
+        return {kept.memory.untyped_storage(): (value, self.ops[value.op]) for value, kept in self.kept.items()}
+
     def origin(self, tensor: Tensor) -> Origin | None:
         """The origin of a tensor from outside, for reruns that get a copy of it; None if the run did not read it.
 

@@ -90,9 +90,7 @@ class Watched:
             if is_rerunning() or not results:
                 return
             operands = largest_views(map(internals.innermost, call.operands.still_there()))
-            kept = {}
-            if (tape := call.tape) is not None:
-                kept = {k.memory.untyped_storage(): (v, tape.ops[v.op]) for v, k in tape.kept.items()}
+            kept = {} if call.tape is None else call.tape.held()
             drops = sum(s.nbytes() for s in saved.difference(operands, kept))
             if self._log_tables:
                 residuals = outside_residuals(fun, args, kwargs, operands, {}, where)
