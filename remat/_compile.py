@@ -65,17 +65,16 @@ def _as_op(
     function = graph.forward if isinstance(graph, torch.nn.Module) else graph  # remat of a module is a module
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if (internals.differentiating() or not internals.compiling()) and internals.uses_transforms(graph):
+        by_partitioner = internals.compiling() and not internals.differentiating()
+        if not by_partitioner and internals.uses_transforms(graph):
             internals.allow_saved_tensors_hooks()
             raise RematError(_TRANSFORMS_INSIDE)
         decides = by_identity[policy] if isinstance(policy, int) else policy_of(policy)
-        if internals.compiling() and internals.differentiating():
-            return remat(function, policy=decides, preserve_rng_state=preserve_rng_state)(*args)
-        if internals.compiling():
-            if not any(isinstance(a, Tensor) and internals.requires_grad_at_any_level(a) for a in args):
-                return graph(*args)  # without a backward graph, torch refuses draws that are marked
-            return internals.run_marked(graph, args, _marking(decides.start()))
-        return remat(function, policy=decides, preserve_rng_state=preserve_rng_state)(*args, **kwargs)
+        if not by_partitioner:
+            return remat(function, policy=decides, preserve_rng_state=preserve_rng_state)(*args, **kwargs)
+        if not any(isinstance(a, Tensor) and internals.requires_grad_at_any_level(a) for a in args):
+            return graph(*args)  # without a backward graph, torch refuses draws that are marked
+        return internals.run_marked(graph, args, _marking(decides.start()))
 
     return run
 

@@ -51,7 +51,8 @@ class Ambient(NamedTuple):
 
     dtype: torch.dtype
     device: torch.device | None
-    autocast: tuple[tuple[str, bool, torch.dtype, bool], ...]
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]
+    """For each type of device with autocast enabled: its name, the dtype, and whether casts are cached."""
 
     @staticmethod
     def current() -> Ambient:
@@ -60,9 +61,8 @@ class Ambient(NamedTuple):
         if not internals.any_autocast_enabled():
             return _USUAL if dtype is torch.float32 and device is None else Ambient(dtype, device, ())
         cache = torch.is_autocast_cache_enabled()
-        devices = internals.autocast_devices()
-        autocast = ((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache) for d in devices)
-        return Ambient(dtype, device, tuple(autocast))
+        enabled = (d for d in internals.autocast_devices() if torch.is_autocast_enabled(d))
+        return Ambient(dtype, device, tuple((d, torch.get_autocast_dtype(d), cache) for d in enabled))
 
     def restored(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the settings are these again."""
@@ -78,8 +78,10 @@ class Ambient(NamedTuple):
             if now.device != self.device:
                 stack.enter_context(self.device or torch.device("cpu"))
             if now.autocast != self.autocast:
-                off = tuple((device, False, dtype, cache) for device, _, dtype, cache in now.autocast)
-                stack.enter_context(internals.autocast(self.autocast or off))
+                for name, *_ in now.autocast:
+                    stack.enter_context(torch.autocast(name, enabled=False))
+                for name, dtype, cache in self.autocast:
+                    stack.enter_context(torch.autocast(name, dtype, cache_enabled=cache))
             yield
 
 

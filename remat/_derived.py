@@ -91,7 +91,7 @@ class Link:
         self.leaves = fn.call.leaves.union([i for i, t in enumerate(operands) if t.requires_grad])
         """Positions of differentiated operands. Each rerun differentiates them, for the forward's signature."""
         self.thread = threading.get_ident()
-        self.versions = internals.memory_versions(operands) if level else []
+        self.versions = [*map(internals.version, operands)] if level else []
         """How often operands had been written to. Below all transforms, autograd checks that itself."""
 
 

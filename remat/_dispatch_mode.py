@@ -37,12 +37,10 @@ class DispatchMode(internals.TorchDispatchMode):
         """Do an op."""
         return func(*args, **kwargs)
 
+    _op_of_remat = _op  # within `ops_of_remat`
+
     def accessed(self, func: Any, args: Any, kwargs: Any) -> None:
         """Called before a torch call reads the memory of tensors without an op."""
-
-    def _op_of_remat(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do an op within `ops_of_remat`."""
-        return func(*args, **kwargs)
 
     @internals.left_alone_by_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

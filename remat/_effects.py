@@ -82,13 +82,13 @@ class Effects:
         self.draws = getattr(func, "__name__", "") in _RANDOM
         """It draws random numbers."""
         self.sets_hook = func is Tensor.register_hook
-        self.moves_hooks = internals.moves_hooks(func)
+        self.moves_hooks = func == internals.MOVES_HOOKS
         """Autograd moves hooks to a new node with it, and holds a lock that reading `grad_fn` would wait for."""
         self.differentiates = func is torch.autograd.grad
         """`torch.func` calls it too."""
         self.shows_graph = func == Tensor.grad_fn.__get__  # type: ignore[union-attr]
         self.sets_data = func == Tensor.data.__set__  # type: ignore[attr-defined]
-        self.is_custom = internals.is_custom_function_call(func)
+        self.is_custom = func is internals.custom_function_call
         """It is `autograd.Function.apply`, which modes see only inside of transforms."""
         self.is_unlisted = self.is_custom or func in (Tensor.requires_grad_, Tensor.view_as)
         """No signature lists it: `apply`; `requires_grad_`, which the forward may have done for the rerun; `view_as`,

@@ -32,8 +32,7 @@ class Kept(str):
 
 def keep(name: str, tree: Any) -> None:
     """Make every policy keep these values, if the backward reads them. `name` is for inspection."""
-    if internals.dispatch_modes_active() or internals.function_modes():
-        _named(Kept(name), _tree.flatten(tree)[0])
+    _give(Kept(name), tree)
 
 
 def checkpoint_name(x: T, /, name: str) -> T:
@@ -74,9 +73,14 @@ def checkpoint_name(x: T, /, name: str) -> T:
         )
     if torch.compiler.is_dynamo_compiling():
         return internals.call_lifted(functools.partial(_when_the_op_runs, name), _same, x)
-    if not (internals.dispatch_modes_active() or internals.function_modes()):
-        return x
-    leaves, spec = _tree.flatten(x)
+    return _give(name, x)
+
+
+def _give(name: str, tree: T) -> T:
+    """The tree with aliases of its tensors, which have the name; the tree itself if no mode would see it."""
+    if not (internals.dispatch_modes_active() or internals.function_modes_active()):
+        return tree
+    leaves, spec = _tree.flatten(tree)
     return _tree.unflatten(spec, _named(name, leaves))
 
 

@@ -68,17 +68,13 @@ class NestedMode(TorchFunctionMode):
         self._before = look, mode = _current.look, _current.mode
         with internals.DisableTorchFunction():
             self.begin(None if self.is_rerun else look)
-        if mode is None:
+        is_on_top = mode is not None and internals.top_function_mode() is mode
+        if mode is not None:
+            self._delegate_before = mode.delegate
+            mode.delegate = self if is_on_top else _BLIND
+        if not is_on_top:
             internals.push_function_mode(self)
             _current.mode = self
-        else:
-            self._delegate_before = mode.delegate
-            if internals.top_function_mode() is mode:
-                mode.delegate = self
-            else:
-                mode.delegate = _BLIND
-                internals.push_function_mode(self)
-                _current.mode = self
         _current.look = self
         return self
 

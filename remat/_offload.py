@@ -39,7 +39,7 @@ class Offloaded:
         """Start the copy of `source`, the bytes of a storage."""
         self._device = source.device
         self._fetched: tuple[Tensor, Any] | None = None
-        backend = _backend(source.device)
+        self._backend = backend = _backend(source.device)
         if backend is None:
             self.host = source.clone()
             return
@@ -52,25 +52,23 @@ class Offloaded:
 
     def fetch(self) -> None:
         """Start the copy back to the device."""
-        backend = _backend(self._device)
-        if backend is None or self._fetched is not None:
+        if self._backend is None or self._fetched is not None:
             return
-        side = _side_stream(backend, self._device)
-        with backend.stream(side):  # after the copy to the host, which is on the same stream
+        side = _side_stream(self._backend, self._device)
+        with self._backend.stream(side):  # after the copy to the host, which is on the same stream
             back = torch.empty_like(self.host, device=self._device)
             back.copy_(self.host, non_blocking=True)
             self._fetched = back, side.record_event()
 
     def get(self) -> Tensor:
         """The bytes, flat, on the device they came from."""
-        backend = _backend(self._device)
-        if backend is None:
+        if self._backend is None:
             return self.host
         self.fetch()
         assert self._fetched is not None
         back, there = self._fetched
         self._fetched = None
-        current = backend.current_stream(self._device)
+        current = self._backend.current_stream(self._device)
         current.wait_event(there)
         _in_use_by(back, current)
         return back

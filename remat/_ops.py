@@ -13,9 +13,9 @@ from remat import _torch_internals as internals
 
 # These write to running_mean and running_var, although their schemas do not say so.
 _WRITE_STATISTICS = {
-    getattr(torch.ops.aten, name).default
-    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-    if hasattr(torch.ops.aten, name)
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.cudnn_batch_norm.default,
+    torch.ops.aten.miopen_batch_norm.default,
 }
 
 DETACH = torch.ops.aten.detach.default
@@ -46,7 +46,7 @@ class OpFacts:
         returns = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
         arguments = enumerate(func._schema.arguments)
         self.func = func
-        self.is_custom = not internals.is_of_aten(func)
+        self.is_custom = func.namespace not in ("aten", "prims")
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
         # In-place views, such as `squeeze_`, write nothing.
         self.is_view = torch.Tag.inplace_view in func.tags or not all(r.is_write for r in returns)

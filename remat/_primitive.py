@@ -57,7 +57,7 @@ def _saved(ctx: Any) -> tuple[Tensor, ...]:
         raise CheckpointError(f"{_CHANGED.format('a tensor', link.fn.call.name)} {error}") from None
     if link.versions:
         with internals.DisableTorchFunction():
-            for tensor, now, before in zip(operands, internals.memory_versions(operands), link.versions, strict=True):
+            for tensor, now, before in zip(operands, map(internals.version, operands), link.versions, strict=True):
                 if now != before:
                     which = f"a tensor of shape {list(tensor.shape)}, {tensor.dtype}"
                     raise CheckpointError(_CHANGED.format(which, link.fn.call.name))
@@ -230,8 +230,8 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
     outs = [i for i, v in enumerate(values) if v.requires_grad and v is not below[i]]
     if inner is below and not outs:
         return values
-    lifted = internals.wrapped_for_grad(inner, level)
-    lifted_operands = internals.wrapped_for_grad(operands, level)
+    lifted = [internals.wrap_grad(v, level) for v in inner]
+    lifted_operands = [internals.wrap_grad(t, level) for t in operands]
     reached = fn.prove([values[i] for i in outs], lifted_operands) if outs else ()
     saved = _connected(lifted_operands, reached, lambda t: internals.wrap_grad(internals.unwrap_grad(t, level), level))
     if not any(t.requires_grad for t in saved):
@@ -248,7 +248,7 @@ def _attach_at_jvp(top: Any, fn: Derived, values: Values, operands: Values) -> V
     below = [internals.unwrap_grad(v, level) for v in values]
     with top.lower():
         inner = attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
-    return values if inner is below else internals.wrapped_for_grad(inner, level)
+    return values if inner is below else [internals.wrap_grad(v, level) for v in inner]
 
 
 def _attach_at_vmap(top: Any, fn: Derived, values: Values, operands: Values) -> Values:

@@ -29,15 +29,14 @@ from remat._saved import held_by, nodes_behind, packs, saves_output
 from remat._tape import KEEP, Kept, Tape
 from remat._values import CONSTANT, Changed, Content, Key, Op, OpMode, Value
 from remat.policies._enum import CheckpointPolicy
-from remat.policies._policy import Decide, Policy
+from remat.policies._policy import Decide, as_policy
 
 _MUST = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_CPU_OFFLOAD)
 _BARE = (
     "remat: {} runs under a policy and returns a tensor. torch can't differentiate that under a mode, which a policy "
     "needs: let its functions return a tuple, (y,)."
 )
-_NONE: dict[str, Any] = {}
-_NO_OP = facts_of(CONSTANT)  # stands for a write by Python or a kernel
+_NO_OP = facts_of(CONSTANT)  # stands for an access by Python or a kernel, and for an op without a key
 _NUMBERS = (bool, int, float, complex, type(None))
 
 
@@ -79,6 +78,13 @@ def _is_known(x: Any) -> bool:
     return not isinstance(x, Tensor) or plain(x)
 
 
+def _decide(value: Value, decision: CheckpointPolicy, tensor: Tensor) -> None:
+    """Apply a decision to a value. `tensor`: the value, or a view of it."""
+    value.decision, value.is_saveable = decision, decision in KEEP
+    if value.is_saveable and not tensor.is_inference():
+        value.counter = internals.version_counter(tensor)
+
+
 class Recorder(OpMode):
     """Records the ops of a forward, and asks the policy about each."""
 
@@ -93,21 +99,19 @@ class Recorder(OpMode):
         - `where`: returns the current place in the user's code.
         """
         super().__init__()
-        self._policy = policy
+        self._policy = as_policy(policy)
         self._where = where
         self._by_ops: dict[int, CheckpointPolicy | None] = {}
         self._complaint: str | None = None
         """The text of a TypeError that the policy has raised."""
         self._since = internals.next_sequence_number()
         self._ops: list[Op] = []
-        self._by_key: dict[Key, Op] = {}
-        self._again: list[Value] = []
-        """The values that are read by ops which have no key and so always run again."""
+        self._by_key: dict[Key, list[Op]] = {}
         self._pins: dict[Value, Any] = {}
         """Storages that no backward may read, but ops that run again: they are held until the end of the run."""
         self._saved: dict[Value, Any] | None = None
         """The values that the graph would save if it held tensors; None if it does hold them."""
-        self._outsides: dict[int, tuple[weakref.ref[Any], Value]] = {}
+        self._outsides = weakref.WeakKeyDictionary[Any, Value]()
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
@@ -116,9 +120,7 @@ class Recorder(OpMode):
             raise TypeError(self._complaint) from None
 
     def _outside(self, storage: Any) -> Value:
-        value = Value()
-        self._outsides[id(storage)] = weakref.ref(storage), value
-        return value
+        return self._outsides.setdefault(storage, Value())
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         facts = FACTS.get(id(func)) or facts_of(func)
@@ -138,8 +140,7 @@ class Recorder(OpMode):
             return out
         decision = self._by_ops.get(id(func)) or self._decision(out, func, args, kwargs)
         key, reads = call
-        named = dict(zip(kwargs, key[2][len(kwargs) :], strict=True)) if kwargs else _NONE
-        op = self._add(key, Op(facts, key[1], named, [content.value for content in reads], type(out)))
+        op = self._add(key, Op(facts, key[1], dict(key[2]), [content.value for content in reads], type(out)))
         self._note(op, outputs, changed, decision)
         if op.is_view:
             self._decide_of_views(outputs, decision)
@@ -155,9 +156,7 @@ class Recorder(OpMode):
     def _add(self, key: Key, op: Op) -> Op:
         op.dtype = torch.get_default_dtype()
         self._ops.append(op)
-        first = self._by_key.setdefault(key, op)
-        if first is not op:
-            first.others += (op,)
+        self._by_key.setdefault(key, []).append(op)
         return op
 
     def _note(self, op: Op, outputs: Sequence[Any], changed: list[Tensor], decision: CheckpointPolicy) -> None:
@@ -197,10 +196,9 @@ class Recorder(OpMode):
             op.runs = True
 
     def _value(self, tensor: Tensor, storage: Any, decision: CheckpointPolicy) -> Value:
-        value = Value(len(self._ops) - 1, decision, decision in KEEP)
+        value = Value(len(self._ops) - 1)
+        _decide(value, decision, tensor)
         value.layout = layout_of(tensor)
-        if value.is_saveable and not tensor.is_inference():
-            value.counter = internals.version_counter(tensor)
         value.nbytes, value.device = storage.nbytes(), tensor.device
         if self._where is not None:
             value.where = self._where()
@@ -215,26 +213,24 @@ class Recorder(OpMode):
             content.value = Value()
 
     def _read(self, content: Content) -> None:
-        self._again.append(content.value)
+        self._ops.append(Op(_NO_OP, (), {}, [content.value], runs=True))
         self._pin(content)
 
     def _given_away(self, content: Content, key: Key) -> Value:
         content.value.is_replaced = True
-        op = self._add(key, Op(_NO_OP, (), _NONE, [content.value]))
+        op = self._add(key, Op(_NO_OP, (), {}, [content.value]))
         op.outputs = (Value(),)
         return op.outputs[0]
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is CONSTANT and (key := self._constant(args[0])) is not None:
-            op = self._add(key, Op(_NO_OP, (), _NONE, []))
+            op = self._add(key, Op(_NO_OP, (), {}, []))
             op.outputs = (self._content(args[0].untyped_storage()).value,)
         out = func(*args, **kwargs)
         if func is DETACH:  # autograd decides how often it runs
             return out
-        decision, name = self._by_op(func), current_name()
-        if isinstance(name, KeptName):
-            self._decide_of_views(flat(out), CheckpointPolicy.MUST_SAVE)
-        elif decision is None or decision in KEEP or name is not None:
+        decision = self._by_op(func)
+        if decision is None or decision in KEEP or current_name() is not None:
             self._decide_of_views(flat(out), self._decision(out, func, args, kwargs))
         return out
 
@@ -253,9 +249,7 @@ class Recorder(OpMode):
             value.name = name or value.name
             renamed = name is not None and decision in _MUST
             if renamed or (decision in KEEP and value.decision not in _MUST):
-                value.decision, value.is_saveable = decision, decision in KEEP
-                if value.is_saveable and not t.is_inference():
-                    value.counter = internals.version_counter(t)
+                _decide(value, decision, t)
                 if self._saved is not None and value in self._saved:
                     self._pin(content)
 
@@ -263,14 +257,17 @@ class Recorder(OpMode):
         """The policy's decision on an op, if it depends on the op alone; else None."""
         key = id(func)
         if key not in self._by_ops:
-            self._by_ops[key] = self._policy.by_op(func) if isinstance(self._policy, Policy) else None
+            self._by_ops[key] = self._policy.by_op(func)
         return self._by_ops[key]
 
     def _decision(self, out: Any, func: Any, args: Any, kwargs: Any) -> CheckpointPolicy:
+        name = current_name()
+        if isinstance(name, KeptName):
+            return CheckpointPolicy.MUST_SAVE
         if (decision := self._by_op(func)) is not None:
             return decision
         try:
-            context = SelectiveCheckpointContext(False, out, current_name(), current_call())
+            context = SelectiveCheckpointContext(False, out, name, current_call())
             return self._policy(context, func, *args, **kwargs)
         except TypeError as error:
             self._complaint = str(error)
@@ -294,28 +291,29 @@ class Recorder(OpMode):
         kept: dict[Value, Kept] = {}
         with internals.DisableTorchFunction():
             memory = {c.value: s for c in self._contents.values() if (s := c.storage()) is not None and c.made}
-            alone = set() if self._saved is not None else self._only_returned(results)
-            needed = [v for v, s in memory.items() if internals.in_use(s) and v not in alone]
+            needed: Iterable[Value] | None = self._saved
+            if needed is None:
+                alone = self._only_returned(results)
+                needed = [v for v, s in memory.items() if internals.storage_uses(s._cdata) > 1 and v not in alone]
             memory |= self._pins
             raw = [r for r in map(internals.innermost, results) if plain(r)]
-            with internals.below_all_transforms(), ops_of_remat():
-                for value, op in self._walk(needed if self._saved is None else self._saved, memory).items():
+            with internals.no_transforms(), torch.no_grad(), ops_of_remat():
+                for value in self._walk(needed, memory):
                     aliases = [t.detach() for t in raw if t.untyped_storage() is memory[value]]
-                    kept[value] = Kept(op.facts.func, value, memory[value], aliases)
+                    kept[value] = Kept(value, memory[value], aliases)
         self._pins.clear()
-        matched = any(v.is_saveable for op in self._ops for v in op.values)
-        return Tape(self._ops, self._by_key, self._outsides, kept, matched)
+        return Tape(self._ops, self._by_key, self._outsides, kept)
 
-    def _walk(self, needed: Iterable[Value], memory: dict[Value, Any]) -> dict[Value, Op]:
-        """Return the needed values that are kept, with their ops. Mark the other needed ops to run again."""
-        kept: dict[Value, Op] = {}
-        todo = [*needed, *self._again, *(value for op in self._ops if op.runs for value in op.reads)]
+    def _walk(self, needed: Iterable[Value], memory: dict[Value, Any]) -> Iterable[Value]:
+        """Return the needed values that are kept. Mark the ops of the other needed values to run again."""
+        kept: dict[Value, None] = {}
+        todo = [*needed, *(value for op in self._ops if op.runs for value in op.reads)]
         while todo:
             value = todo.pop()
             if value.op < 0 or value in kept or (op := self._ops[value.op]).runs:
                 continue
             if value in memory and value.is_saveable and not value.is_replaced:
-                kept[value] = op
+                kept[value] = None
             else:
                 op.runs = True
                 for v in op.values:

@@ -9,6 +9,7 @@ numbers are right.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,8 +38,8 @@ class Replay(OpMode):
         tape.fetch()
         self._tape = tape
         self._last = last
-        self._times: dict[Op, int] = {}
-        """The number of calls with equal keys so far, by the first op with that key."""
+        self._times: defaultdict[int, int] = defaultdict(int)
+        """How often each key has been met so far, by the identity of the list of its ops."""
         self._fills = False
         self._held: dict[Value, Any] = {}
         """The storages that skipped ops would have read."""
@@ -75,16 +76,14 @@ class Replay(OpMode):
         return Value() if op is None else op.outputs[0]
 
     def _outside(self, storage: Any) -> Value:
-        return self._tape.outside(storage) or Value()
+        return self._tape.outsides.get(storage) or Value()
 
     def _known(self, key: Key) -> Op | None:
         """The op of the forward with this key, or None."""
-        op = self._tape.by_key.get(key)
-        if op is None:
-            return None
-        n = self._times.get(op, 0)
-        self._times[op] = n + 1
-        return op if n == 0 else op.others[n - 1] if n <= len(op.others) else None
+        ops = self._tape.by_key.get(key, ())
+        n = self._times[id(ops)]
+        self._times[id(ops)] = n + 1
+        return ops[n] if n < len(ops) else None
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._fills:
@@ -186,7 +185,7 @@ class Replay(OpMode):
             self._fills = False
 
     def _fill_all(self, wanted: list[Value]) -> None:
-        with internals.below_all_transforms(), internals.DisableTorchFunction(), ops_of_remat():
+        with internals.no_transforms(), torch.no_grad(), internals.DisableTorchFunction(), ops_of_remat():
             computed = self._computed(wanted)
             for content in self._contents.values():
                 if content.hollow and content.value in computed and (storage := content.storage()) is not None:

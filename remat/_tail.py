@@ -19,6 +19,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._dispatch_mode import DispatchMode
+from remat._ops import plain, tensors
 from remat._places import Place
 from remat._saved import saves_tensors
 from remat._signature import Signature
@@ -29,7 +30,6 @@ _LEAST, _LEAST_RESULTS = 2**20, 2**8
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default}
 """The last two arguments of each but the convolution are the matrices."""
-_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def is_large(product: Any, args: Any) -> bool:
@@ -42,9 +42,10 @@ def is_large(product: Any, args: Any) -> bool:
 
 class _WithoutProducts(DispatchMode):
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func not in _PRODUCTS or any(isinstance(t, Tensor) and not _is_plain(t) for t in args):
+        given = tensors(args, kwargs)
+        if func not in _PRODUCTS or not all(map(plain, given)):
             return func(*args, **kwargs)
-        like = next(t for t in args if isinstance(t, Tensor))
+        like = given[0]
         if func is _aten.convolution.default:
             with internals.DisableTorchDispatch():  # unseen by meters: nothing is computed
                 shaped = func(*(t.to("meta") if isinstance(t, Tensor) else t for t in args), **kwargs)
@@ -52,10 +53,6 @@ class _WithoutProducts(DispatchMode):
         else:  # `addmm` on meta tensors takes 0.2 ms
             out = like.new_empty((*args[-2].shape[:-1], args[-1].shape[-1]))
         return out.fill_(float("nan"))
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
 def without_products(func: Any, args: Any, kwargs: Any) -> Any:

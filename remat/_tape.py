@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -23,16 +24,12 @@ class Kept:
 
     **Attributes:**
 
-    - `func`, `name`, `where`: the op that computed it, its name, and the place in the user's code.
-    - `size`, `dtype`: of the tensor that the op returned.
     - `offloaded`: whether it is held in CPU memory.
     - `memory`: a tensor over the storage that is held.
     """
 
-    def __init__(self, func: Any, value: Value, storage: Any, aliases: list[Tensor]) -> None:
+    def __init__(self, value: Value, storage: Any, aliases: list[Tensor]) -> None:
         """`aliases`: results over the same memory, which have their own version counters."""
-        self.func, self.name, self.where = func, value.name, value.where
-        self.size, self.dtype = value.layout.size, value.layout.dtype
         self.offloaded = value.decision in _OFFLOAD
         self._layout = value.layout
         if self.offloaded:
@@ -41,7 +38,7 @@ class Kept:
             return
         self.memory = value.layout.over(storage)
         self._watched = [self.memory, *aliases] + ([] if value.counter is None else [value.counter])
-        self._versions = internals.memory_versions(self._watched)
+        self._versions = [*map(internals.version, self._watched)]
 
     def fetch(self) -> None:
         """Start the copy back, if it is offloaded."""
@@ -52,7 +49,7 @@ class Kept:
         """Return the tensor as it was computed, or None if it was changed in place since."""
         if self.offloaded:
             return self._layout.over(self._copy.get().untyped_storage())
-        return self.memory.detach() if internals.memory_versions(self._watched) == self._versions else None
+        return self.memory.detach() if [*map(internals.version, self._watched)] == self._versions else None
 
 
 class Origin(NamedTuple):
@@ -67,41 +64,41 @@ def origin_of(raw: Tensor, value: Value) -> Origin:
     return Origin(value, layout_of(raw), raw.untyped_storage().nbytes())
 
 
-class _Latest(threading.local):
-    offloading: weakref.ref[Tape] | None = None
+_latest = threading.local()
+"""`offloading`: a weak reference to the latest tape of this thread that offloads values."""
 
 
-_latest = _Latest()
-
-
+@dataclass(eq=False)
 class Tape:
     """The values that a run kept, and its ops, which say whether they have to run again.
 
     **Attributes:**
 
-    - `kept`: the kept values.
-    - `matched`: whether the policy allows any value of the run to be kept.
     - `ops`: the ops of the run, in order.
-    - `by_key`: the first op with each key. See `Op.others`.
+    - `by_key`: the ops with each key, in order. Each has its own memory.
+    - `outsides`: the values of storages that the run read and no op made.
+    - `kept`: the kept values.
     """
 
-    def __init__(
-        self,
-        ops: list[Op],
-        by_key: dict[Key, Op],
-        outsides: dict[int, tuple[weakref.ref[Any], Value]],
-        kept: dict[Value, Kept],
-        matched: bool,
-    ) -> None:
-        self.ops, self.by_key, self.kept, self.matched, self._outsides = ops, by_key, kept, matched, outsides
-        self._before: weakref.ref[Tape] | None = None
-        if any(k.offloaded for k in kept.values()):
-            self._before, _latest.offloading = _latest.offloading, weakref.ref(self)
+    ops: list[Op]
+    by_key: dict[Key, list[Op]]
+    outsides: weakref.WeakKeyDictionary[Any, Value]
+    kept: dict[Value, Kept]
+    _before: weakref.ref[Tape] | None = field(default=None, init=False)
 
-    def outside(self, storage: Any) -> Value | None:
-        """The value of a storage that the run read and no op made; else None."""
-        known = self._outsides.get(id(storage))
-        return known[1] if known is not None and known[0]() is storage else None
+    def __post_init__(self) -> None:
+        if any(k.offloaded for k in self.kept.values()):
+            self._before = getattr(_latest, "offloading", None)
+            _latest.offloading = weakref.ref(self)
+
+    @property
+    def matched(self) -> bool:
+        """Whether the policy allows any value of the run to be kept."""
+        return any(value.is_saveable for op in self.ops for value in op.values)
+
+    def held(self) -> dict[Any, tuple[Value, Op]]:
+        """By the storages that are held, the values in them and the ops that computed them."""
+        return {kept.memory.untyped_storage(): (value, self.ops[value.op]) for value, kept in self.kept.items()}
 
     def origin(self, tensor: Tensor) -> Origin | None:
         """The origin of a tensor from outside, for reruns that get a copy of it; None if the run did not read it.
@@ -109,13 +106,13 @@ class Tape:
         A copy has the same value only if it has the same layout.
         """
         raw = internals.innermost(tensor)
-        value = self.outside(raw.untyped_storage()) if plain(raw) else None
+        value = self.outsides.get(raw.untyped_storage()) if plain(raw) else None
         return None if value is None else origin_of(raw, value)
 
     def was_read(self, tensor: Tensor) -> bool:
         """Whether the run may have read a tensor from outside, or a tensor that shares its memory."""
         raw = internals.innermost(tensor)
-        return not plain(raw) or self.outside(raw.untyped_storage()) is not None
+        return not plain(raw) or raw.untyped_storage() in self.outsides
 
     def fetch(self) -> None:
         """Start to copy offloaded values back, for this rerun and the next."""

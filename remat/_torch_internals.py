@@ -13,90 +13,51 @@ import itertools
 import math
 import operator
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import (
-    # Turns off torch-function modes and subclasses: they must not see our own bookkeeping.
-    DisableTorchFunction as DisableTorchFunction,
-)
 from torch._C import _functorch as _C
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch._C._functorch import (
-    # The kinds of transform that a rule can be written for.
-    TransformType as TransformType,
-)
-from torch._C._functorch import pop_dynamic_layer_stack, push_dynamic_layer_stack
+from torch._functorch import autograd_function as _autograd_function
 from torch._functorch import eager_transforms as _eager
 from torch._functorch import vmap as _vmap
-from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_clear_interpreter_stack
 from torch._guards import TracingContext
 from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor as FakeTensor  # a compiler's tensor, which has no values
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad as fwad
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
-from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed._composable_state import _module_state_mapping
 from torch.fx import Interpreter
-
-# Whether `make_fx` is at work.
-from torch.fx.experimental.proxy_tensor import get_proxy_mode as get_proxy_mode
-from torch.fx.experimental.proxy_tensor import get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.traceback import preserve_node_meta
-from torch.utils import (
-    # Importing it makes every pytree node registered with torch known to optree, in the namespace "torch".
-    _cxx_pytree as _cxx_pytree,
-)
+
+# Importing it makes every pytree node registered with torch known to optree, in the namespace "torch".
+from torch.utils import _cxx_pytree as _cxx_pytree
 from torch.utils import _pytree as pytree
-
-# The mode behind `with torch.device(...)`.
-from torch.utils._device import DeviceContext as DeviceContext
-
-# A mode that sees every aten op below all transforms: documented, but its import path is private.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._device import DeviceContext as DeviceContext  # the mode behind `with torch.device(...)`
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented, its path is private
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import (
     _CachedTorchDispatchMode,
     _CachingTorchDispatchMode,
     create_selective_checkpoint_contexts,
 )
 
-
-class SingleLevelFunction(_SingleLevelFunction):
-    """An autograd node for one level of functorch's stack; `autograd.Function` refuses to be used there."""
-
-    apply: ClassVar[Callable[..., Any]]
-
-    @staticmethod
-    def compiled_key(ctx: Any) -> tuple[Any, ...]:
-        """Asked for by compiled autograd, which calls the backward of nodes with equal keys in the same way."""
-        return (ctx._autograd_function_id,)
-
-    @staticmethod
-    def _compiled_autograd_key(ctx: Any) -> tuple[Any, ...]:
-        return ctx._forward_cls.compiled_key(ctx)  # type: ignore[no-any-return]
-
-
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-N = TypeVar("N", bound=type[SingleLevelFunction])
 
 
-def called_directly(function: N) -> N:
-    """Let the engine call the `backward` of a node of ours without torch's method that looks for it: 2 µs (2.13)."""
-    function._backward_cls.apply = function.backward
-    return function
+# Transforms.
 
-
+TransformType = _C.TransformType
+"""The kinds of transform that a rule can be written for."""
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-
+stack_depth: Callable[[], int] = _C.get_dynamic_layer_stack_depth
 _RANDOMNESS = {kind: name.lower() for name, kind in _C.RandomnessType.__members__.items()}
 _KINDS = {kind.value: kind for kind in TransformType.__members__.values()}
 
@@ -143,10 +104,10 @@ class _Lowered:
     __slots__ = ("_popped",)
 
     def __enter__(self) -> None:
-        self._popped = pop_dynamic_layer_stack()
+        self._popped = _C.pop_dynamic_layer_stack()
 
     def __exit__(self, *args: object) -> None:
-        push_dynamic_layer_stack(self._popped)
+        _C.push_dynamic_layer_stack(self._popped)
 
 
 def top_transform() -> Transform | None:
@@ -155,22 +116,78 @@ def top_transform() -> Transform | None:
     return None if top is None else Transform(top)
 
 
-stack_depth: Callable[[], int] = _C.get_dynamic_layer_stack_depth
+def differentiating() -> bool:
+    """Whether `torch.func` differentiates at some level: a transform other than `vmap` is active."""
+    return transforms_active() and any(i.key() != TransformType.Vmap for i in _C.get_interpreter_stack())
 
 
-# Wrappers: a tensor inside a transform wraps the tensor one level down.
+def functionalizing() -> bool:
+    """Whether `torch.func.functionalize` is active."""
+    return transforms_active() and any(i.key() == TransformType.Functionalize for i in _C.get_interpreter_stack())
+
+
+def lowest_recorded_level() -> int:
+    """The level below which nothing is recorded: `torch.no_grad` is around its transform. -2 if there is no such."""
+    if not transforms_active():
+        return -2
+    grads = (i for i in _C.get_interpreter_stack() if i.key() == TransformType.Grad)
+    return max((i.level() for i in grads if not _C.CGradInterpreterPtr(i).prevGradMode()), default=-2)
+
+
+def constant_for_dynamo(fun: F) -> F:
+    """`torch.compiler.assume_constant_result` without the import of dynamo, which takes a second (2.13)."""
+    fun._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fun
+
+
+@constant_for_dynamo  # torch.compile mirrors the stack while it traces
+def vmap_levels() -> tuple[tuple[int, int, str], ...]:
+    """(level, batch size, randomness: error, different or same) of each active vmap, outermost first."""
+    vmaps = [Transform(i) for i in _C.get_interpreter_stack() or () if i.key() == TransformType.Vmap]
+    return tuple((v.level, v.batch_size(), v.randomness()) for v in vmaps)
+
+
+def no_transforms() -> contextlib.AbstractContextManager[Any]:
+    """A context in which ops run as if no transform were active."""
+    return temporarily_clear_interpreter_stack() if transforms_active() else _NOTHING
+
+
+@contextlib.contextmanager
+def base_level() -> Iterator[None]:
+    """A context in which ops run as if no transform were active, and saved-tensor hooks work."""
+    message = saved_tensors_hooks_refused()
+    allow_saved_tensors_hooks()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        if message is not None:
+            torch._C._autograd._saved_tensors_hooks_disable(message)
+
+
+# Tensors inside of transforms: each wraps the tensor one level down.
 
 is_wrapper: Callable[[Tensor], bool] = _C.is_functorch_wrapped_tensor
 level_of: Callable[[Tensor], int] = _C.maybe_get_level  # -1: no wrapper; -2: its level is over
 unwrapped: Callable[[Tensor], Tensor] = _C.get_unwrapped
-
-
 is_dead: Callable[[Tensor], bool] = _C.is_dead_tensor_wrapper  # the transform that made this wrapper is over
+is_legacy_batched: Callable[[Tensor], bool] = _C.is_legacy_batchedtensor
+# The tensor below a level; the tensor itself if it is not wrapped at that level.
+unwrap_grad: Callable[[Tensor, int], Tensor] = _C._unwrap_for_grad
+# The tensor below a `vmap` level and its batch dimension (None: not batched).
+unwrap_batched: Callable[[Tensor, int], tuple[Tensor, int | None]] = _C._unwrap_batched
+wrap_batched: Callable[[Tensor, int, int], Tensor] = _C._add_batch_dim
+wrap_functional: Callable[[Tensor, int], Tensor] = _C._wrap_functional_tensor
 
 
-def is_fake(tensor: Tensor) -> bool:
-    """Whether it is a compiler's tensor, which has no values."""
-    return isinstance(tensor, FakeTensor)
+def wrap_grad(tensor: Tensor, level: int) -> Tensor:
+    """Wrap for a `grad` or `jvp` level, as torch lifts the inputs of an op, unless it is wrapped there."""
+    return tensor if _C.maybe_get_level(tensor) == level else _C._wrap_for_grad(tensor, level)
+
+
+def unwrap_functional(tensor: Tensor, reapply_views: bool) -> Tensor:
+    """The tensor below a `functionalize` level, with pending mutations applied."""
+    return _eager._maybe_unwrap_functional_tensor(tensor, reapply_views=reapply_views)
 
 
 def unwrap_dead(tensor: Tensor) -> Tensor:
@@ -187,25 +204,11 @@ def below_grad_levels(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def requires_grad_at_any_level(tensor: Tensor, lowest: int = -2) -> bool:
-    """Whether some transform, or plain autograd, differentiates with respect to `tensor`. `lowest`: the least level."""
-    while not tensor.requires_grad and _C.is_functorch_wrapped_tensor(tensor):
+def innermost(tensor: Tensor) -> Tensor:
+    """The plain tensor below all transforms."""
+    while _C.is_functorch_wrapped_tensor(tensor):
         tensor = _C.get_unwrapped(tensor)
-    return tensor.requires_grad and (lowest == -2 or _C.maybe_get_level(tensor) >= lowest)
-
-
-def lowest_recorded_level() -> int:
-    """The level below which nothing is recorded: `torch.no_grad` is around its transform. -2 if there is no such."""
-    if not transforms_active():
-        return -2
-    grads = (i for i in _C.get_interpreter_stack() if i.key() == TransformType.Grad)
-    return max((i.level() for i in grads if not _C.CGradInterpreterPtr(i).prevGradMode()), default=-2)
-
-
-def requires_grad_below(tensor: Tensor) -> bool:
-    """The same, for the levels below the one that the tensor is wrapped at."""
-    below = is_wrapper(tensor)
-    return below and requires_grad_at_any_level(unwrapped(tensor))
+    return tensor
 
 
 def layers(tensor: Tensor) -> Iterator[Tensor]:
@@ -216,52 +219,42 @@ def layers(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
-def in_use(storage: Any) -> bool:
-    """Whether a tensor uses a storage, apart from this Python object."""
-    return torch._C._storage_Use_Count(storage._cdata) > 1
+def requires_grad_at_any_level(tensor: Tensor, lowest: int = -2) -> bool:
+    """Whether some transform, or plain autograd, differentiates with respect to `tensor`. `lowest`: the least level."""
+    while not tensor.requires_grad and _C.is_functorch_wrapped_tensor(tensor):
+        tensor = _C.get_unwrapped(tensor)
+    return tensor.requires_grad and (lowest == -2 or _C.maybe_get_level(tensor) >= lowest)
 
 
-def wrap_grad(tensor: Tensor, level: int) -> Tensor:
-    """Wrap for a `grad` or `jvp` level, as torch lifts the inputs of an op, unless it is wrapped there."""
-    return tensor if _C.maybe_get_level(tensor) == level else _C._wrap_for_grad(tensor, level)
+def requires_grad_below(tensor: Tensor) -> bool:
+    """Whether something differentiates with respect to `tensor` below the level that it is wrapped at."""
+    return is_wrapper(tensor) and requires_grad_at_any_level(unwrapped(tensor))
 
 
-def wrapped_for_grad(tensors: Iterable[Tensor], level: int) -> list[Tensor]:
-    """`wrap_grad` for several tensors."""
-    return [t if _C.maybe_get_level(t) == level else _C._wrap_for_grad(t, level) for t in tensors]
-
-
-# The tensor below a level; the tensor itself if it is not wrapped at that level.
-unwrap_grad: Callable[[Tensor, int], Tensor] = _C._unwrap_for_grad
-
-
-def unwrap_batched(tensor: Tensor, level: int) -> tuple[Tensor, int | None]:
-    """The tensor below a `vmap` level and its batch dimension (None: not batched)."""
-    return _C._unwrap_batched(tensor, level)
-
-
-wrap_batched: Callable[[Tensor, int, int], Tensor] = _C._add_batch_dim
-
-
-def unwrap_functional(tensor: Tensor, reapply_views: bool) -> Tensor:
-    """The tensor below a `functionalize` level, with pending mutations applied."""
-    return _eager._maybe_unwrap_functional_tensor(tensor, reapply_views=reapply_views)
-
-
-wrap_functional: Callable[[Tensor, int], Tensor] = _C._wrap_functional_tensor
-
-
-@contextlib.contextmanager
-def functionalize_level(reapply_views: bool) -> Iterator[int]:
-    """A new `functionalize` level."""
-    level = _C._func_increment_nesting(reapply_views)
-    try:
-        yield level
-    finally:
-        _C._func_decrement_nesting()
+def version(tensor: Tensor) -> int:
+    """How often the memory below all transforms was written to; -1 if torch does not count. Wrappers count apart."""
+    plain = innermost(tensor)
+    return -1 if plain.is_inference() else plain._version
 
 
 # Levels of our own.
+
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+# A new `vmap` level, even if no argument is batched: draws can be.
+vmap_level: Callable[[int, str], contextlib.AbstractContextManager[int]] = _vmap.vmap_increment_nesting
+
+
+class grad_enabled:  # noqa: N801
+    """`torch.enable_grad()` in a third of the time. It is not a decorator."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+
+    def __exit__(self, *args: object) -> None:
+        torch._C._set_grad_enabled(self._before)
 
 
 class grad_level:  # noqa: N801
@@ -280,94 +273,36 @@ class grad_level:  # noqa: N801
         _C._grad_decrement_nesting()
 
     def _lift(self, tensor: Tensor) -> Tensor:
-        wrapped = _C._wrap_for_grad(tensor, self._level)
-        _require_grad(wrapped)
-        return wrapped
-
-
-def _require_grad(wrapper: Tensor) -> None:
-    """Make a new wrapper a leaf: torch refuses `requires_grad_()` inside a transform."""
-    before = _C.get_inplace_requires_grad_allowed()
-    _C.set_inplace_requires_grad_allowed(True)
-    try:
-        wrapper.requires_grad_()
-    finally:
-        _C.set_inplace_requires_grad_allowed(before)
+        before = _C.get_inplace_requires_grad_allowed()
+        _C.set_inplace_requires_grad_allowed(True)  # torch refuses `requires_grad_()` inside a transform
+        try:
+            return _C._wrap_for_grad(tensor, self._level).requires_grad_()  # type: ignore[no-any-return]
+        finally:
+            _C.set_inplace_requires_grad_allowed(before)
 
 
 @contextlib.contextmanager
-def jvp_level() -> Iterator[int]:
-    """A new `jvp` level, also inside a `forward_ad.dual_level` that the user has entered."""
-    dual_level = fwad.dual_level() if fwad._current_level < 0 else contextlib.nullcontext()
-    with _eager.jvp_increment_nesting() as level, _set_fwd_grad_enabled(True), dual_level:
+def functionalize_level(reapply_views: bool) -> Iterator[int]:
+    """A new `functionalize` level."""
+    level = _C._func_increment_nesting(reapply_views)
+    try:
         yield level
+    finally:
+        _C._func_decrement_nesting()
 
 
 @contextlib.contextmanager
 def dual_level() -> Iterator[None]:
     """A level of `torch.autograd.forward_ad` without functorch; the user's, if that is entered."""
-    with _set_fwd_grad_enabled(True), fwad.dual_level() if fwad._current_level < 0 else contextlib.nullcontext():
+    with fwad._set_fwd_grad_enabled(True), _NOTHING if forward_ad_active() else fwad.dual_level():
         yield
 
 
 @contextlib.contextmanager
-def vmap_level(batch_size: int, randomness: str) -> Iterator[int]:
-    """A new `vmap` level, even if no argument is batched: draws can be."""
-    with _vmap.vmap_increment_nesting(batch_size, randomness) as level:
+def jvp_level() -> Iterator[int]:
+    """A new `jvp` level, also inside a `forward_ad.dual_level` that the user has entered."""
+    with _eager.jvp_increment_nesting() as level, dual_level():
         yield level
-
-
-_CALLS_JVP = torch.autograd.function.BackwardCFunction.apply_jvp.__code__
-
-
-def inside_jvp_of_function() -> bool:
-    """Whether the running code is the `jvp` of an autograd.Function that was called under remat."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "remat._call":
-        if frame.f_code is _CALLS_JVP:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-_MOVES_HOOKS: Any = vars(torch._C.TensorBase)["_backward_hooks"]
-
-
-def moves_hooks(func: Any) -> bool:
-    """Whether autograd (2.13) calls it to move a view's hooks to a new node. It holds a lock that `grad_fn` takes."""
-    return func == _MOVES_HOOKS.__set__
-
-
-def is_custom_function_call(func: Any) -> bool:
-    """Whether a torch call is `autograd.Function.apply` under a transform."""
-    return func is custom_function_call
-
-
-is_legacy_batched: Callable[[Tensor], bool] = _C.is_legacy_batchedtensor
-
-
-@contextlib.contextmanager
-def without_legacy_vmap() -> Iterator[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
-    """A context outside the vmap of `autograd.grad(is_grads_batched=True)`; yields (unwrap, wrap), batch first."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-
-    def unwrap(tensor: Tensor) -> Tensor:
-        return torch._remove_batch_dim(tensor, level, 1, 0)
-
-    def wrap(tensor: Tensor) -> Tensor:
-        return torch._add_batch_dim(tensor, 0, level)
-
-    torch._C._vmapmode_decrement_nesting()
-    try:
-        yield unwrap, wrap
-    finally:
-        torch._C._vmapmode_increment_nesting()
-
-
-def forward_ad_disabled() -> contextlib.AbstractContextManager[Any]:
-    """A context in which ops ignore the tangents of their inputs."""
-    return _set_fwd_grad_enabled(False) if fwad._current_level >= 0 else _NOTHING
 
 
 def forward_ad_active() -> bool:
@@ -375,134 +310,57 @@ def forward_ad_active() -> bool:
     return fwad._current_level >= 0
 
 
-def apply_at_level(function: type[SingleLevelFunction], *args: Any) -> tuple[Tensor, ...]:
-    """`function.apply` on the wrappers of the top level alone."""
-    before = _C.get_single_level_autograd_function_allowed()
-    _C.set_single_level_autograd_function_allowed(True)
+def forward_ad_disabled() -> contextlib.AbstractContextManager[Any]:
+    """A context in which ops ignore the tangents of their inputs."""
+    return fwad._set_fwd_grad_enabled(False) if forward_ad_active() else _NOTHING
+
+
+@contextlib.contextmanager
+def without_legacy_vmap() -> Iterator[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
+    """A context outside the vmap of `autograd.grad(is_grads_batched=True)`; yields (unwrap, wrap), batch first."""
+    level = torch._C._vmapmode_decrement_nesting() + 1
     try:
-        return function.apply(*args)  # type: ignore[attr-defined, no-any-return]
+        yield lambda t: torch._remove_batch_dim(t, level, 1, 0), lambda t: torch._add_batch_dim(t, 0, level)
     finally:
-        _C.set_single_level_autograd_function_allowed(before)
+        torch._C._vmapmode_increment_nesting()
 
 
-# NOTE [who asked for this derivative]
-# `torch.func.grad` runs the backward pass while its level is still active and with create_graph=True, although
-# nobody can differentiate the result at that level again: the level ends with it. A backward that the user's
-# function asks for (`torch.autograd.grad` inside `torch.func.grad`) looks the same to a node, but its result
-# can be differentiated again. They are told apart by the Python frame that called the engine. If that frame can't be
-# found, the answer is "the user": right, though it keeps more alive.
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__
-_GRAD, _OVERRIDE = torch.autograd.grad.__code__, torch.overrides.handle_torch_function.__code__
-_LAST_BACKWARD = _eager._autograd_grad.__code__
-_TRANSFORM = inspect.unwrap(_eager.grad_and_value_impl).__code__
+# Modes and settings.
+
+# How many modes are active: what sees torch calls, and what sees aten ops below all transforms.
+function_modes_active: Callable[[], int] = torch._C._len_torch_function_stack
+dispatch_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# The active modes, innermost last.
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+dispatch_mode_stack: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
+# The innermost torch-function mode; None without one.
+top_function_mode: Callable[[], Any] = torch.overrides._get_current_function_mode
+# Enter and leave a torch-function mode, without the two calls around each.
+push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+# Turn torch-function modes and subclasses off, or dispatch modes: they must not see our own bookkeeping.
+DisableTorchFunction = torch._C.DisableTorchFunction
+DisableTorchDispatch = torch._C._DisableTorchDispatch
+any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+autocast_devices: Callable[[], list[str]] = torch._C._autocast_supported_devices
 
 
-def run_backward(
-    edges: Sequence[GradientEdge], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], keep: bool, record: bool
-) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad(allow_unused=True)` without its checks, for cotangents that are known to fit."""
-    return torch.autograd.Variable._execution_engine.run_backward(
-        tuple(edges), tuple(cotangents), keep, record, tuple(inputs), allow_unreachable=True, accumulate_grad=False
-    )
+def default_device() -> torch.device | None:
+    """The device of the innermost `with torch.device(...)` (or `set_default_device`), None without one."""
+    for mode in reversed(function_modes()):
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
 
 
-_OUR_ENGINE = run_backward.__code__
+def in_inference_mode() -> bool:
+    """Whether plain autograd records nothing. `torch.is_inference_mode_enabled` says no inside a transform."""
+    return not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.ADInplaceOrView)
 
 
-def _engine_frame(behind: Any, thread: int) -> Any:
-    frame = _engine_frame_behind(behind)
-    if frame is None and thread != threading.get_ident():
-        frame = _engine_frame_behind(sys._current_frames().get(thread))
-    return frame
-
-
-def _engine_frame_behind(frame: Any) -> Any:
-    while frame is not None and (code := frame.f_code) is not _ENGINE and code is not _OUR_ENGINE:
-        frame = frame.f_back
-    return frame
-
-
-def called_by_grad_transform(thread: int) -> bool:
-    """Whether the running backward pass is the one of `torch.func.grad` itself, whose level ends with it.
-
-    **Arguments:**
-
-    - `thread`: the thread that ran the forward: on accelerators the engine calls nodes from threads of its own.
-    """
-    # Begin above the node's own backward: Python makes an object for each frame that is visited.
-    frame = _engine_frame(sys._getframe(4), thread)
-    if frame is None:
-        return False
-    caller = frame.f_back
-    while caller is not None and (
-        (code := caller.f_code) is _GRAD or code is _OVERRIDE or code.co_name == "__torch_function__"
-    ):
-        caller = caller.f_back
-    return (
-        caller is not None
-        and caller.f_code is _LAST_BACKWARD
-        and caller.f_back is not None
-        and caller.f_back.f_code is _TRANSFORM
-    )
-
-
-def gradient_edge(tensor: Tensor) -> GradientEdge:
-    """Where the graph of a tensor that requires grad ends."""
-    node = tensor.grad_fn
-    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
-
-
-graph_is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-# Whether the running backward pass is one of `.backward()` without `inputs` (2.13).
-accumulates_into_all_leaves: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
-
-
-def wanted(node: Any, needed: Sequence[bool]) -> Sequence[bool]:
-    """Which gradients of its inputs the running backward pass asks a node for. `needed`: those that exist.
-
-    `needs_input_grad` of an autograd.Function does not know that `autograd.grad` was asked for some of them (2.13).
-    """
-    if accumulates_into_all_leaves():
-        return needed
-    pairs = zip(needed, node.next_functions, strict=True)
-    return [exists and following is not None and _is_reached(following) for exists, (following, _) in pairs]
-
-
-def _is_reached(node: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[no-any-return]
-    except RuntimeError:  # it is a leaf that was asked for, or the compiler runs the backward pass
-        return True
-
-
-def in_last_backward() -> bool:
-    """Whether a backward pass runs that goes through all of the graph behind its results, and frees it."""
-    return graph_task() != -1 and not graph_is_retained() and accumulates_into_all_leaves()
-
-
-AccumulateGrad: type = torch._C._functions.AccumulateGrad
-"""The class of the nodes that add gradients to leaves."""
-
-LEAF_NUMBER = 1 << 62
-"""Below the sequence number of AccumulateGrad nodes, above that of all others."""
-
-
-def metadata_of(node: Any, number: int) -> tuple[Any, torch.dtype]:
-    """Shape and dtype of an output of an autograd node."""
-    metadata = node._input_metadata[number]
-    return tuple(metadata.shape), metadata.dtype
-
-
-next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-
-
-# When an autograd node was made, counted in its thread. AccumulateGrad nodes have the highest number.
-sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
-
-
-def function_modes() -> list[Any]:
-    """The active torch-function modes, innermost last."""
-    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+def tracing() -> bool:
+    """Whether `make_fx` records ops, as in `torch.func.linearize`. Its graph has only ops that it sees."""
+    return dispatch_modes_active() > 0 and get_proxy_mode() is not None
 
 
 def with_subclasses(run: Callable[[], T]) -> T:
@@ -516,58 +374,116 @@ def with_subclasses(run: Callable[[], T]) -> T:
         return run()
 
 
+# Ops and trees.
+
 OP_KINDS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload)
 """Classes of ops: of all overloads together, and of one."""
-
-
-def is_of_aten(op: Any) -> bool:
-    """Whether an op is torch's own, not a custom one."""
-    return str(op).startswith(("aten.", "prims."))
-
-
-def dispatch_mode_stack() -> list[Any]:
-    """The active torch-dispatch modes, innermost last."""
-    return [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
-
-
-def default_device() -> torch.device | None:
-    """The device of the innermost `with torch.device(...)` (or `set_default_device`), None without one."""
-    if torch._C._len_torch_function_stack():
-        for mode in reversed(function_modes()):
-            if isinstance(mode, DeviceContext):
-                return mode.device
-    return None
-
-
-any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
-autocast_devices: Callable[[], list[str]] = torch._C._autocast_supported_devices
+custom_function_call: Any = _autograd_function.custom_function_call
+"""What `autograd.Function.apply` is under a transform."""
+HigherOrderOperator: Any = torch._ops.HigherOrderOperator
+# The names of all ops that the dispatcher knows, such as `aten::add.Tensor` and `aten::mm`.
+op_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
+negative_view: Callable[[Tensor], Tensor] = torch._neg_view  # what `z.conj().imag` is of `z.imag`
+MOVES_HOOKS: Any = vars(torch._C.TensorBase)["_backward_hooks"].__set__
+"""Autograd (2.13) calls it to move a view's hooks to a new node, and holds a lock that `grad_fn` takes."""
 
 
 @contextlib.contextmanager
-def autocast(settings: Iterable[tuple[str, bool, torch.dtype, bool]]) -> Iterator[None]:
-    """Set (device, enabled, dtype, cache enabled) of several device types; `torch.autocast` checks for the device."""
-    cache = torch.is_autocast_cache_enabled()
-    before = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), cache) for d, *_ in settings]
+def views_resolved() -> Iterator[None]:
+    """A context for a mode, in which the ops that it calls resolve conjugate and negative views.
 
-    def use(state: Iterable[tuple[str, bool, torch.dtype, bool]]) -> None:
-        for device, enabled, dtype, cached in state:
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, dtype)
-            torch.set_autocast_cache_enabled(cached)
-
-    torch.autocast_increment_nesting()
-    try:
-        use(settings)
+    torch runs these ops without the dispatch keys that do so. Then kernels that make such views themselves, like that
+    of `linalg.pinv`, ignore the conjugation or the sign (pytorch/pytorch#198118; seen in 2.13).
+    """
+    key, not_excluded = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
+    with not_excluded(key.Conjugate, False), not_excluded(key.Negative, False):
         yield
+
+
+def registered_with_torch(kind: type) -> tuple[Any, Any] | None:
+    """(flatten, unflatten) of a pytree node type that torch knows and optree does not, such as dataclasses."""
+    node = pytree.SUPPORTED_NODES.get(kind)
+    return None if node is None else (node.flatten_fn, node.unflatten_fn)
+
+
+# Nodes of autograd's graph.
+
+AccumulateGrad: type = torch._C._functions.AccumulateGrad
+"""The class of the nodes that add gradients to leaves."""
+LEAF_NUMBER = 1 << 62
+"""Below the sequence number of AccumulateGrad nodes, above that of all others."""
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+# When an autograd node was made, counted in its thread. AccumulateGrad nodes have the highest number.
+sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+
+
+class SingleLevelFunction(torch.autograd.function._SingleLevelFunction):
+    """An autograd node for one level of functorch's stack; `autograd.Function` refuses to be used there."""
+
+    apply: ClassVar[Callable[..., Any]]
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[Any, ...]:
+        """Asked for by compiled autograd, which calls the backward of nodes with equal keys in the same way."""
+        return (ctx._autograd_function_id,)
+
+
+def called_directly(function: F) -> F:
+    """Let the engine call the `backward` of a node of ours without torch's method that looks for it: 2 µs (2.13)."""
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
+    return function
+
+
+def apply_at_level(function: type[SingleLevelFunction], *args: Any) -> tuple[Tensor, ...]:
+    """`function.apply` on the wrappers of the top level alone."""
+    before = _C.get_single_level_autograd_function_allowed()
+    _C.set_single_level_autograd_function_allowed(True)
+    try:
+        return function.apply(*args)  # type: ignore[attr-defined, no-any-return]
     finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        use(before)
+        _C.set_single_level_autograd_function_allowed(before)
 
 
-def saved_tensors_hooks_refused() -> bool:
-    """Whether hooks can't be used here: inside `torch.func.grad`, even one level down."""
-    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+def gradient_edge(tensor: Tensor) -> GradientEdge:
+    """`get_gradient_edge`, without a token that holds the graph, for which it would make one more node."""
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+
+
+def nodes_of(tensor: Tensor) -> list[Any]:
+    """The autograd nodes that made a tensor, at all levels."""
+    return [layer.grad_fn for layer in layers(tensor) if layer.grad_fn is not None]
+
+
+def metadata_of(node: Any, number: int) -> tuple[Any, torch.dtype]:
+    """Shape and dtype of an output of an autograd node."""
+    metadata = node._input_metadata[number]
+    return tuple(metadata.shape), metadata.dtype
+
+
+def bytes_made_by(node: Any) -> int:
+    """The size of the results of the op that made an autograd node, in bytes."""
+    return sum(math.prod(m.shape) * m.dtype.itemsize for m in node._input_metadata)
+
+
+# What nodes save.
+
+SavedTensor: Any = torch._C._autograd.SavedTensor
+"""The object in which a node of the graph holds a saved tensor."""
+HolderOfTorch: type = torch.utils.checkpoint._Holder
+"""The placeholder for a tensor in torch's checkpoint."""
+# How many use the storage with this `_cdata`: tensors, and its Python object.
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+push_saved_tensors_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None] = (
+    torch._C._autograd._push_saved_tensors_default_hooks  # the context manager around it takes a third of a microsecond
+)
+pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+# Allows hooks again after `torch.func.grad`: if a graph of dynamo ends in an error, nothing else does.
+allow_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._saved_tensors_hooks_enable
+# Why hooks can't be used here, or None. They can't inside `torch.func.grad`, even one level down.
+saved_tensors_hooks_refused: Callable[[], str | None] = (
+    torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+)
 
 
 def saved_tensors_hooks() -> tuple[Any, Any] | None:
@@ -611,88 +527,119 @@ def same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def op_names() -> list[str]:
-    """The names of all ops that the dispatcher knows, such as `aten::add.Tensor` and `aten::mm`."""
-    return torch._C._dispatch_get_all_op_names()  # type: ignore[no-any-return]
+def save(tensor: Tensor) -> Any:
+    """Save a tensor as a node of the graph does: through the hooks, or else with a check for changes in place."""
+    return torch._C._autograd._make_saved_tensor(savable(tensor), is_output=False)
 
 
-def registered_with_torch(kind: type) -> tuple[Any, Any] | None:
-    """(flatten, unflatten) of a pytree node type that torch knows and optree does not, such as dataclasses."""
-    node = pytree.SUPPORTED_NODES.get(kind)
-    return None if node is None else (node.flatten_fn, node.unflatten_fn)
+def savable(tensor: Tensor) -> Tensor:
+    """The tensor. Of an inference tensor, which torch can't save, a copy; no mode sees it being made."""
+    with DisableTorchFunction():
+        if not tensor.is_inference():
+            return tensor
+        with DisableTorchDispatch():
+            return tensor.clone()
 
 
-def version(tensor: Tensor) -> int:
-    """How often the memory below all transforms was written to; -1 if torch does not count. Wrappers count apart."""
-    plain = innermost(tensor)
-    return -1 if plain.is_inference() else plain._version
+def alias(tensor: Tensor) -> Tensor:
+    """Below autograd, another tensor over the same memory that shares its version counter."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
-def memory_versions(tensors: Iterable[Tensor]) -> list[int]:
-    """The `version` of each."""
-    return [*map(version, tensors)]
+def version_counter(tensor: Tensor) -> Tensor:
+    """Below autograd, an empty tensor that shares the version counter: it tells of writes, and holds no memory."""
+    with DisableTorchDispatch():  # the user's modes must not see this
+        counter = alias(tensor)
+        counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return counter
 
 
-def innermost(tensor: Tensor) -> Tensor:
-    """The plain tensor below all transforms."""
-    while _C.is_functorch_wrapped_tensor(tensor):
-        tensor = _C.get_unwrapped(tensor)
-    return tensor
+def leaf_of_nothing() -> Tensor:
+    """An unused leaf, for hooks that must not be called. No mode sees it being made."""
+    with DisableTorchDispatch():
+        return torch.empty(0, requires_grad=True)
 
 
-def no_transforms() -> contextlib.AbstractContextManager[Any]:
-    """A context in which ops run as if no transform were active."""
-    return temporarily_clear_interpreter_stack() if transforms_active() else _NOTHING
+def selective_policy(forward: Any, rerun: Any) -> tuple[Any, bool] | None:
+    """The policy of contexts by torch's `create_selective_checkpoint_contexts`; None for other contexts.
+
+    With it, whether kept results may be changed in place.
+    """
+    if type(forward) is not _CachingTorchDispatchMode or type(rerun) is not _CachedTorchDispatchMode:
+        return None  # a subclass has a policy of its own, as in xformers
+    return forward.policy_fn, rerun.allow_cache_entry_mutation
 
 
-_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+# The running backward pass.
+
+# The number of the backward pass that is running in this thread; -1 without one.
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+graph_is_retained: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+# Whether the running backward pass is one of `.backward()` without `inputs` (2.13).
+accumulates_into_all_leaves: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
+# The `GraphExecGroup` of this thread, torch's or ours; the engine hands it on to its own threads.
+graph_exec_group: Callable[[], Any] = torch._C._get_graph_exec_group
+set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
+# Calls back when the running backward pass is over; if it fails, the callback is dropped.
+at_end_of_graph_task: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
-class grad_enabled:  # noqa: N801
-    """`torch.enable_grad()` in a third of the time. It is not a decorator."""
-
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(True)
-
-    def __exit__(self, *args: object) -> None:
-        torch._C._set_grad_enabled(self._before)
+def in_last_backward() -> bool:
+    """Whether a backward pass runs that goes through all of the graph behind its results, and frees it."""
+    return graph_task() != -1 and not graph_is_retained() and accumulates_into_all_leaves()
 
 
-@contextlib.contextmanager
-def below_all_transforms() -> Iterator[None]:
-    """A context in which ops run as if no transform were active, and autograd does not record them."""
-    with temporarily_clear_interpreter_stack(), torch.no_grad():
-        yield
+def wanted(node: Any, needed: Sequence[bool]) -> Sequence[bool]:
+    """Which gradients of its inputs the running backward pass asks a node for. `needed`: those that exist.
+
+    `needs_input_grad` of an autograd.Function does not know that `autograd.grad` was asked for some of them (2.13).
+    """
+    if accumulates_into_all_leaves():
+        return needed
+    pairs = zip(needed, node.next_functions, strict=True)
+    return [exists and following is not None and _is_reached(following) for exists, (following, _) in pairs]
 
 
-def in_inference_mode() -> bool:
-    """Whether plain autograd records nothing. `torch.is_inference_mode_enabled` says no inside a transform."""
-    return not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.ADInplaceOrView)
+def _is_reached(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[no-any-return]
+    except RuntimeError:  # it is a leaf that was asked for, or the compiler runs the backward pass
+        return True
 
 
-def tracing() -> bool:
-    """Whether `make_fx` records ops, as in `torch.func.linearize`. Its graph has only ops that it sees."""
-    return torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None
+def run_backward(
+    edges: Sequence[GradientEdge], inputs: Sequence[Tensor], cotangents: Sequence[Tensor], keep: bool, record: bool
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad(allow_unused=True)` without its checks, for cotangents that are known to fit."""
+    return torch.autograd.Variable._execution_engine.run_backward(
+        tuple(edges), tuple(cotangents), keep, record, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
 
 
-def dispatch_modes_active() -> bool:
-    """Whether a mode sees the aten ops that run now."""
-    return torch._C._len_torch_dispatch_stack() > 0
+# NOTE [who asked for this derivative]
+# `torch.func.grad` runs the backward pass while its level is still active and with create_graph=True, although
+# nobody can differentiate the result at that level again: the level ends with it. A backward that the user's
+# function asks for (`torch.autograd.grad` inside `torch.func.grad`) looks the same to a node, but its result
+# can be differentiated again. They are told apart by the Python frame that called the engine. If that frame can't be
+# found, the answer is "the user": right, though it keeps more alive.
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_GRAD, _OVERRIDE = torch.autograd.grad.__code__, torch.overrides.handle_torch_function.__code__
+_LAST_BACKWARD = _eager._autograd_grad.__code__
+_TRANSFORM = inspect.unwrap(_eager.grad_and_value_impl).__code__
+_OUR_ENGINE = run_backward.__code__
 
 
-SavedTensor: Any = torch._C._autograd.SavedTensor
-"""The object in which a node of the graph holds a saved tensor."""
+def called_by_grad_transform(thread: int) -> bool:
+    """Whether the running backward pass is the one of `torch.func.grad` itself, whose level ends with it.
 
-HolderOfTorch: type = torch.utils.checkpoint._Holder
-"""The placeholder for a tensor in torch's checkpoint."""
-
-
-def nodes_of(tensor: Tensor) -> list[Any]:
-    """The autograd nodes that made a tensor, at all levels."""
-    return [layer.grad_fn for layer in layers(tensor) if layer.grad_fn is not None]
+    `thread`: the thread of the forward. On accelerators the engine calls nodes from threads of its own.
+    """
+    # Begin above the node's own backward: Python makes an object for each frame that is visited.
+    frame = _engine_frame(sys._getframe(4), thread)
+    callers = (f.f_code for f in _frames(frame and frame.f_back))
+    outer = (c for c in callers if c is not _GRAD and c is not _OVERRIDE and c.co_name != "__torch_function__")
+    return next(outer, None) is _LAST_BACKWARD and next(outer, None) is _TRANSFORM
 
 
 def running_backward(thread: int) -> list[Any]:
@@ -702,28 +649,44 @@ def running_backward(thread: int) -> list[Any]:
     return [n for t in outputs for n in (nodes_of(t) if isinstance(t, Tensor) else [t.node])]
 
 
-def bytes_made_by(node: Any) -> int:
-    """The size of the results of the op that made an autograd node, in bytes."""
-    return sum(math.prod(m.shape) * m.dtype.itemsize for m in node._input_metadata)
+def _engine_frame(inner: types.FrameType, thread: int) -> types.FrameType | None:
+    """The frame of the innermost backward pass around a frame, or else around what runs in the thread."""
+    for frame in itertools.chain(_frames(inner), _frames_in(thread)):
+        if (code := frame.f_code) is _ENGINE or code is _OUR_ENGINE:
+            return frame
+    return None
 
 
-def constant_for_dynamo(fun: F) -> F:
-    """`torch.compiler.assume_constant_result` without the import of dynamo, which takes a second (2.13)."""
-    fun._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return fun
+def _frames_in(thread: int) -> Iterator[types.FrameType]:
+    yield from _frames(sys._current_frames().get(thread))
 
 
-# For remat.random.
+# Who has called.
 
 
-@constant_for_dynamo  # torch.compile mirrors the stack while it traces
-def vmap_levels() -> tuple[tuple[int, int, str], ...]:
-    """(level, batch size, randomness: error, different or same) of each active vmap, outermost first."""
-    if _C.peek_interpreter_stack() is None:
-        return ()
-    vmaps = [i for i in _C.get_interpreter_stack() if i.key() == TransformType.Vmap]
-    pointers = [(i.level(), _C.CVmapInterpreterPtr(i)) for i in vmaps]
-    return tuple((level, v.batchSize(), _RANDOMNESS[v.randomness()]) for level, v in pointers)
+def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """A frame and those that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def called_by(package: str) -> bool:
+    """Whether the innermost caller of a torch call is in `package`, not counting torch's other modules and ours."""
+    for frame in _frames(sys._getframe(2)):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(package) or module.split(".")[0] not in ("torch", "remat", "contextlib"):
+            return module.startswith(package)  # type: ignore[no-any-return]
+    return False
+
+
+_CALLS_JVP = torch.autograd.function.BackwardCFunction.apply_jvp.__code__
+
+
+def inside_jvp_of_function() -> bool:
+    """Whether the running code is the `jvp` of an autograd.Function that was called under remat."""
+    inside = itertools.takewhile(lambda f: f.f_globals.get("__name__") != "remat._call", _frames(sys._getframe(1)))
+    return any(frame.f_code is _CALLS_JVP for frame in inside)
 
 
 # For torch.compile.
@@ -731,9 +694,9 @@ def vmap_levels() -> tuple[tuple[int, int, str], ...]:
 call_lifted: Any = dynamo_bypassing_wrapper
 """`call_lifted(wrapper, fun, *args)` is `wrapper(fun)(*args)`. Dynamo traces `fun` into a graph, with what it captures
 as further arguments; `wrapper(graph)` is called when the op runs. The only way past dynamo that patches nothing."""
-
-
 tree_map: Any = pytree.tree_map  # dynamo traces it
+_hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_regions = itertools.count()
 
 
 def left_alone_by_dynamo(fun: F) -> F:
@@ -755,9 +718,6 @@ def may_run_compiled_code() -> bool:
 def is_compiled(function: Any) -> bool:
     """Whether `torch.compile` has made a function, or `functools.wraps` has copied such a function (2.13)."""
     return hasattr(function, "_torchdynamo_orig_callable")
-
-
-_hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def uncompiled(fun: Any) -> Any:
@@ -791,37 +751,9 @@ def uncompiled_module(module: Any) -> tuple[Any, dict[str, Any]]:
     return plain.__self__, attributes
 
 
-negative_view: Callable[[Tensor], Tensor] = torch._neg_view  # what `z.conj().imag` is of `z.imag`
-
-
-@contextlib.contextmanager
-def views_resolved() -> Iterator[None]:
-    """A context for a mode, in which the ops that it calls resolve conjugate and negative views.
-
-    torch runs these ops without the dispatch keys that do so. Then kernels that make such views themselves, like that
-    of `linalg.pinv`, ignore the conjugation or the sign (pytorch/pytorch#198118; seen in 2.13).
-    """
-    key, not_excluded = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
-    with not_excluded(key.Conjugate, False), not_excluded(key.Negative, False):
-        yield
-
-
 def compiling() -> bool:
     """Whether AOTAutograd or another backend traces a graph of dynamo."""
     return TracingContext.try_get() is not None
-
-
-def differentiating() -> bool:
-    """Whether `torch.func` differentiates at some level: a transform other than `vmap` is active."""
-    return transforms_active() and any(i.key() != TransformType.Vmap for i in _C.get_interpreter_stack())
-
-
-def functionalizing() -> bool:
-    """Whether `torch.func.functionalize` is active."""
-    return transforms_active() and any(i.key() == TransformType.Functionalize for i in _C.get_interpreter_stack())
-
-
-_regions = itertools.count()
 
 
 def mark(tensor: Tensor, decision: Any) -> None:
@@ -857,120 +789,7 @@ def uses_transforms(graph: Any) -> bool:
     return any("increment_nesting" in getattr(n.target, "__name__", "") for n in nodes)
 
 
-def allow_saved_tensors_hooks() -> None:
-    """Allow hooks again after `torch.func.grad`: if a graph of dynamo ends in an error, nothing else does."""
-    torch._C._autograd._saved_tensors_hooks_enable()
-
-
-def selective_policy(forward: Any, rerun: Any) -> tuple[Any, bool] | None:
-    """The policy of contexts by torch's `create_selective_checkpoint_contexts`; None for other contexts.
-
-    With it, whether kept results may be changed in place.
-    """
-    if type(forward) is not _CachingTorchDispatchMode or type(rerun) is not _CachedTorchDispatchMode:
-        return None  # a subclass has a policy of its own, as in xformers
-    return forward.policy_fn, rerun.allow_cache_entry_mutation
-
-
-# For remat.compat.
-
-push_saved_tensors_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None] = (
-    torch._C._autograd._push_saved_tensors_default_hooks  # the context manager around it takes a third of a microsecond
-)
-pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-
-
-def save(tensor: Tensor) -> Any:
-    """Save a tensor as a node of the graph does: through the hooks, or else with a check for changes in place."""
-    return torch._C._autograd._make_saved_tensor(savable(tensor), is_output=False)
-
-
-def savable(tensor: Tensor) -> Tensor:
-    """The tensor. Of an inference tensor, which torch can't save, a copy; no mode sees it being made."""
-    with DisableTorchFunction():
-        if not tensor.is_inference():
-            return tensor
-        with DisableTorchDispatch():
-            return tensor.clone()
-
-
-HigherOrderOperator: Any = torch._ops.HigherOrderOperator
-
-# Turns dispatch modes off: a selective context must not see our own bookkeeping.
-DisableTorchDispatch = torch._C._DisableTorchDispatch
-
-
-def alias(tensor: Tensor) -> Tensor:
-    """Below autograd, another tensor over the same memory that shares its version counter."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
-
-
-def version_counter(tensor: Tensor) -> Tensor:
-    """Below autograd, an empty tensor that shares the version counter: it tells of writes, and holds no memory."""
-    with DisableTorchDispatch():  # the user's modes must not see this
-        counter = alias(tensor)
-        counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return counter
-
-
-def leaf_of_nothing() -> Tensor:
-    """An unused leaf, for hooks that must not be called. No mode sees it being made."""
-    with DisableTorchDispatch():
-        return torch.empty(0, requires_grad=True)
-
-
-function_modes_active: Callable[[], int] = torch._C._len_torch_function_stack
-
-
-# Enter and leave a torch-function mode, without the two calls around each.
-push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
-pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
-
-
-def top_function_mode() -> Any:
-    """The innermost active torch-function mode; None without one."""
-    size = torch._C._len_torch_function_stack()
-    return torch._C._get_function_stack_at(size - 1) if size else None
-
-
-# The number of the backward pass that is running in this thread; -1 without one.
-graph_task: Callable[[], int] = torch._C._current_graph_task_id
-
-# The `GraphExecGroup` of this thread, torch's or ours; the engine hands it on to its own threads.
-graph_exec_group: Callable[[], Any] = torch._C._get_graph_exec_group
-set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
-
-
-# Calls back when the running backward pass is over; if it fails, the callback is dropped.
-at_end_of_graph_task: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-
-
-@contextlib.contextmanager
-def base_level() -> Iterator[None]:
-    """A context in which ops run as if no transform were active, and saved-tensor hooks work."""
-    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-    torch._C._autograd._saved_tensors_hooks_enable()
-    try:
-        with temporarily_clear_interpreter_stack():
-            yield
-    finally:
-        if message is not None:
-            torch._C._autograd._saved_tensors_hooks_disable(message)
-
-
-def called_by(package: str) -> bool:
-    """Whether the innermost caller of a torch call is in `package`, not counting torch's other modules and ours."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith(package):
-            return True
-        if module.split(".")[0] not in ("torch", "remat", "contextlib"):
-            return False
-        frame = frame.f_back
-    return False
-
+# FSDP2 and DTensor.
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 _DTENSOR = "torch.distributed.tensor"
@@ -984,16 +803,19 @@ def fully_shard_at_work() -> bool:
     return uses_fully_shard() and called_by(_FULLY_SHARD)
 
 
-def _states_of_fully_shard() -> list[Any]:
-    if not _module_state_mapping:
-        return []
-    states = {ref() for ref in list(_module_state_mapping.values())}
-    return [state for state in states if getattr(state, "_fsdp_param_groups", None)]
+def dtensor_at_work() -> bool:
+    """Whether DTensor (2.13) makes the running torch call, on the local tensors inside it."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and called_by(_DTENSOR)
 
 
 def uses_fully_shard() -> bool:
     """Whether FSDP2 (2.13) has sharded a module. `replicate` and others count as well."""
     return bool(_module_state_mapping)
+
+
+def _states_of_fully_shard() -> list[Any]:
+    states = {ref() for ref in list(_module_state_mapping.values())}
+    return [state for state in states if getattr(state, "_fsdp_param_groups", None)]
 
 
 def gathered_by_fully_shard() -> set[int]:
@@ -1017,8 +839,3 @@ def begin_forward_of_fully_shard() -> None:
 def is_hook_of_fully_shard(hook: Any) -> bool:
     """Whether a hook is one of FSDP2's (2.13), which gathers parameters for a backward pass."""
     return (getattr(hook, "__module__", None) or "").startswith(_FULLY_SHARD)
-
-
-def dtensor_at_work() -> bool:
-    """Whether DTensor (2.13) makes the running torch call, on the local tensors inside it."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized() and called_by(_DTENSOR)

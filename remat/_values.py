@@ -104,7 +104,6 @@ class Op:
     - `is_view`: whether it returned its argument's memory, although its schema does not say so.
     - `runs`: whether it has to run again.
     - `after`: the states of its generators after the draw. A rerun that skips the op continues from them.
-    - `others`: later calls with the same key. Each has its own memory.
     """
 
     facts: OpFacts
@@ -119,7 +118,6 @@ class Op:
     is_view: bool = False
     runs: bool = False
     after: RandomState | None = None
-    others: tuple[Op, ...] = ()
 
 
 class Changed(NamedTuple):
@@ -129,7 +127,7 @@ class Changed(NamedTuple):
 
 
 Key = tuple[Any, ...]
-"""Identifies a call of an op: its facts, args, names and values of kwargs, and types of args."""
+"""Identifies a call of an op: its facts, args, (name, value) of each of its kwargs, and types of args."""
 
 
 class OpMode(DispatchMode):
@@ -166,10 +164,7 @@ class OpMode(DispatchMode):
         raise NotImplementedError
 
     def _content(self, storage: Any) -> Content:
-        content = self._contents.get(id(storage))
-        if content is None or content.storage() is not storage:
-            content = self._set(storage, self._outside(storage))
-        return content
+        return self._contents[id(storage)] if self._knows(storage) else self._set(storage, self._outside(storage))
 
     def _set(self, storage: Any, value: Value, made: bool = False) -> Content:
         content = self._contents[id(storage)] = Content(weakref.ref(storage), value, made)
@@ -190,7 +185,7 @@ class OpMode(DispatchMode):
         if facts.draws:
             self._draws += 1
             kinds.append(self._draws)
-        return (facts, items, (*kwargs, *named), tuple(kinds)), reads
+        return (facts, items, tuple(zip(kwargs, named, strict=True)), tuple(kinds)), reads
 
     def _described(self, args: Iterable[Any], kinds: list[Any], reads: list[Content]) -> tuple[Any, ...] | None:
         """The arguments as a part of the key. This runs for each op, so it makes few calls."""

@@ -90,13 +90,13 @@ class Watched:
             if is_rerunning() or not results:
                 return
             operands = largest_views(map(internals.innermost, call.operands.still_there()))
-            kept = {} if call.tape is None else {k.memory.untyped_storage(): k for k in call.tape.kept.values()}
+            kept = {} if call.tape is None else call.tape.held()
             drops = sum(s.nbytes() for s in saved.difference(operands, kept))
             if self._log_tables:
                 residuals = outside_residuals(fun, args, kwargs, operands, {}, where)
-                for storage, value in kept.items():
-                    why = f"output of {value.func}" if value.name is None else f"named {value.name!r}"
-                    residuals.append(residual_of(value.size, value.dtype, storage, why, value.where))
+                for storage, (value, op) in kept.items():
+                    why = f"output of {op.facts.func}" if value.name is None else f"named {value.name!r}"
+                    residuals.append(residual_of(value.layout.size, value.layout.dtype, storage, why, value.where))
                 keeps, dropped = bytes_text(total_bytes(residuals)), bytes_text(drops)
                 title = _TITLE.format(name=call.name, where=where, keeps=keeps, drops=dropped)
                 _pending[title, format_residuals(residuals)] += 1
