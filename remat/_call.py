@@ -103,6 +103,8 @@ class Call:
         self._variables = contextvars.copy_context()
         self._under_transforms = internals.transforms_active()
         self._has_tangents = internals.forward_ad_active()
+        if not (internals.tracing() or self._has_tangents or internals.functionalizing()):
+            self._followed = nothing_saveable  # the others decompose the autograd.Function of custom_remat
         self.signature = Signature()
         self._returned: list[tuple[int, torch.Size, torch.dtype]] = []
         self._rebuilders: list[Rebuilder] = []
@@ -143,8 +145,8 @@ class Call:
                 recorder = self._recorder = Recorder(policy.start(), where)
             look = self._look = Look(self.name, given, random)
         self.since = internals.next_sequence_number()
-        if not (tracing or self._has_tangents or internals.functionalizing()):  # these decompose an autograd.Function
-            self._followed = policy or nothing_saveable
+        if policy is not None and self._followed is not None:
+            self._followed = policy
         around = policy_around.set(self._followed)
         try:
             with internals.without_saved_tensors_hooks(), recorder, look, OwnCasts():
@@ -288,10 +290,10 @@ class Call:
         leaves, spec = forward.result
         leaves = list(leaves)
         for i, shape, dtype in forward.returned:
-            value = torch.full(shape, float("nan"), dtype=dtype, device=zeros[0].device)
+            value = torch.full((), float("nan"), dtype=dtype, device=zeros[0].device)
             for zero in zeros:  # derivatives of every order must depend on all operands
                 value = value * torch.exp(zero if dtype.is_complex or not zero.is_complex() else zero.real).to(dtype)
-            leaves[i] = value
+            leaves[i] = value.expand(shape).clone(memory_format=torch.contiguous_format)
         return _tree.unflatten(spec, leaves)
 
     def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor], since: int) -> set[int]:
@@ -301,7 +303,7 @@ class Call:
         """
         look = self._look
         assert look is not None
-        nodes, reached, ambiguous = prove(values, operands, since, look.has_made)
+        nodes, reached, ambiguous, _ = prove(values, operands, since, look.has_made)
         self._reached |= reached
         self._ambiguous |= ambiguous
         if look.signature.tail is not None:

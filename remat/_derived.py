@@ -36,6 +36,10 @@ _UNSEEN = (
     "autograd.Function, an extension, a ScriptModule or compiled code gets it directly. Pass it as an argument, or use "
     "remat.checkpoint."
 )
+_ONCE = (
+    "remat: the second derivative of {} was asked for, but it calls an autograd.Function whose backward is marked with "
+    "@once_differentiable. Write that backward with differentiable ops, and remove the mark."
+)
 
 
 @dataclass(eq=False)
@@ -154,14 +158,16 @@ def _rerun(fn: Derived, inputs: Sequence[Tensor], outs: Sequence[int], hands_on:
     since = internals.next_sequence_number()
     values = fn.run(*inputs)
     ends = [values[o] for o in outs]
-    nodes, reached, _ = fn.prove_rerun(ends, inputs, since)
+    proof = fn.prove_rerun(ends, inputs, since)
+    if proof.once_differentiable:
+        raise RematError(_ONCE.format(fn.call.name))
     if fn.is_whole and not internals.forward_ad_active():
-        fn.call.compare_reached(reached, complete=len(outs) == len(values))
+        fn.call.compare_reached(proof.reached, complete=len(outs) == len(values))
     if hands_on:
         ends = [_alias(end) if end.requires_grad else end for end in ends]
     edges = [internals.gradient_edge(end) if end.requires_grad else None for end in ends]
     if hands_on:
-        hand_on(nodes, [edge.node for edge in edges if edge is not None])
+        hand_on(proof.nodes, [edge.node for edge in edges if edge is not None])
     ends.clear()
     values.clear()
     fn.call.settle()

@@ -92,6 +92,8 @@ class Proof(NamedTuple):
     """Positions of the operands that the values depend on."""
     ambiguous: set[int]
     """Positions of operands that the graph can't tell apart: below a `vmap`, two may be the same tensor."""
+    once_differentiable: bool
+    """Whether a node of `once_differentiable` is in the graph. It raises, but is on no path to an operand."""
 
 
 def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_own: Callable[[Tensor], bool]) -> Proof:
@@ -126,6 +128,7 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
     sequence_number, leaf_number = internals.sequence_number, internals.LEAF_NUMBER
     seen: set[Any] = {None}
     nodes: list[Any] = []
+    once_differentiable = False
     for reader in itertools.chain((None,), nodes):  # the loop appends to them
         for edge in roots if reader is None else reader.next_functions:
             node = edge[0]
@@ -140,7 +143,9 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
             if number < leaf_number:
                 seen.add(node)
                 nodes.append(node)
-            elif (leaf := _leaf_at(node)) is not None:  # else an op without a derivative: its backward raises
+            elif (leaf := _leaf_at(node)) is None:  # an op without a derivative: its backward raises
+                once_differentiable |= type(node) is internals.OnceDifferentiable
+            else:
                 position = ends.get(id(leaf))
                 if position is None:
                     position = _of_one(node, operands)
@@ -148,7 +153,7 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
                     reached.add(position)
                 elif not is_own(leaf):
                     raise Stranger(edge, reader)
-    return Proof(nodes, reached, ambiguous)
+    return Proof(nodes, reached, ambiguous, once_differentiable)
 
 
 def _of_one(accumulator: Any, tensors: Sequence[Tensor]) -> int | None:

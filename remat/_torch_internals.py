@@ -410,6 +410,9 @@ def registered_with_torch(kind: type) -> tuple[Any, Any] | None:
 
 AccumulateGrad: type = torch._C._functions.AccumulateGrad
 """The class of the nodes that add gradients to leaves."""
+
+OnceDifferentiable: type = torch._C._functions.Error
+"""The class of the nodes that `once_differentiable` puts behind the results of a backward. They raise (2.13)."""
 LEAF_NUMBER = 1 << 62
 """Below the sequence number of AccumulateGrad nodes, above that of all others."""
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr

@@ -8,12 +8,14 @@ import torch
 from helpers import UNIT, CountOps, Fun, activation, assert_same, leaf, numbers, pair, plain
 from torch import Tensor, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from remat import remat
 from remat.debug import LiveBytes
+from remat.policies import everything_saveable
 
 Decorator = Callable[[Any], Any]
 
@@ -525,3 +527,35 @@ def test_the_second_backward_of_sparse_gradients() -> None:
         assert embedding.weight.grad is not None
         grads.append((x.grad, embedding.weight.grad.to_dense()))
     assert_same(*grads)
+
+
+class ExpOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.exp())
+        return x.exp()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0]
+
+
+def gradient_inside(x: Tensor) -> Tensor:
+    y = ExpOnce.apply(x) * x
+    return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("policy", [None, everything_saveable])
+def test_once_differentiable(policy: Any) -> None:
+    """Torch raises an error in `.backward()`, and computes a wrong gradient in `autograd.grad`."""
+    x = leaf(numbers(3))
+    says = pytest.raises(RuntimeError, match="once_differentiable")
+    f = remat(lambda x: ExpOnce.apply(x) * x, policy=policy)
+    (g,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+    assert_same(g.detach(), ((x + 1) * x.exp()).detach())
+    for second in (lambda: g.sum().backward(retain_graph=True), lambda: torch.autograd.grad(g.sum(), x)):
+        with says:
+            second()
+    with says:
+        remat(gradient_inside, policy=policy)(x).sum().backward()

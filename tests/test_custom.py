@@ -88,6 +88,14 @@ def test_same_as_the_function(program: str, transform: str, policy: Any) -> None
     )
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch.func.linearize
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_the_rules_hold_in_a_nested_call(transform: str) -> None:
+    """The outer rerun skips the inner call, which therefore runs only for its own derivative."""
+    x, run = numbers(3, 3), TRANSFORMS[transform]
+    assert_same(run(remat(lambda x: x + remat(sin)(x)), x), run(lambda x: x + x.sin(), x), rounding=1e-9)
+
+
 def ops_again(policy: Any, fun: Fun, *names: str) -> list[int]:
     x = leaf(numbers(3, 3))
     out = remat(fun, policy=policy)(x).sum()

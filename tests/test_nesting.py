@@ -390,6 +390,20 @@ def test_memory(no_gc: None, n: int) -> None:
     assert meter.current <= UNIT + 8  # the gradient
 
 
+def test_memory_of_a_call_with_many_parameters(no_gc: None) -> None:
+    """The call is skipped in the outer rerun: what stands there for its result depends on each parameter."""
+    parameters = [leaf(numbers(1, seed=i).float()) for i in range(20)]
+    inner = remat(lambda x: torch.stack([x.sum() * p.sum() for p in parameters]).sum() + x.sin())
+
+    def peak(f: Fun) -> float:
+        x = activation().requires_grad_()
+        with LiveBytes() as meter:
+            f(x).backward(torch.ones(()).expand(x.shape))
+        return meter.peak / UNIT
+
+    assert peak(remat(lambda x: inner(x))) <= peak(inner) + 1
+
+
 def test_nothing_is_left(no_gc: None) -> None:
     parts = Parts()
     x = leaf(numbers(2, SIZE))
