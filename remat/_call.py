@@ -103,8 +103,6 @@ class Call:
         self._variables = contextvars.copy_context()
         self._under_transforms = internals.transforms_active()
         self._has_tangents = internals.forward_ad_active()
-        if not (internals.tracing() or self._has_tangents or internals.functionalizing()):
-            self._followed = nothing_saveable  # the others decompose the autograd.Function of custom_remat
         self.signature = Signature()
         self._returned: list[tuple[int, torch.Size, torch.dtype]] = []
         self._rebuilders: list[Rebuilder] = []
@@ -145,8 +143,8 @@ class Call:
                 recorder = self._recorder = Recorder(policy.start(), where)
             look = self._look = Look(self.name, given, random)
         self.since = internals.next_sequence_number()
-        if policy is not None and self._followed is not None:
-            self._followed = policy
+        if not (tracing or self._has_tangents or internals.functionalizing()):  # these decompose an autograd.Function
+            self._followed = policy or nothing_saveable
         around = policy_around.set(self._followed)
         try:
             with internals.without_saved_tensors_hooks(), recorder, look, OwnCasts():
@@ -257,6 +255,7 @@ class Call:
             reached,
             self._result,
             self._returned,
+            self._followed,
         )
 
     def stand_in(self, forward: Remembered, outer: Look) -> Any:
@@ -286,7 +285,7 @@ class Call:
         operands.known_places = {id(ref()): places for ref, places in forward.found}
         operands.survivors = [*forward.survivors]
         self.signature = forward.signature
-        self.nests = forward.nests
+        self.nests, self._followed = forward.nests, forward.followed
         leaves, spec = forward.result
         leaves = list(leaves)
         for i, shape, dtype in forward.returned:

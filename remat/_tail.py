@@ -87,3 +87,5 @@ class Remembered(NamedTuple):
     """The leaves that it returned, with None for each tensor, and their structure."""
     returned: list[tuple[int, torch.Size, torch.dtype]]
     """Position, shape and dtype of each differentiated tensor that it returned."""
+    followed: Any
+    """The policy that the rules of `custom_remat` were given."""

@@ -852,3 +852,17 @@ def test_a_function_under_remat_in_a_selective_checkpoint_in_a_checkpoint() -> N
     expected = grad_of(layer(w).sin().sum(), w)
     assert_same(grad_of(selectively(w).sum(), w), expected)
     assert_same(grad_of(REMAT.checkpoint(selectively, w, use_reentrant=False).sum(), w), expected)
+
+
+def test_a_nested_tensor_is_asked_for_its_layout() -> None:
+    """It is asked in C++, where no error can be raised. The offsets of the rerun are others, as with torch."""
+    x = leaf(numbers(5, 3))
+
+    def fun(x: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, 5])).sin().values()
+
+    context_fn = functools.partial(remat.compat.create_selective_checkpoint_contexts, [mm])
+    for module in (remat.compat, torch.utils.checkpoint):
+        out = module.checkpoint(fun, x, use_reentrant=False, context_fn=context_fn)
+        with pytest.raises(torch.utils.checkpoint.CheckpointError, match="different metadata"):
+            out.sum().backward()

@@ -44,6 +44,12 @@ _NOT_FOUND = (
 )
 
 
+@functools.cache
+def _is_ignored(func: Any) -> bool:
+    """Whether torch ignores an op, or it only asks something of a tensor: in C++, where no error can be raised."""
+    return func in SAC_IGNORED_OPS or func.namespace == "prim"
+
+
 class _Packed:
     """A kept value, as packed by the user's hooks."""
 
@@ -76,7 +82,7 @@ class Recorder(_recorder.Recorder):
         self._saved = {}  # the region tells what the graph saves
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in SAC_IGNORED_OPS:
+        if _is_ignored(func):
             return func(*args, **kwargs)
         if internals.graph_task() == self._graph_task:
             self.counts[id(func)] += 1
@@ -103,7 +109,7 @@ class Replay(_replay.Replay):
         self._graph_task = internals.graph_task()
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in SAC_IGNORED_OPS:
+        if _is_ignored(func):
             return func(*args, **kwargs)
         if internals.graph_task() == self._graph_task:
             index = self._runs[id(func)]
