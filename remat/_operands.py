@@ -62,6 +62,8 @@ def matters(tensor: Tensor) -> bool:
 
 def of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
     """The tensor as an instance of the user's own class: autograd nodes and transforms return plain tensors."""
+    if kind is torch.nn.Parameter and type(tensor) is Tensor:
+        return internals.as_parameter(tensor)
     if kind in _TENSORS or type(tensor) is kind or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return tensor
     return tensor.as_subclass(kind)

@@ -550,6 +550,12 @@ def alias(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
+def as_parameter(tensor: Tensor) -> Tensor:
+    """Let `isinstance(tensor, nn.Parameter)` be true. A Parameter itself can't be the wrapper of a transform (2.13)."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+    return tensor
+
+
 def version_counter(tensor: Tensor) -> Tensor:
     """Below autograd, an empty tensor that shares the version counter: it tells of writes, and holds no memory."""
     with DisableTorchDispatch():  # the user's modes must not see this

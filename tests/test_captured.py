@@ -1371,3 +1371,16 @@ def test_what_an_inner_transform_has_left_behind(order: int) -> None:
         return grad(fun)(numbers(3))
 
     assert_same(run(remat), run(plain))
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch.func.linearize
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_parameter_is_one_in_reruns(transform: str, nested: bool) -> None:
+    w, run = nn.Parameter(numbers(3, 3, seed=1)), TRANSFORMS[transform]
+
+    def fun(x: Tensor) -> Tensor:
+        return (x @ w).sin() if isinstance(w, nn.Parameter) else x
+
+    again = remat(lambda x: remat(fun)(x.cos()).sin()) if nested else remat(fun)
+    assert_same(run(again, numbers(3, 3)), run(lambda x: fun(x.cos()).sin() if nested else fun(x), numbers(3, 3)))
