@@ -35,7 +35,7 @@ from remat._tail import is_large
 
 level_of, stack_depth = internals.level_of, internals.stack_depth
 
-_MADE_INSIDE = " If the function makes the module that has this parameter, make the module outside, and pass it."
+MADE_INSIDE = " If the function makes this parameter, or a module that has it, make that outside, and pass it."
 _LAZY = (
     "remat: {} calls a lazy module that has yet to make its parameters, and a rerun would begin after that. Call it "
     "once before, in torch.no_grad()."
@@ -295,7 +295,7 @@ class Look(NestedMode):
 
     def _copied(self, value: Tensor) -> Tensor:
         if internals.requires_grad_at_any_level(value):
-            hint = _MADE_INSIDE if isinstance(value, torch.nn.Parameter) else ""
+            hint = MADE_INSIDE if isinstance(value, torch.nn.Parameter) else ""
             raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, call_site()) + hint)
         return value.clone()
 

@@ -14,7 +14,7 @@ from remat import _torch_internals as internals
 from remat._effects import Effects
 from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._graph import is_made_since
-from remat._look import Look
+from remat._look import MADE_INSIDE, Look
 from remat._made import kept
 from remat._memory import memory_of
 from remat._operands import Plan
@@ -37,8 +37,10 @@ _NOT_WRITTEN = (
     "the change before, in a call of its own in torch.no_grad()."
 )
 _STRANGER = (
-    "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, which its forward did not read. {} If "
-    "it is a cache that the forward has filled (use_cache=True), switch the cache off. If it is a state that the "
+    "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, which its forward did not read. {}{}"
+)
+_CACHE_OR_STATE = (
+    " If it is a cache that the forward has filled (use_cache=True), switch the cache off. If it is a state that the "
     "function replaces (self.h = ...), pass it as an argument and return the new one."
 )
 
@@ -116,7 +118,8 @@ class RerunLook(Look):
         return CheckpointError(_TOO_EARLY.format(self.name, list(tensor.shape), tensor.dtype, call_site(), PURITY))
 
     def _stranger(self, tensor: Tensor) -> str:
-        return _STRANGER.format(self.name, list(tensor.shape), tensor.dtype, call_site(), PURITY)
+        hint = MADE_INSIDE if isinstance(tensor, torch.nn.Parameter) else _CACHE_OR_STATE
+        return _STRANGER.format(self.name, list(tensor.shape), tensor.dtype, call_site(), PURITY, hint)
 
     def _read_other(self, tensor: Tensor, is_inner: bool) -> Tensor:
         """Handle a read of a tensor that the forward was not seen to read."""

@@ -670,8 +670,10 @@ def test_a_vjp_called_in_another_thread() -> None:
 
 def test_a_module_made_inside() -> None:
     """Its initialization writes to a parameter that was made out of sight."""
-    with pytest.raises(RematError, match=r"in place, at .*test_errors.py.* make the module outside, and pass it"):
+    with pytest.raises(RematError, match=r"in place, at .*test_errors.py.* make that outside, and pass it"):
         remat(lambda x: nn.Linear(3, 3)(x))(torch.ones(3))
+    with pytest.raises(CheckpointError, match="If the function makes this parameter"):
+        remat(lambda x: x * nn.Parameter(torch.ones(3)))(leaf(numbers(3))).sum().backward()
     with pytest.raises(RematError, match=r"Change a copy instead: x = x.clone\(\)\.$"):
         remat(lambda x: x.add_(1).sin())(leaf(numbers(3)) * 1)
 
