@@ -9,10 +9,6 @@ N ?= 20000
 ifdef CPU_ONLY
 export PIP_EXTRA_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 endif
-# What the site and the README on PyPI link to: the clone's origin, where that is on the web.
-REPOSITORY ?= $(shell git remote get-url origin 2>/dev/null | sed -nE 's|^git@([^:]+):|https://\1/|; s|//[^/]*@|//|; s|\.git$$||; /^https:/p')
-export REPOSITORY
-export EDIT_URI = $(if $(REPOSITORY),$(REPOSITORY)/edit/main/docs/)
 BENCHMARKS := tiny blocks transformer chain halving loops policies frontier random_draws compat_call hugging_face memory compiled import_time
 
 .PHONY: help demo test fuzz soak test-torch lint docs wheel bench clean
@@ -52,6 +48,10 @@ lint: $(VENV)/ready-test $(VENV)/ready-lint  ## ruff, mypy and pyright: under a 
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# What the site and the README on PyPI link to: the clone's origin, where that is on the web.
+docs wheel: export REPOSITORY ?= $(shell git remote get-url origin 2>/dev/null | sed -nE 's|^git@([^:]+):|https://\1/|; s|//[^/]*@|//|; s|\.git$$||; /^https:/p')
+docs: export EDIT_URI = $(if $(REPOSITORY),$(REPOSITORY)/edit/main/docs/)
 
 docs: $(VENV)/ready-docs  ## the site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # mkdocs is kept below 2

@@ -177,23 +177,28 @@ def test_remat_does_all_that_the_readme_says_beside_the_others() -> None:
     assert done == expected
 
 
+def metadata(address: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the wheel says of the repository at this address."""
+    monkeypatch.setenv("REPOSITORY", address)
+    found: dict[str, Any] = {}
+    Repository(str(ROOT), {}).update(found)
+    return found
+
+
 def test_readme_on_pypi_leads_to_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("REPOSITORY", "https://example.org/someone/remat")
-    metadata: dict[str, Any] = {}
-    Repository(str(ROOT), {}).update(metadata)
-    readme, text = (ROOT / "README.md").read_text(), metadata["readme"]["text"]
+    address = "https://example.org/someone/remat"
+    found = metadata(address, monkeypatch)
+    readme, text = (ROOT / "README.md").read_text(), found["readme"]["text"]
     for links, kind in ((LINK, "blob"), (IMAGE, "raw")):
         before, after = ([match[links.groups] for match in links.finditer(t)] for t in (readme, text))
         assert before
-        assert after == [p if "://" in p else f"https://example.org/someone/remat/{kind}/main/{p}" for p in before]
-    assert all(url.startswith("https://example.org/someone/remat") for url in metadata["urls"].values())
+        assert after == [p if "://" in p else f"{address}/{kind}/main/{p}" for p in before]
+    assert all(url.startswith(address) for url in found["urls"].values())
 
 
 def test_readme_without_an_address_has_no_links_to_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("REPOSITORY", "")
-    metadata: dict[str, Any] = {}
-    Repository(str(ROOT), {}).update(metadata)
-    text = metadata["readme"]["text"]
+    found = metadata("", monkeypatch)
+    text = found["readme"]["text"]
     assert not IMAGE.search(text)
     assert all("://" in match[1] for match in LINK.finditer(text))
-    assert "urls" not in metadata
+    assert "urls" not in found
