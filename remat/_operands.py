@@ -242,6 +242,7 @@ class Operands:
         held = {id(t) for t in self.tensors[: self.held]}
         for tensor, place in search(self.objects, also) if (also := look.handed_on & held) else ():
             self._add_place(tensor, place)  # a transform may have found it there
+            self.originals[index[id(tensor)]].handed_on = True
 
     def _add_place(self, tensor: Tensor, place: Place) -> None:
         original = self.originals[self._index[id(tensor)]]
@@ -305,7 +306,8 @@ class Operands:
                 if tensor is not None:  # else the function may have made it itself, unseen
                     to_write[memory_of(operand)] = operand
             for place in original.places:
-                if item(*place) is not operand:
+                there = item(*place)
+                if there is not operand and (original.handed_on or there is not tensor):
                     fill.append((place, operand))
             found = [t for ref in (original.ref, *original.also) if (t := ref()) is not None]
             for t in (operand, *found):
