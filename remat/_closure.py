@@ -23,6 +23,7 @@ ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtyp
 _OF_TORCH = frozenset(
     f for space in (torch, torch.nn.functional, Tensor) for f in vars(space).values() if type(f) is types.FunctionType
 )
+_DESCRIPTION = [name for name in functools.WRAPPER_ASSIGNMENTS if name not in ("__module__", "__name__")]
 _EMPTY: Any = object()
 
 
@@ -56,7 +57,6 @@ class _Function:
     code: types.CodeType
     globals: dict[str, Any]
     name: str
-    description: tuple[str, str | None, dict[str, Any]]
     attributes: dict[str, Any]
     cells: list[int]
 
@@ -154,7 +154,9 @@ class Closure:
             return part
         self._parts[key] = _Reference(key)
         self.objects.append(old)
-        attributes = {k: self.take_apart(v) for k, v in vars(old).items()}
+        attributes: dict[str, Any] = {name: getattr(old, name) for name in _DESCRIPTION}
+        for name, value in vars(old).items():
+            attributes[name] = self.take_apart(value)
         if old.__defaults__:
             attributes["__defaults__"] = self.take_apart(old.__defaults__)
         if old.__kwdefaults__:
@@ -168,8 +170,7 @@ class Closure:
                 if _is_full(cell):
                     self.contents[id(cell)] = self.take_apart(cell.cell_contents)
         if cells or any(map(is_part, attributes.values())):
-            description = old.__qualname__, old.__doc__, old.__annotations__
-            self.functions[key] = _Function(old.__code__, old.__globals__, old.__name__, description, attributes, cells)
+            self.functions[key] = _Function(old.__code__, old.__globals__, old.__name__, attributes, cells)
         else:
             self._parts[key] = old
         return self._parts[key]
@@ -221,7 +222,6 @@ class Rebuilder:
         self._cells.update(fresh)
         cells = tuple([self._cells[c] for c in old.cells])
         new = self._functions[key] = types.FunctionType(old.code, old.globals, old.name, None, cells or None)
-        new.__qualname__, new.__doc__, new.__annotations__ = old.description
         for name, attribute in old.attributes.items():
             setattr(new, name, self(attribute))
         for c, cell in fresh.items():

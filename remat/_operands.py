@@ -27,6 +27,7 @@ from remat._tape import Origin, Tape
 
 _TENSORS = (Tensor, torch.nn.Parameter)
 NEVER = 1 << 62
+"""The `position` of an original that the forward did not read."""
 
 _NOT_FOUND = (
     "remat: in {}, {}. The function takes it from outside, and remat can't find it: no torch function was seen to read "
