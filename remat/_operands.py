@@ -196,7 +196,8 @@ class Operands:
                 raise self._changed(read)
 
     def _changed(self, read: Read) -> RematError:
-        where = f"an unknown line ({name_of(read.reader)} was the first to read it)"
+        first = "" if read.reader is None else f" ({name_of(read.reader)} was the first to read it)"
+        where = f"an unknown line{first}, by an op whose name does not say so (an embedding with max_norm?)"
         return RematError(CHANGES.format(self.name, list(read.value.shape), read.value.dtype, where))
 
     def _add_read(self, look: Look, tape: Tape | None, since: int) -> dict[int, Read]:

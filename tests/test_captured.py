@@ -4,7 +4,6 @@
 # ruff: noqa: PT017 - an error is one of two right answers
 
 import collections
-import concurrent.futures
 import dataclasses
 import functools
 import types
@@ -1385,24 +1384,6 @@ def test_a_parameter_is_one_in_reruns(transform: str, nested: bool) -> None:
 
     again = remat(lambda x: remat(fun)(x.cos()).sin()) if nested else remat(fun)
     assert_same(run(again, numbers(3, 3)), run(lambda x: fun(x.cos()).sin() if nested else fun(x), numbers(3, 3)))
-
-
-def in_several_threads(work: Callable[[int], Any], count: int) -> list[Any]:
-    with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        return list(pool.map(work, range(count)))
-
-
-def test_threads_share_a_module_that_the_function_captures() -> None:
-    module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)).double()
-    xs = [numbers(4, 16) for _ in range(4)]
-    gradient = grad(lambda x: remat(lambda y: module(y).tanh())(x).sum())
-
-    def many_times(i: int) -> list[Tensor]:
-        return [gradient(xs[i]) for _ in range(50)]
-
-    for x, found in zip(xs, in_several_threads(many_times, len(xs)), strict=True):
-        for each in found:
-            assert_same(each, grad(lambda x: module(x).tanh().sum())(x))
 
 
 @SOME

@@ -341,6 +341,18 @@ def test_a_constant_that_is_changed(
         assert_same(TRANSFORMS[transform](program(remat), x), expected)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_change_by_an_op_whose_name_does_not_say_so(captured: bool) -> None:
+    weight, indices = leaf(numbers(5, 3) + 2), torch.arange(2)
+
+    def f(w: Tensor) -> Tensor:
+        return F.embedding(indices, weight if captured else w, max_norm=1.0)
+
+    reader = r" \(torch.nn.functional.embedding was the first to read it\)" if captured else ""
+    with pytest.raises(RematError, match=rf"an unknown line{reader}, by an op .* \(an embedding with max_norm\?\)"):
+        remat(f)(weight.clone() if captured else weight)
+
+
 def test_a_change_by_an_op_over_a_list() -> None:
     def program(ck: Callable[[Any], Any]) -> Any:
         x, c = leaf(numbers(3)), numbers(3)
@@ -648,6 +660,19 @@ def test_threads_at_the_same_time() -> None:
     for i, results in enumerate(in_threads(4, run)):
         x = numbers(3, 3, seed=i)
         expected = grad(lambda x: torch.tanh(torch.tanh(x @ w) @ w).sum())(x)
+        assert not isinstance(results, BaseException), results
+        for result in results:
+            assert_same(result, expected)
+
+
+def test_threads_share_a_module_that_the_function_captures() -> None:
+    module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)).double()
+    xs = [numbers(4, 16, seed=i) for i in range(4)]
+    gradient = grad(lambda x: remat(lambda y: module(y).tanh())(x).sum())
+
+    found = in_threads(4, lambda i: [gradient(xs[i]) for _ in range(50)])
+    for x, results in zip(xs, found, strict=True):
+        expected = grad(lambda x: module(x).tanh().sum())(x)
         assert not isinstance(results, BaseException), results
         for result in results:
             assert_same(result, expected)
