@@ -118,8 +118,12 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
             if edges:
                 ends[edges[0]] = i
     roots = []
-    for v in map(_with_node, values):
-        if v.grad_fn is not None:
+    for value in values:
+        v = _with_node(value)
+        viewed = [i for i, t in enumerate(operands) if t._base is v] if v is not value else ()
+        if viewed:  # it is a view of one of these
+            reached.update(viewed)
+        elif v.grad_fn is not None:
             roots.append((v.grad_fn, v.output_nr))
         elif id(v) in ends:
             reached.add(ends[id(v)])

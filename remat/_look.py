@@ -236,9 +236,10 @@ class Look(NestedMode):
         if value is tensor and level_of(tensor) > self.depth:
             self.read(internals.unwrapped(tensor), handed_on=True)
             return tensor
-        if handed_on:
+        known = self._known_value(tensor)
+        if handed_on and (known is None or key in self.outside):  # the run's own tensors may die, and others get their ids
             self.handed_on.add(key)
-        if (known := self._known_value(tensor)) is not None:
+        if known is not None:
             return known
         if self.outer is not None:
             self.outer._reader = (self._count(), self._reader)
@@ -330,15 +331,16 @@ class Look(NestedMode):
             return
         differentiated = False
         for t in found:
-            if internals.requires_grad_at_any_level(t):
-                differentiated = True
-            elif internals.level_of(t) <= self.depth:
+            requires_grad = internals.requires_grad_at_any_level(t)
+            differentiated |= requires_grad
+            if id(t) in self._swaps:  # a nested call returned it unchanged
+                continue
+            if not requires_grad and level_of(t) <= self.depth:
                 self._add_own(t)
                 continue
-            if id(t) not in self._swaps:  # else a nested call returned it unchanged
-                self._know_layers(t)
-                if self.outer is not None:
-                    self.made.append(weakref.ref(t))
+            self._know_layers(t)
+            if self.outer is not None:
+                self.made.append(weakref.ref(t))
         if differentiated and listed:
             shapes = hash_of(found[0], args)
             self._note(func, shapes if out is found[0] else hash((shapes, *map(hash_of, found[1:]))))

@@ -41,7 +41,7 @@ _SHARED = (
     "remat: {} was given or captured two tensors of shape {} and {} that share memory, and changes them in place. Its "
     "rerun would change a separate copy of each. Pass one of them, and take views of it inside."
 )
-_HANDED_ON = (
+HANDED_ON = (
     "remat: in {}, {} reads a tensor of shape {}, {} that the function takes from outside and hands straight to a "
     "transform, an autograd.Function or an extension. No module, attribute, list, dict or global in reach holds it, so "
     "a rerun can't put another tensor in its place. Pass it as an argument."
@@ -292,7 +292,7 @@ class Operands:
         if not original.places and (internals.is_wrapper(tensor) or not tensor.is_leaf):
             read = look.outside.get(key)
             reader = name_of(None if read is None else read.reader)
-            raise RematError(_HANDED_ON.format(self.name, reader, list(tensor.shape), tensor.dtype))
+            raise RematError(HANDED_ON.format(self.name, reader, list(tensor.shape), tensor.dtype))
 
     def plan(self, inputs: list[Tensor]) -> Plan:
         """Plan a rerun with these inputs. An input that the function writes to is replaced by a copy."""
@@ -321,7 +321,7 @@ class Operands:
             if original.attributes:
                 vars(operand).update(original.attributes)
             if original.handed_on and not original.places:
-                raise RematError(_HANDED_ON.format(self.name, "an op", list(operand.shape), operand.dtype))
+                raise RematError(HANDED_ON.format(self.name, "an op", list(operand.shape), operand.dtype))
         alive = [*self.still_there(), *(t for ref, _ in self.survivors if (t := ref()) is not None)]
         for ref, version, position in (*self.constants, *self._cell_constants):
             constant = ref()

@@ -17,7 +17,7 @@ from remat._graph import is_made_since
 from remat._look import MADE_INSIDE, Look
 from remat._made import kept
 from remat._memory import memory_of
-from remat._operands import Plan
+from remat._operands import HANDED_ON, Plan
 from remat._signature import ELSEWHERE, NO_LEVEL, Signature, name_of
 from remat._tail import without_products
 
@@ -129,10 +129,8 @@ class RerunLook(Look):
         if is_inner:
             inner = internals.unwrapped(tensor)
             if self.read(inner, handed_on=True) is not inner:
-                raise CheckpointError(
-                    f"remat: the rerun of {self.name} hands a captured tensor of shape {list(inner.shape)} straight to "
-                    "a transform, where its forward did not. Pass it as an argument."
-                )
+                reader = name_of(self._reader)
+                raise RematError(HANDED_ON.format(self.name, reader, list(inner.shape), inner.dtype))
             return tensor
         if internals.is_dead(tensor) and id(internals.unwrap_dead(tensor)) in self._known:
             return tensor  # a transform inside the function has wrapped it, and is over

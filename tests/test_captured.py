@@ -30,7 +30,8 @@ from torch.func import (
     vmap,
 )
 
-from remat import CheckpointError, RematError, remat
+from remat import CheckpointError, RematError, policies, remat
+from remat._look import Look
 
 Decorator = Callable[[Any], Any]
 SOME = pytest.mark.parametrize("transform", SOME_TRANSFORMS)
@@ -1105,6 +1106,44 @@ def test_found_by_the_fuzzer(program: Any, transform: str) -> None:
     x = numbers(3, 3) / 2
     expected = TRANSFORMS[transform](lambda x: program(plain, x), x)
     assert_same(TRANSFORMS[transform](lambda x: program(remat, x), x), expected)
+
+
+def test_what_a_call_inside_gives_back_is_not_its_own() -> None:
+    def gradient(ck: Any) -> Tensor:
+        def program(x: Tensor, other: Tensor) -> Tensor:
+            held = {"a": other}
+
+            def fun(y: Tensor) -> Tensor:
+                ck(lambda _, a=held["a"]: (a,))(held["a"])
+                return y.sin() * torch.chunk(held["a"], 2)[0].sum()
+
+            return ck(fun)(x)
+
+        return grad(jacfwd(program))(numbers(1).sum(), numbers(3))
+
+    assert_same(gradient(remat), gradient(plain))
+
+
+def test_a_view_of_an_argument_that_carries_a_tangent_is_returned_under_a_policy() -> None:
+    """Under a mode, a view of the tangent has no node of its own."""
+
+    def gradient(ck: Any) -> Tensor:
+        x = leaf(numbers(3, 3, 2))
+        rows = vmap(lambda y: ck(lambda z: ck(lambda t: t[None])(z)[0])(y), in_dims=2, chunk_size=1)
+        values, tangents = jvp(rows, (x,), (x.cos() + 0.5,))
+        (values.sin() + tangents.sin()).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert_same(gradient(remat(policy=policies.save_ops("sin"))), gradient(plain))
+
+
+def test_the_identity_of_a_dead_tensor_says_nothing() -> None:
+    with Look("f", [], None) as look:
+        y = torch.ones(3).sin()
+        look.read(y, handed_on=True)
+    assert look.has_made(y)
+    assert not look.handed_on
 
 
 def test_what_is_not_differentiated_is_found_in_a_list_by_calls_inside() -> None:
