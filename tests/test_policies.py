@@ -424,9 +424,9 @@ def test_what_is_no_dot() -> None:
 
 
 def test_the_ops_that_are_dots_exist() -> None:
-    from remat.policies import _dots
+    from remat.policies import _dots, _ops
 
-    names = {op.overloadpacket.__name__ for op in _dots.dots()}
+    names = {op.overloadpacket.__name__ for op in _ops.overloads(_dots.DOTS)}
     assert {"mm", "addmm", "bmm", "baddbmm", "mv", "linear", "convolution", "_scaled_mm"} <= names
     assert "_scaled_dot_product_flash_attention" in names
 
