@@ -31,7 +31,7 @@ _HANDED_ON = (
 
 
 class Seen(NamedTuple):
-    """A tensor that a run was given or has read from outside, and its stand-in."""
+    """A tensor that a run was given or has read from outside, and its stand-in: the tensor to read in its place."""
 
     tensor: Tensor
     value: Tensor

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._context import NOTHING
 from remat._errors import CheckpointError, RematError
 from remat._holder import Holder
-from remat.compat._call import NO_CONTEXTS, NOTHING, Call, Contexts, modified
+from remat.compat._call import NO_CONTEXTS, Call, Contexts, modified
 from remat.compat._selective import Replay, Selective
 from remat.compat._settings import recomputed_in
 

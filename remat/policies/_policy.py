@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from remat import policies
-from remat._errors import shown
+from remat._errors import comes_from_inside, shown
 from remat.policies import _ops
 
 Decide = Callable[..., CheckpointPolicy]
@@ -171,8 +171,8 @@ class Function(Printable):
         try:
             result = self.fun(ctx, op, *args, **kwargs)
         except TypeError as error:
-            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-                raise  # from inside the function: it has begun to run
+            if comes_from_inside(error):
+                raise
             raise TypeError(
                 f"remat: {name_of(self.fun)} can't be called as policy(ctx, op, *args, **kwargs), with the arguments "
                 f"of {op}."
