@@ -12,6 +12,7 @@ import optree
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
+from remat import _torch_internals as internals
 from remat._errors import shown
 from remat.policies import _ops
 from remat.policies._policy import ByOp, Function, Policy, Printable, call, name_of
@@ -106,7 +107,7 @@ def save_if(predicate: Callable[..., bool]) -> Policy:
         >>> save_if(is_random)
         save_if(is_random)
     """
-    if not callable(predicate) or isinstance(predicate, (Policy, _ops.OpOverload, _ops.OpOverloadPacket)):
+    if not callable(predicate) or isinstance(predicate, (Policy, *internals.OP_KINDS)):
         raise TypeError(
             f"save_if: predicate must be a function (ctx, op, *args, **kwargs) -> bool; got {shown(predicate)}."
         )

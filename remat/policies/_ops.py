@@ -13,9 +13,6 @@ import torch
 from remat import _torch_internals as internals
 from remat._errors import shown
 
-OpOverload: Any = type(torch.ops.aten.mm.default)
-OpOverloadPacket: Any = type(torch.ops.aten.mm)
-
 # The ops that a composite op runs below autograd, for the composite ops that people name most.
 _MADE_OF = {
     name: made_of.split()
@@ -87,7 +84,7 @@ def spell(who: str, op: Any) -> str:
     seen.
     """
     known = _known()
-    if not isinstance(op, (str, OpOverload, OpOverloadPacket)):
+    if not isinstance(op, (str, *internals.OP_KINDS)):
         raise TypeError(
             f"{who}: an op is an overload (torch.ops.aten.mm.default), a packet (torch.ops.aten.mm) or "
             f"a name ('aten.mm'); got {shown(op)}.{_hint(op, known)}"

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from remat import _torch_internals as internals
 from remat import policies
 from remat._errors import comes_from_inside, shown
 from remat.policies import _ops
@@ -221,7 +222,7 @@ def as_policy(value: PolicyLike) -> Policy:
                 raise TypeError(f"remat: {entry!r} is a policy, not an op. Write policy={policy}, and | for several.")
         names = _ops.spell_all("remat: policy", value)
         return ByOp(call("save_ops", *names), names)
-    if isinstance(value, (str, _ops.OpOverload, _ops.OpOverloadPacket)):
+    if isinstance(value, (str, *internals.OP_KINDS)):
         if policy := _written(value):
             raise TypeError(f"remat: {value!r} is the name of a policy. Write policy={policy}.")
         if close := difflib.get_close_matches(str(value), policies.__all__, n=1, cutoff=0.8):
