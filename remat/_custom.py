@@ -75,6 +75,8 @@ def _checked(rules: custom_remat[..., Any], rule: str, found: Any, n: int, what:
 
 
 class _Node(torch.autograd.Function):
+    """The node of a call in autograd's graph. Its backward follows the rules."""
+
     generate_vmap_rule = True
 
     @staticmethod

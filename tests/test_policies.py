@@ -644,10 +644,12 @@ def test_what_is_no_policy(value: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [everything_saveable, nothing_saveable, dots_saveable, dots_with_no_batch_dims_saveable], ids=repr
+    "policy",
+    [everything_saveable, nothing_saveable, dots_saveable, dots_with_no_batch_dims_saveable, save_ops("mm")],
+    ids=repr,
 )
 def test_what_is_a_policy_already(policy: Any) -> None:
-    with pytest.raises(TypeError, match=rf"^{policy} is a policy already: leave out the \(\)\.$"):
+    with pytest.raises(TypeError, match=rf"^{re.escape(repr(policy))} is a policy already: leave out the \(\)\.$"):
         policy()
 
 

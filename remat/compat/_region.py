@@ -170,7 +170,7 @@ class Region:
             raise RuntimeError(_SWALLOWED)
         with internals.DisableTorchFunction():
             for i, operand in enumerate(call.operands[: call.arguments] if look.copies else ()):
-                if id(operand) in look.copies:  # its graph may lead to this region
+                if id(operand) in look.copies:  # the rerun reads the copy, and this one's graph may lead to this region
                     self._saved[i] = None
             if look.saves_unwritten:
                 self._options = self._options._replace(early_stop=False)

@@ -171,7 +171,10 @@ class Selective:
         return Replay(self._tape, self.recorder.counts, None if self._allows_mutation else self.recorder.mutated)
 
     def stand_in(self, replay: Replay, values: Mapping[int, Tensor]) -> None:
-        """Tell a replay which tensors the rerun reads. `values`: by identity of those that the forward read."""
+        """Tell a replay which tensors the rerun reads in place of those of the forward.
+
+        `values`: the tensors that the rerun reads, by identity of those that the forward read.
+        """
         for key, tensor in values.items():
             replay.stands_for(tensor, self._origins.get(key))
 
