@@ -47,7 +47,7 @@ def call(
 
     **Arguments:**
 
-    - `remat`: the decorator, `remat.remat` or that of `remat.checkpoint`.
+    - `remat`: the decorator `remat.remat`, which this module can't import.
     - `policy`, `preserve_rng_state`: the options of the decorator.
     - `policy_of`: turns `policy` into a `Policy`.
     """
@@ -80,7 +80,7 @@ def _as_op(
 
 
 def _marking(policy: Callable[..., CheckpointPolicy]) -> Callable[..., CheckpointPolicy]:
-    """The policy. A decision on a named value also marks the op that computed the value."""
+    """The policy for the partitioner. A decision on a named value also marks the op that computed the value."""
 
     def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         decision = policy(ctx, op, *args, **kwargs)

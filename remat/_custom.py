@@ -22,10 +22,10 @@ R = TypeVar("R")
 
 
 class _Template:
-    """A tree with placeholders for its tensors."""
+    """A tree in which each tensor is replaced by its position in a list."""
 
     def __init__(self, tree: Any, tensors: list[Tensor]) -> None:
-        """Append the tensors of the tree to `tensors`."""
+        """Append the tensors of the tree to the list `tensors`."""
         self.leaves, self._spec = _tree.flatten(tree)
         for i, x in enumerate(self.leaves):
             if isinstance(x, Tensor):
@@ -38,10 +38,13 @@ class _Template:
 
 
 class _Call:
-    """A call: the positions of its tensors among the inputs of its node, and its other arguments and results."""
+    """A call: its arguments, residuals and results, in which each tensor is the number of an input of its node."""
 
     def __init__(self, rules: Any, args: Sequence[Any], out: Any, residuals: Any, tensors: list[Tensor]) -> None:
-        """Append to `tensors` those that the node saves, of the arguments and residuals, and then those of `out`."""
+        """Append the inputs of the node to `tensors`.
+
+        First come the tensors of the arguments and residuals, which the node saves, then those of `out`.
+        """
         self._rules = rules
         self._args = [_Template(x, tensors) for x in args]
         self._residuals = _Template(residuals, tensors)
@@ -72,6 +75,8 @@ def _checked(rules: custom_remat[..., Any], rule: str, found: Any, n: int, what:
 
 
 class _Node(torch.autograd.Function):
+    """The node of a call in autograd's graph. Its backward follows the rules."""
+
     generate_vmap_rule = True
 
     @staticmethod

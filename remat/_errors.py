@@ -57,6 +57,11 @@ def shown(value: object) -> str:
     return f"{type(value).__name__} {value!r}"
 
 
+def comes_from_inside(error: Exception) -> bool:
+    """Whether the function that was called has raised an error itself. If not, it can't be called like this."""
+    return error.__traceback__ is not None and error.__traceback__.tb_next is not None
+
+
 def note_rerun(error: Exception, who: str) -> None:
     """Add a note to an error of the user's code or of torch that it was raised in a rerun (Python 3.11 or later)."""
     ours = isinstance(error, (CheckpointError, RematError))

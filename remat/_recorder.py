@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.utils.checkpoint import CheckpointPolicy
 
 from remat import _torch_internals as internals
 from remat._context import drawn_from
@@ -28,7 +29,6 @@ from remat._ops import DETACH, FACTS, facts_of, flat, layout_of, plain, storages
 from remat._saved import held_by, nodes_behind, packs, saves_output
 from remat._tape import KEEP, Kept, Tape
 from remat._values import CONSTANT, Changed, Content, Key, Op, OpMode, Value
-from remat.policies._enum import CheckpointPolicy
 from remat.policies._policy import Decide, as_policy
 
 _MUST = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_CPU_OFFLOAD)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 from remat import _torch_internals as internals
 from remat._offload import Offloaded
 from remat._ops import Layout, bytes_of, layout_of, plain
 from remat._values import Key, Op, Value
-from remat.policies._enum import CheckpointPolicy
 
 _OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, *_OFFLOAD)

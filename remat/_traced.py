@@ -35,7 +35,7 @@ class Traced(DispatchMode):
     is_about_functions = True
 
     def __init__(self, policy: Decide | None, draws: bool) -> None:
-        """What to keep: what the policy says, and the results of draws."""
+        """Keep the results that the policy says, and with `draws` those of draws."""
         super().__init__()
         self._policy = policy
         self._draws = draws

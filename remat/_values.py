@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 from remat import _torch_internals as internals
 from remat._context import RandomState
@@ -21,7 +22,6 @@ from remat._dispatch_mode import DispatchMode
 from remat._effects import GIVES_MEMORY_AWAY
 from remat._memory import digest
 from remat._ops import Layout, OpFacts, is_plain, plain, storages, tensors
-from remat.policies._enum import CheckpointPolicy
 
 _STRIDED = torch.strided
 CONSTANT = torch.ops.aten.lift_fresh.default  # its argument is a new tensor of Python numbers

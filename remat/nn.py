@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from remat._errors import shown
+from remat._errors import comes_from_inside, shown
 from remat._module import check, wrap
 from remat.compat import checkpoint, create_selective_checkpoint_contexts
 from remat.policies import Policy, as_policy
@@ -172,8 +172,8 @@ def _ask(select: Callable[[str, nn.Module], bool], name: str, module: nn.Module)
     try:
         return select(name, module)
     except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # from inside the function: it has begun to run
+        if comes_from_inside(error):
+            raise
         raise TypeError(f"apply_remat: {_shown(select)} can't be called as select(name, module).") from error
 
 
@@ -224,10 +224,9 @@ def apply_remat(model: nn.Module, select: Select, *, policy: PolicyLike = None, 
         check(module, "apply_remat", f"{name}, a {type(module).__name__},")
     for _, module in wrapped:
         wrap(module, _Checkpointed(policy))
-    left = {name for name, _ in chosen} - {name for name, _ in wrapped}
     return RematReport(
         tuple(WrappedModule(name, type(m).__name__, sum(p.numel() for p in m.parameters())) for name, m in wrapped),
-        tuple(name for name, _ in chosen if name in left),
+        tuple(name for i, (name, _) in enumerate(chosen) if i % every),
         policy,
     )
 
@@ -242,7 +241,7 @@ def _hint(select: Any, model: nn.Module, modules: list[tuple[str, nn.Module]]) -
     if not modules or (isinstance(select, (type, tuple)) and isinstance(model, select)):
         return " apply_remat never wraps the model itself: write remat_module(model)."
     if isinstance(select, str):
-        close = difflib.get_close_matches(select, [name for name, _ in modules], n=1, cutoff=0)
-        return f" Did you mean {close[0]!r}?" if close else ""
+        [close] = difflib.get_close_matches(select, [name for name, _ in modules], n=1, cutoff=0)
+        return f" Did you mean {close!r}?"
     kinds = sorted({type(module).__name__ for _, module in modules})
-    return f" Their classes are {', '.join(kinds)}." if kinds else ""
+    return f" Their classes are {', '.join(kinds)}."

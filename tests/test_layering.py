@@ -34,7 +34,6 @@ LAYERS = [
     {"_derived"},
     {"_primitive"},
     {"_remat"},
-    {"_loop_checks"},
     {"loops"},
     {"_custom", "_inspect"},
     {"compat"},

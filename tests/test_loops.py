@@ -17,23 +17,24 @@ from torch.func import functional_call, grad, hessian, jvp, linearize, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat
-from remat import loops, policies
+from remat import _tree, policies
 from remat._call import Call
 from remat.debug import LiveBytes
+from remat.loops import _schedule
 
 # The loops, written out.
 
 
 def plain_scan(f: Any, init: Any, xs: Any = None, length: int | None = None, reverse: bool = False, **_: Any) -> Any:
-    leaves, spec = loops._tree.flatten(xs)
+    leaves, spec = _tree.flatten(xs)
     n = next((len(x) for x in leaves if x is not None), length)
     carry, ys = init, []
     for i in reversed(range(n)) if reverse else range(n):
-        carry, y = f(carry, loops._tree.unflatten(spec, [None if x is None else x[i] for x in leaves]))
+        carry, y = f(carry, _tree.unflatten(spec, [None if x is None else x[i] for x in leaves]))
         ys.append(y)
-    rows = zip(*(loops._tree.flatten(y)[0] for y in (reversed(ys) if reverse else ys)), strict=True)
+    rows = zip(*(_tree.flatten(y)[0] for y in (reversed(ys) if reverse else ys)), strict=True)
     stacked = [None if row[0] is None else torch.stack(row) for row in rows]
-    return carry, loops._tree.unflatten(loops._tree.flatten(ys[0])[1], stacked)
+    return carry, _tree.unflatten(_tree.flatten(ys[0])[1], stacked)
 
 
 def plain_fori(lower: int, upper: int, body: Any, value: Any, **_: Any) -> Any:
@@ -218,8 +219,8 @@ def test_a_batch_of_loops_of_several_lengths(derivative: str) -> None:
 
 
 def stacked(results: list[Any]) -> Any:
-    rows = zip(*(loops._tree.flatten(r)[0] for r in results), strict=True)
-    return loops._tree.unflatten(loops._tree.flatten(results[0])[1], [torch.stack(row) for row in rows])
+    rows = zip(*(_tree.flatten(r)[0] for r in results), strict=True)
+    return _tree.unflatten(_tree.flatten(results[0])[1], [torch.stack(row) for row in rows])
 
 
 def test_elements_that_take_no_step() -> None:
@@ -363,12 +364,12 @@ def test_the_body_runs_as_often_as_in_revolve(n: int, k: int, way: str) -> None:
 
 def test_without_checkpoints_no_step_runs_more_than_three_times() -> None:
     for n in (1, 2, 7, 100, 10_000):
-        k = loops._checkpoints("", n, None)
+        k = _schedule.checkpoints_for("", n, None)
         assert comb(k + 2, 2) >= n > comb(k + 1, 2) or k == 1
 
 
 def test_the_table_of_the_docs() -> None:
-    assert [(k, loops._repeats(10_000, k)) for k in (140, 38, 14, 8)] == [(140, 2), (38, 3), (14, 5), (8, 8)]
+    assert [(k, _schedule.repeats(10_000, k)) for k in (140, 38, 14, 8)] == [(140, 2), (38, 3), (14, 5), (8, 8)]
     assert revolve(10_000, 38) / 10_000 == pytest.approx(3.918)
 
 
@@ -440,7 +441,7 @@ def test_python_objects_at_the_peak_grow_with_the_checkpoints_only(n: int, k: in
     count()
     remat.fori_loop(0, n, body, torch.ones(3), checkpoints=k).sum().backward()
     (calls, objects), (most_calls, most_objects) = found[0], map(max, zip(*found, strict=True))
-    levels = k + loops._repeats(n, k)
+    levels = k + _schedule.repeats(n, k)
     assert most_calls - calls <= levels
     assert most_objects - objects <= 200 * levels
 

@@ -424,9 +424,9 @@ def test_what_is_no_dot() -> None:
 
 
 def test_the_ops_that_are_dots_exist() -> None:
-    from remat.policies import _dots
+    from remat.policies import _dots, _ops
 
-    names = {op.overloadpacket.__name__ for op in _dots.dots()}
+    names = {op.overloadpacket.__name__ for op in _ops.overloads(_dots.DOTS)}
     assert {"mm", "addmm", "bmm", "baddbmm", "mv", "linear", "convolution", "_scaled_mm"} <= names
     assert "_scaled_dot_product_flash_attention" in names
 
@@ -644,10 +644,12 @@ def test_what_is_no_policy(value: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [everything_saveable, nothing_saveable, dots_saveable, dots_with_no_batch_dims_saveable], ids=repr
+    "policy",
+    [everything_saveable, nothing_saveable, dots_saveable, dots_with_no_batch_dims_saveable, save_ops("mm")],
+    ids=repr,
 )
 def test_what_is_a_policy_already(policy: Any) -> None:
-    with pytest.raises(TypeError, match=rf"^{policy} is a policy already: leave out the \(\)\.$"):
+    with pytest.raises(TypeError, match=rf"^{re.escape(repr(policy))} is a policy already: leave out the \(\)\.$"):
         policy()
 
 

@@ -134,6 +134,7 @@ PUBLIC = {
     "remat.compat": COMPAT,
     "remat.debug": {"LiveBytes"},
     "remat.integrations.transformers": {"enable"},
+    "remat.loops": {"fori_loop", "scan", "while_loop"},
     "remat.nn": {"RematReport", "WrappedModule", "apply_remat", "remat_module"},
     "remat.policies": POLICIES,
     "remat.random": KEYS | SAMPLERS,
@@ -149,7 +150,7 @@ def test_the_public_names_are_these(module: str) -> None:
     assert len(names) == len(PUBLIC[module])
 
 
-@pytest.mark.parametrize("module", ["remat", "remat.policies", "remat.random", "remat.compat"])
+@pytest.mark.parametrize("module", ["remat", "remat.policies", "remat.random", "remat.compat", "remat.loops"])
 def test_a_package_file_imports_what_is_public(module: str) -> None:
     """It is a table of contents."""
     contents = vars(importlib.import_module(module)).items()

@@ -123,7 +123,7 @@ class Watched:
             later = [n for n, i in numbers.items() if i > number]
             before = any(i < number for i in numbers.values())
             after = batch * sum(map(internals.bytes_made_by, later))
-            is_alone = not (before or later) and elements > 1  # no loss, but a block by itself
+            is_alone = not (before or later) and elements > 1  # a block by itself, with no loss after it
             if after * _SMALL < drops and not is_alone:
                 message = _LAST if before else _WHOLE
                 self._warn(message.format(name=name, where=where, size=bytes_text(drops), after=bytes_text(after)))

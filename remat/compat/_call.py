@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import Closure, Operand, Rebuilder
-from remat._context import Ambient, OwnCasts, RandomState, entered, modes_of_user, rerunning
+from remat._context import NOTHING, Ambient, OwnCasts, RandomState, entered, modes_of_user, rerunning
 from remat._errors import CheckpointError, note_rerun
 from remat._graph import is_made_since
 from remat._memory import two_that_share_memory
@@ -24,9 +24,8 @@ from remat._places import Place, filled, item, places_in_modules
 from remat.compat._look import CheckpointLook
 from remat.random._keyed import running, suspended
 
-Context = contextlib.AbstractContextManager[Any]
-NOTHING: Context = contextlib.nullcontext()
-Contexts = tuple[Context, Context]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Of the forward, and of the rerun."""
 NO_CONTEXTS: Contexts = (NOTHING, NOTHING)
 _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: [{} {}], which {} "
@@ -59,7 +58,7 @@ class Read:
     __slots__ = ("is_written", "key", "ref", "requires_grad", "saved", "version")
 
     def __init__(self, tensor: Tensor, value: Tensor, around: Any = None, is_written: bool = False) -> None:
-        """`value`: the value that the function read, or the copy. `around`: the look at the outer function."""
+        """`value`: what the function reads in its place, or the copy. `around`: the look at an outer run, or None."""
         self.key, self.ref, self.is_written = id(tensor), weakref.ref(tensor), is_written
         self.saved: Any = internals.save(value) if around is not None and around.has_made(tensor) else value
         self.version = internals.version(value)
@@ -84,7 +83,7 @@ class Call:
 
     - `name`: of the function.
     - `operands`: the tensors in the arguments and in the closure of the function, until the forward is over.
-    - `arguments`: how many of these are positional arguments themselves. The caller holds them.
+    - `arguments`: how many of the operands are positional arguments: the first ones. The caller holds these.
     - `random`: the draws to repeat; None if there are none.
     - `reads`: the other tensors that the function read, and those that it wrote to.
     """
@@ -92,6 +91,7 @@ class Call:
     random: RandomState | None = None
     reads: Sequence[Read] = ()
     _flags: Mapping[int, types.CellType] = types.MappingProxyType({})
+    """The cells of the function in which a context around the rerun may set a flag."""
     _places: Mapping[int, list[Place]] = types.MappingProxyType({})
     """By identity, the places where modules held tensors."""
     _look: CheckpointLook | None = None
@@ -103,7 +103,7 @@ class Call:
 
         **Arguments:**
 
-        - `watches_cells`: whether a context around the rerun may set a flag in a cell of the function.
+        - `watches_cells`: whether a context around the rerun may set a flag that the function reads from a cell.
         """
         self.name = getattr(fun, "__qualname__", None) or type(fun).__qualname__
         self.operands: list[Tensor] = []
@@ -126,9 +126,8 @@ class Call:
             self.random = RandomState(self.operands)
 
     def _operand(self, tensor: Tensor) -> Operand:
-        index = self._index.get(id(tensor))
-        if index is None:
-            index = self._index[id(tensor)] = len(self.operands)
+        index = self._index.setdefault(id(tensor), len(self.operands))
+        if index == len(self.operands):
             self.operands.append(tensor)
         return Operand(index)
 
@@ -153,7 +152,7 @@ class Call:
         self._objects, self.operands = [], []
 
     def _note_reads(self, look: CheckpointLook) -> None:
-        shared = two_that_share_memory([look.outside[key][0] for key in look.copies]) if look.copies else None
+        shared = two_that_share_memory([look.outside[key].tensor for key in look.copies]) if look.copies else None
         if shared is not None:
             raise CheckpointError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
         look.gathered |= internals.gathered_by_fully_shard()
@@ -165,9 +164,9 @@ class Call:
                 reads.append(Read(t, t if value is None else value, look.outer))
 
     def _found(self, look: CheckpointLook, reads: list[Read]) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
-        """The tensors that the forward read, each with its stand-in, if any. Parameters are added to `reads` instead.
+        """The tensors that the forward read, each with the one that it read in its place, if any.
 
-        Positional arguments and tensors that it wrote to are left out.
+        Parameters are added to `reads` instead. Positional arguments and tensors that it wrote to are left out.
         """
         found, near = [], []
         for key, (t, value) in look.outside.items():
@@ -238,7 +237,7 @@ class Call:
     ) -> tuple[dict[int, Tensor], list[tuple[Place, Tensor]], CheckpointLook | None]:
         """By identity of the forward's tensors, those of the rerun; the tensors to put into modules; the look."""
         values = {key: argument for key, argument in zip(self._index, arguments, strict=False) if argument is not None}
-        for operand in self.operands[self.arguments :]:  # in a backward inside the forward
+        for operand in self.operands[self.arguments :]:  # none is left, except in a backward inside the forward
             values[id(operand)] = operand
         swaps, stale = {}, {}
         for read in self.reads if self._look is None else _written(self._look):
@@ -265,4 +264,4 @@ class Call:
 
 def _written(look: CheckpointLook) -> list[Read]:
     """The tensors that a forward wrote to."""
-    return [Read(look.outside[key][0], before, is_written=True) for key, before in look.copies.items()]
+    return [Read(look.outside[key].tensor, before, is_written=True) for key, before in look.copies.items()]

@@ -106,8 +106,7 @@ def checkpoint(
     )
     if function is not None or args:
         return _call(options, function, args, kwargs)
-    if kwargs:
-        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    _check_no_keywords(kwargs)
     return functools.partial(_decorated, options)
 
 
@@ -122,8 +121,8 @@ def _decorated(options: Options, function: Callable[..., Any]) -> Callable[..., 
 
 
 def _call(options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if options.use_reentrant and kwargs:
-        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    if options.use_reentrant:
+        _check_no_keywords(kwargs)
     if torch.compiler.is_dynamo_compiling():
         return call_compiled(options.context_fn, options.preserve_rng_state, function, args, kwargs)
     _check_function(function)
@@ -193,6 +192,11 @@ def _default_use_reentrant(who: str) -> bool:
     return True
 
 
+def _check_no_keywords(kwargs: dict[str, Any]) -> None:
+    if kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+
+
 def _check_function(function: Any) -> None:
     if not callable(function):
         hint = " Write checkpoint(layer, x), not checkpoint(layer(x))." if isinstance(function, torch.Tensor) else ""
@@ -249,8 +253,7 @@ def checkpoint_sequential(
     """
     if use_reentrant is None:
         use_reentrant = _default_use_reentrant("checkpoint_sequential")
-    if kwargs:
-        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    _check_no_keywords(kwargs)
     steps = tuple(functions.children() if isinstance(functions, torch.nn.Sequential) else functions)
     if not steps or not all(map(callable, steps)):
         raise TypeError(

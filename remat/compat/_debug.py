@@ -77,5 +77,5 @@ def _first_difference(forward: _Trace, rerun: _Trace) -> str:
     number = next((i for i, (op, other) in enumerate(pairs) if op != other), None)
     if number is None:
         return f"Both runs made the same {len(forward.ops)} ops."
-    first, second = ((run.lines() + ["had ended"] * (number + 1))[number] for run in (forward, rerun))
+    first, second = (run.lines()[number] if number < len(run.ops) else "had ended" for run in (forward, rerun))
     return f"The first op that differs is number {number + 1}:\n  forward: {first}\n  rerun:   {second}"

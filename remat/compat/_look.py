@@ -31,7 +31,7 @@ _HANDED_ON = (
 
 
 class Seen(NamedTuple):
-    """A tensor that a run was given or has read from outside, and its stand-in."""
+    """A tensor that a run was given or has read from outside, and its stand-in: the tensor to read in its place."""
 
     tensor: Tensor
     value: Tensor
@@ -47,7 +47,8 @@ class CheckpointLook(Look):
 
     - `outside`: by identity, the tensors that it has read from outside, or was given.
     - `gathered`: by identity, parameters that hooks gather, as in ZeRO-3 and FSDP2. The rerun gathers them too.
-    - `saves_unwritten`: whether an op saves memory before its kernel writes to it: a rerun can't stop there.
+    - `saves_unwritten`: whether an op ran that saves memory before its kernel writes to it, as `rrelu` does. A rerun
+        that stops as soon as everything is saved would then stop too early.
     """
 
     outside: dict[int, Seen]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._context import NOTHING
 from remat._errors import RematError, warn
 from remat._graph import Stranger, prove
-from remat.compat._call import NOTHING, Call
+from remat.compat._call import Call
 
 _CHANGES = (
     "checkpoint: with use_reentrant=True, {} changes a tensor of shape {}, {} in place that is differentiated. Its "

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._context import NOTHING
 from remat._errors import CheckpointError, RematError
 from remat._holder import Holder
-from remat.compat._call import NO_CONTEXTS, NOTHING, Call, Contexts, modified
+from remat.compat._call import NO_CONTEXTS, Call, Contexts, modified
 from remat.compat._selective import Replay, Selective
 from remat.compat._settings import recomputed_in
 
@@ -169,7 +170,7 @@ class Region:
             raise RuntimeError(_SWALLOWED)
         with internals.DisableTorchFunction():
             for i, operand in enumerate(call.operands[: call.arguments] if look.copies else ()):
-                if id(operand) in look.copies:  # its graph may lead to this region
+                if id(operand) in look.copies:  # the rerun reads the copy, and this one's graph may lead to this region
                     self._saved[i] = None
             if look.saves_unwritten:
                 self._options = self._options._replace(early_stop=False)

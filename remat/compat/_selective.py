@@ -24,8 +24,9 @@ from remat._tape import KEEP, Tape
 from remat._values import Key, Op, Value
 from remat.compat._call import Contexts
 from remat.policies import CheckpointPolicy, Policy, as_policy
-from remat.policies._ops import OpOverload, OpOverloadPacket, spell
+from remat.policies._ops import spell
 
+OpOverloadPacket, OpOverload = internals.OP_KINDS
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _BYPASSED = (
     "checkpoint: A saved_tensors_hooks context (e.g. save_on_cpu) is active around a selective activation checkpoint "
@@ -170,7 +171,10 @@ class Selective:
         return Replay(self._tape, self.recorder.counts, None if self._allows_mutation else self.recorder.mutated)
 
     def stand_in(self, replay: Replay, values: Mapping[int, Tensor]) -> None:
-        """Tell a replay which tensors the rerun reads. `values`: by identity of those that the forward read."""
+        """Tell a replay which tensors the rerun reads in place of those of the forward.
+
+        `values`: the tensors that the rerun reads, by identity of those that the forward read.
+        """
         for key, tensor in values.items():
             replay.stands_for(tensor, self._origins.get(key))
 
@@ -214,7 +218,7 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
         policy, never_seen = _policy_of_ops(frozenset(policy_fn_or_list))
         for reason in never_seen:
             warn(reason)
-    elif callable(policy_fn_or_list) and not isinstance(policy_fn_or_list, (OpOverload, OpOverloadPacket, type)):
+    elif callable(policy_fn_or_list) and not isinstance(policy_fn_or_list, (*internals.OP_KINDS, type)):
         policy = as_policy(policy_fn_or_list)
     else:
         raise TypeError(

@@ -2,6 +2,8 @@
 
 import difflib as _difflib
 
+from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
+
 from remat.policies._by_name import save_and_offload_only_these_names as save_and_offload_only_these_names
 from remat.policies._by_name import save_any_names_but_these as save_any_names_but_these
 from remat.policies._by_name import save_anything_except_these_names as save_anything_except_these_names
@@ -22,7 +24,6 @@ from remat.policies._dots import checkpoint_dots_with_no_batch_dims as checkpoin
 from remat.policies._dots import dots_saveable as dots_saveable
 from remat.policies._dots import dots_with_no_batch_dims_saveable as dots_with_no_batch_dims_saveable
 from remat.policies._dots import offload_dot_with_no_batch_dims as offload_dot_with_no_batch_dims
-from remat.policies._enum import CheckpointPolicy as CheckpointPolicy
 from remat.policies._policy import Policy as Policy
 from remat.policies._policy import as_policy as as_policy
 from remat.policies._policy import everything_saveable as everything_saveable

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from remat._errors import shown
 from remat._names import current_name
-from remat.policies._enum import MUST_CPU_OFFLOAD, MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE, PREFER_SAVE
 from remat.policies._policy import Policy, Printable, call
 
 
@@ -19,7 +18,7 @@ class _ByName(Printable):
     """A decision for each listed name (None: for values without one), another for the rest."""
 
     listed: dict[str | None, CheckpointPolicy] = field(hash=False)  # a dict has no hash
-    other: CheckpointPolicy
+    other: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del ctx, op, args, kwargs
@@ -61,8 +60,8 @@ def save_only_these_names(*names: str) -> Policy:
         tensor([[2., 2.],
                 [2., 2.]])
     """
-    listed = _listed("save_only_these_names", names, MUST_SAVE)
-    return _ByName(call("save_only_these_names", *listed), listed, PREFER_RECOMPUTE)
+    listed = _listed("save_only_these_names", names, CheckpointPolicy.MUST_SAVE)
+    return _ByName(call("save_only_these_names", *listed), listed)
 
 
 def save_any_names_but_these(*names: str) -> Policy:
@@ -83,8 +82,9 @@ def save_any_names_but_these(*names: str) -> Policy:
         >>> save_any_names_but_these("scores")
         save_any_names_but_these('scores')
     """
-    listed = _listed("save_any_names_but_these", names, PREFER_RECOMPUTE)
-    return _ByName(call("save_any_names_but_these", *listed), {None: PREFER_RECOMPUTE, **listed}, MUST_SAVE)
+    listed = _listed("save_any_names_but_these", names, CheckpointPolicy.PREFER_RECOMPUTE)
+    text = call("save_any_names_but_these", *listed)
+    return _ByName(text, {None: CheckpointPolicy.PREFER_RECOMPUTE, **listed}, CheckpointPolicy.MUST_SAVE)
 
 
 def save_anything_except_these_names(*names: str) -> Policy:
@@ -107,8 +107,8 @@ def save_anything_except_these_names(*names: str) -> Policy:
         >>> save_anything_except_these_names("scores")
         save_anything_except_these_names('scores')
     """
-    listed = _listed("save_anything_except_these_names", names, MUST_RECOMPUTE)
-    return _ByName(call("save_anything_except_these_names", *listed), listed, PREFER_SAVE)
+    listed = _listed("save_anything_except_these_names", names, CheckpointPolicy.MUST_RECOMPUTE)
+    return _ByName(call("save_anything_except_these_names", *listed), listed, CheckpointPolicy.PREFER_SAVE)
 
 
 def save_and_offload_only_these_names(
@@ -143,12 +143,12 @@ def save_and_offload_only_these_names(
     """
     who = "save_and_offload_only_these_names"
     check_places(who, offload_src, offload_dst)
-    saved = _listed(who, names_which_can_be_saved, MUST_SAVE)
-    offloaded = _listed(who, names_which_can_be_offloaded, MUST_CPU_OFFLOAD)
+    saved = _listed(who, names_which_can_be_saved, CheckpointPolicy.MUST_SAVE)
+    offloaded = _listed(who, names_which_can_be_offloaded, CheckpointPolicy.MUST_CPU_OFFLOAD)
     given = f"names_which_can_be_saved={list(saved)}, names_which_can_be_offloaded={list(offloaded)}"
     if both := ", ".join(repr(name) for name in saved if name in offloaded):
         raise ValueError(f"{who}: a name is either saved or offloaded; got {both} in both of {given}.")
-    return _ByName(f"{who}({given})", saved | offloaded, PREFER_RECOMPUTE)
+    return _ByName(f"{who}({given})", saved | offloaded)
 
 
 def check_places(who: str, src: str, dst: str) -> None:

@@ -12,9 +12,9 @@ import optree
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
+from remat import _torch_internals as internals
 from remat._errors import shown
 from remat.policies import _ops
-from remat.policies._enum import MUST_CPU_OFFLOAD, MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE, PREFER_SAVE
 from remat.policies._policy import ByOp, Function, Policy, Printable, call, name_of
 
 
@@ -40,7 +40,8 @@ def save_ops(*ops: Any) -> Policy:
         Traceback (most recent call last):
         ValueError: save_ops: aten.matmul is never seen... aten.mm, aten.bmm, ...
     """
-    return ByOp("save_ops", _ops.spell_all("save_ops", ops), MUST_SAVE)
+    names = _ops.spell_all("save_ops", ops)
+    return ByOp(call("save_ops", *names), names)
 
 
 def recompute_ops(*ops: Any) -> Policy:
@@ -59,7 +60,8 @@ def recompute_ops(*ops: Any) -> Policy:
         >>> first_of(recompute_ops("bmm"), dots_saveable)  # all dots but bmm
         first_of(recompute_ops('aten.bmm'), dots_saveable)
     """
-    return ByOp("recompute_ops", _ops.spell_all("recompute_ops", ops), MUST_RECOMPUTE, PREFER_SAVE)
+    names = _ops.spell_all("recompute_ops", ops)
+    return ByOp(call("recompute_ops", *names), names, CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_SAVE)
 
 
 def offload_ops(*ops: Any, device: str = "cpu") -> Policy:
@@ -81,7 +83,8 @@ def offload_ops(*ops: Any, device: str = "cpu") -> Policy:
     """
     if device != "cpu":
         raise ValueError(f"offload_ops: device must be 'cpu', the only place to offload to; got {device!r}.")
-    return ByOp("offload_ops", _ops.spell_all("offload_ops", ops), MUST_CPU_OFFLOAD)
+    names = _ops.spell_all("offload_ops", ops)
+    return ByOp(call("offload_ops", *names), names, CheckpointPolicy.MUST_CPU_OFFLOAD)
 
 
 def save_if(predicate: Callable[..., bool]) -> Policy:
@@ -104,7 +107,7 @@ def save_if(predicate: Callable[..., bool]) -> Policy:
         >>> save_if(is_random)
         save_if(is_random)
     """
-    if not callable(predicate) or isinstance(predicate, (Policy, _ops.OpOverload, _ops.OpOverloadPacket)):
+    if not callable(predicate) or isinstance(predicate, (Policy, *internals.OP_KINDS)):
         raise TypeError(
             f"save_if: predicate must be a function (ctx, op, *args, **kwargs) -> bool; got {shown(predicate)}."
         )
@@ -112,9 +115,9 @@ def save_if(predicate: Callable[..., bool]) -> Policy:
 
 
 @dataclass(frozen=True, repr=False)
-class _SaveEvery(Policy):
+class _SaveEvery(Printable):
     n: int
-    ops: frozenset[str]
+    ops: tuple[str, ...]
     count: Iterator[int] | None = None
     """Counts the ops of one run; None outside of a run."""
 
@@ -126,16 +129,13 @@ class _SaveEvery(Policy):
                 "create_selective_checkpoint_contexts, inside the context_fn."
             )
         kept = op in _ops.overloads(self.ops) and next(self.count) % self.n == 0
-        return MUST_SAVE if kept else PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def by_op(self, op: Any) -> CheckpointPolicy | None:
-        return None if op in _ops.overloads(self.ops) else PREFER_RECOMPUTE
+        return None if op in _ops.overloads(self.ops) else CheckpointPolicy.PREFER_RECOMPUTE
 
     def start(self) -> Policy:
         return replace(self, count=itertools.count())
-
-    def __repr__(self) -> str:
-        return call("save_every", self.n, *sorted(self.ops))
 
 
 def save_every(n: int, *ops: Any) -> Policy:
@@ -165,7 +165,8 @@ def save_every(n: int, *ops: Any) -> Policy:
     _check_int("save_every", "n", n, 1)
     if not ops:
         raise ValueError("save_every: name the ops to count, as in save_every(2, 'aten.mm'); got none.")
-    return _SaveEvery(n, _ops.spell_all("save_every", ops))
+    names = _ops.spell_all("save_every", ops)
+    return _SaveEvery(call("save_every", n, *names), n, names)
 
 
 @dataclass(frozen=True, repr=False)
@@ -177,7 +178,7 @@ class _BySize(Printable):
         del op, args, kwargs
         leaves: list[Any] = optree.tree_leaves(ctx.op_output)
         nbytes = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
-        return MUST_SAVE if self.least <= nbytes <= self.most else PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if self.least <= nbytes <= self.most else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def save_at_least(nbytes: int) -> Policy:

@@ -34,8 +34,7 @@ def _each_part(pick: Callable[[Sequence[int]], int], decisions: Sequence[Checkpo
 
 
 def _first(decisions: Sequence[CheckpointPolicy]) -> CheckpointPolicy:
-    opinions = (d for d in decisions if d.name.startswith("MUST"))
-    return next(opinions, decisions[-1])
+    return next((d for d in decisions if d.name.startswith("MUST")), decisions[-1])
 
 
 def _opposite(decisions: Sequence[CheckpointPolicy]) -> CheckpointPolicy:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from remat.policies._by_name import check_places
-from remat.policies._enum import MUST_CPU_OFFLOAD, MUST_SAVE, PREFER_RECOMPUTE
-from remat.policies._policy import CALLED, Policy, Printable
+from remat.policies._policy import ByOp, Policy
 
-_DOTS = """
+_NAMES = """
     mm addmm _addmm_activation bmm baddbmm addbmm mv addmv dot vdot linear mkldnn_linear matmul _trilinear
     _int_mm _scaled_mm _scaled_mm_v2 _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2
     _weight_int8pack_mm _weight_int4pack_mm _sparse_mm _cslt_sparse_mm _sparse_semi_structured_mm
@@ -28,14 +25,8 @@ _DOTS = """
     _scaled_dot_product_attention_math_for_mps
     _flash_attention_forward _efficient_attention_forward _cudnn_attention_forward
 """
-
-
-@functools.cache
-def dots() -> frozenset[Any]:
-    """All overloads of the dots that this torch has."""
-    packets = (getattr(torch.ops.aten, name) for name in _DOTS.split() if hasattr(torch.ops.aten, name))
-    return frozenset(getattr(packet, overload) for packet in packets for overload in packet.overloads())
-
+DOTS = tuple(f"aten.{name}" for name in _NAMES.split())
+"""The dots, as policies spell them, with those that this torch does not have."""
 
 # Calls in the user's code that make one dot, so their arguments show its batch dimensions. Others may make several.
 _CALLS = """
@@ -80,7 +71,7 @@ def _einsum_has_batch_dims(equation: str, operands: Sequence[Any]) -> bool:
 
 
 @dataclass(frozen=True, repr=False)
-class _Dots(Printable):
+class _Dots(ByOp):
     """Keeps the results of dots: matrix multiplications, convolutions and fused attention.
 
     `dots_saveable` keeps all of them. `dots_with_no_batch_dims_saveable` leaves out dots that multiply many pairs of
@@ -105,29 +96,26 @@ class _Dots(Printable):
         torch.Size([3, 6])
     """
 
-    batched: bool
-    decision: CheckpointPolicy
+    batched: bool = False
 
     def __call__(self, ctx: Any = None, op: Any = None, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op is None:
-            raise TypeError(CALLED.format(self))
-        if (decision := self.by_op(op)) is not None:
+        decision = super().__call__(ctx, op)
+        if self.batched or decision is self.other:
             return decision
         # Under a vmap every op may have batch dimensions, so look at the call that the user wrote.
         call = getattr(ctx, "call", None)
         if call is None or _name(call[0]) not in _CALLS.split():
             call = op, args, kwargs
-        return PREFER_RECOMPUTE if _has_batch_dims(*call) else self.decision
+        return self.other if _has_batch_dims(*call) else decision
 
     def by_op(self, op: Any) -> CheckpointPolicy | None:
-        if op not in dots():
-            return PREFER_RECOMPUTE
-        return self.decision if self.batched else None
+        decision = super().__call__(None, op)
+        return decision if self.batched or decision is self.other else None
 
 
-dots_saveable: Policy = _Dots("dots_saveable", True, MUST_SAVE)
+dots_saveable: Policy = _Dots("dots_saveable", DOTS, batched=True)
 checkpoint_dots: Policy = dots_saveable
-dots_with_no_batch_dims_saveable: Policy = _Dots("dots_with_no_batch_dims_saveable", False, MUST_SAVE)
+dots_with_no_batch_dims_saveable: Policy = _Dots("dots_with_no_batch_dims_saveable", DOTS)
 checkpoint_dots_with_no_batch_dims: Policy = dots_with_no_batch_dims_saveable
 
 
@@ -150,4 +138,4 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
         >>> policy = offload_dot_with_no_batch_dims("device", "pinned_host")
     """
     check_places("offload_dot_with_no_batch_dims", offload_src, offload_dst)
-    return _Dots("offload_dot_with_no_batch_dims()", False, MUST_CPU_OFFLOAD)
+    return _Dots("offload_dot_with_no_batch_dims()", DOTS, CheckpointPolicy.MUST_CPU_OFFLOAD)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 
 from remat import _torch_internals as internals
 from remat._errors import shown
-
-OpOverload: Any = type(torch.ops.aten.mm.default)
-OpOverloadPacket: Any = type(torch.ops.aten.mm)
 
 # The ops that a composite op runs below autograd, for the composite ops that people name most.
 _MADE_OF = {
@@ -58,21 +55,21 @@ def _composite(op: Any) -> bool:
     return has_kernel("CompositeImplicitAutograd") and not any(map(has_kernel, _BACKENDS))
 
 
-def _dotted(name: str) -> str:
-    """`aten::mm` as it is written in Python: `aten.mm.default`."""
-    dotted = name.replace("::", ".")
-    return dotted if dotted.count(".") == 2 else f"{dotted}.default"
+def _known() -> set[str]:
+    """All overloads as they are written in Python (`aten.mm.default`), without those of TorchScript."""
+    dotted = (name.replace("::", ".") for name in internals.op_names())
+    return {name if name.count(".") == 2 else f"{name}.default" for name in dotted}
 
 
-def _matching(dotted: str, known: set[str]) -> list[Any]:
-    """The overloads that a spelling stands for, or none if no policy ever sees them.
+def _matching(spellings: Collection[str], known: set[str]) -> list[Any]:
+    """The overloads that the spellings stand for: none for an op that this torch does not have."""
+    names = (name for name in known if name in spellings or name.rpartition(".")[0] in spellings)
+    return [operator.attrgetter(name)(torch.ops) for name in names]
 
-    TorchScript's own ops are not known. The `out=` overload of a packet does not decide whether it is composite.
-    """
-    names = [dotted] if dotted in known else [k for k in known if k.rpartition(".")[0] == dotted]
-    ops = [operator.attrgetter(name)(torch.ops) for name in names]
-    typical = [op for op in ops if not op._schema.is_mutable] or ops
-    return [] if all(map(_composite, typical)) else ops
+
+def _is_seen(ops: list[Any]) -> bool:
+    """Whether a policy ever sees one of the overloads. The `out=` overload of a packet does not count."""
+    return not all(map(_composite, [op for op in ops if not op._schema.is_mutable] or ops))
 
 
 def spell(who: str, op: Any) -> str:
@@ -86,8 +83,8 @@ def spell(who: str, op: Any) -> str:
     **Raises:** `TypeError` if it is not an op; `ValueError` for an op that does not exist, is ambiguous, or is never
     seen.
     """
-    known = set(map(_dotted, internals.op_names()))
-    if not isinstance(op, (str, OpOverload, OpOverloadPacket)):
+    known = _known()
+    if not isinstance(op, (str, *internals.OP_KINDS)):
         raise TypeError(
             f"{who}: an op is an overload (torch.ops.aten.mm.default), a packet (torch.ops.aten.mm) or "
             f"a name ('aten.mm'); got {shown(op)}.{_hint(op, known)}"
@@ -95,7 +92,7 @@ def spell(who: str, op: Any) -> str:
     dotted = _find(who, op.replace("::", "."), known) if isinstance(op, str) else str(op)
     if dotted in ("aten.detach", "aten.detach.default"):
         raise ValueError(f"{who}: a policy is never asked about {dotted}: name the op whose result it detaches.")
-    if not _matching(dotted, known):
+    if not _is_seen(_matching([dotted], known)):
         made_of = ", ".join(f"aten.{name}" for name in _MADE_OF.get(dotted.split(".")[1], []))
         raise ValueError(
             f"{who}: {dotted} is never seen by a policy: it is made of other ops, and only those run below "
@@ -109,7 +106,7 @@ def _hint(op: Any, known: set[str]) -> str:
     if isinstance(op, (list, tuple, set, frozenset)):
         return f" Unpack it: *{op!r}."
     name = getattr(op, "__name__", "")
-    seen = [repr(f"aten.{n}") for n in (name, *_MADE_OF.get(name, [])) if _matching(f"aten.{n}", known)]
+    seen = [repr(f"aten.{n}") for n in (name, *_MADE_OF.get(name, [])) if _is_seen(_matching([f"aten.{n}"], known))]
     return f" Did you mean {' or '.join(seen)}?" if seen else ""
 
 
@@ -131,12 +128,11 @@ def _find(who: str, name: str, known: set[str]) -> str:
 
 
 @functools.cache
-def overloads(ops: frozenset[str]) -> frozenset[Any]:
-    """The overloads that the spellings stand for."""
-    known = set(map(_dotted, internals.op_names()))
-    return frozenset(op for name in ops for op in _matching(name, known))
+def overloads(ops: tuple[str, ...]) -> frozenset[Any]:
+    """The overloads that the spellings stand for, cached."""
+    return frozenset(_matching(frozenset(ops), _known()))
 
 
-def spell_all(who: str, ops: Iterable[Any]) -> frozenset[str]:
-    """The spellings of several ops."""
-    return frozenset(spell(who, op) for op in ops)
+def spell_all(who: str, ops: Iterable[Any]) -> tuple[str, ...]:
+    """The spellings of several ops, sorted."""
+    return tuple(sorted({spell(who, op) for op in ops}))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import difflib
 import inspect
-import sys
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
@@ -15,9 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from remat._errors import shown
+from remat import _torch_internals as internals
+from remat import policies
+from remat._errors import comes_from_inside, shown
 from remat.policies import _ops
-from remat.policies._enum import MUST_RECOMPUTE, MUST_SAVE, PREFER_RECOMPUTE
 
 Decide = Callable[..., CheckpointPolicy]
 
@@ -88,16 +88,16 @@ class Policy(abc.ABC):
         return self
 
     def __or__(self, other: PolicyLike) -> Policy:
-        return _combined.any_of(self, other)
+        return policies.any_of(self, other)
 
     def __and__(self, other: PolicyLike) -> Policy:
-        return _combined.all_of(self, other)
+        return policies.all_of(self, other)
 
     def __invert__(self) -> Policy:
-        return _combined.Combined("~", (self,))
+        return policies._combined.Combined("~", (self,))
 
     def __sub__(self, other: PolicyLike) -> Policy:
-        return _combined.Combined("-", (self, as_policy(other)))
+        return policies._combined.Combined("-", (self, as_policy(other)))
 
 
 @dataclass(frozen=True, repr=False)
@@ -115,15 +115,29 @@ def call(maker: str, *args: Any) -> str:
     return f"{maker}({', '.join(map(repr, args))})"
 
 
-CALLED = "{0} is a policy already: leave out the ()."
-"""The error for calling a policy that is a value, as in JAX."""
-
-
-# Policies that are constant, decide by op, or ask a function.
+# Policies that decide by op, are constant, or ask a function.
 
 
 @dataclass(frozen=True, repr=False)
-class Constant(Printable):
+class ByOp(Printable):
+    """One decision for the listed ops, another for the rest."""
+
+    ops: tuple[str, ...] = ()
+    listed: CheckpointPolicy = CheckpointPolicy.MUST_SAVE
+    other: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE
+
+    def __call__(self, ctx: Any = None, op: Any = None, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        del ctx, args, kwargs
+        if op is None:
+            raise TypeError(f"{self} is a policy already: leave out the ().")
+        return self.listed if op in _ops.overloads(self.ops) else self.other
+
+    def by_op(self, op: Any) -> CheckpointPolicy | None:
+        return self(None, op)
+
+
+@dataclass(frozen=True, repr=False)
+class Constant(ByOp):
     """The same decision for every op: `everything_saveable` and `nothing_saveable`.
 
     `everything_saveable` is not the same as no remat: it keeps only values that the backward pass or the rerun reads.
@@ -137,41 +151,9 @@ class Constant(Printable):
         (everything_saveable, nothing_saveable)
     """
 
-    decision: CheckpointPolicy
 
-    def __call__(self, ctx: Any = None, op: Any = None, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        del ctx, args, kwargs
-        if op is None:
-            raise TypeError(CALLED.format(self))
-        return self.decision
-
-    def by_op(self, op: Any) -> CheckpointPolicy:
-        del op
-        return self.decision
-
-
-everything_saveable: Policy = Constant("everything_saveable", MUST_SAVE)
-nothing_saveable: Policy = Constant("nothing_saveable", MUST_RECOMPUTE)
-
-
-@dataclass(frozen=True, repr=False)
-class ByOp(Policy):
-    """One decision for the listed ops, another for the rest. `maker`: the function that made it."""
-
-    maker: str
-    ops: frozenset[str]
-    listed: CheckpointPolicy
-    other: CheckpointPolicy = PREFER_RECOMPUTE
-
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        del ctx, args, kwargs
-        return self.by_op(op)
-
-    def by_op(self, op: Any) -> CheckpointPolicy:
-        return self.listed if op in _ops.overloads(self.ops) else self.other
-
-    def __repr__(self) -> str:
-        return call(self.maker, *sorted(self.ops))
+everything_saveable: Policy = Constant("everything_saveable", other=CheckpointPolicy.MUST_SAVE)
+nothing_saveable: Policy = Constant("nothing_saveable", other=CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def name_of(fun: Any) -> str:
@@ -190,14 +172,14 @@ class Function(Printable):
         try:
             result = self.fun(ctx, op, *args, **kwargs)
         except TypeError as error:
-            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-                raise  # from inside the function: it has begun to run
+            if comes_from_inside(error):
+                raise
             raise TypeError(
                 f"remat: {name_of(self.fun)} can't be called as policy(ctx, op, *args, **kwargs), with the arguments "
                 f"of {op}."
             ) from error
         if isinstance(result, bool):
-            return MUST_SAVE if result else PREFER_RECOMPUTE
+            return CheckpointPolicy.MUST_SAVE if result else CheckpointPolicy.PREFER_RECOMPUTE
         if isinstance(result, CheckpointPolicy) and not self.is_predicate:
             return result
         name, got = name_of(self.fun), f"got {shown(result)} for {op}"
@@ -238,11 +220,12 @@ def as_policy(value: PolicyLike) -> Policy:
         for entry in value:
             if policy := _written(entry):
                 raise TypeError(f"remat: {entry!r} is a policy, not an op. Write policy={policy}, and | for several.")
-        return ByOp("save_ops", _ops.spell_all("remat: policy", value), MUST_SAVE)
-    if isinstance(value, (str, _ops.OpOverload, _ops.OpOverloadPacket)):
+        names = _ops.spell_all("remat: policy", value)
+        return ByOp(call("save_ops", *names), names)
+    if isinstance(value, (str, *internals.OP_KINDS)):
         if policy := _written(value):
             raise TypeError(f"remat: {value!r} is the name of a policy. Write policy={policy}.")
-        if close := difflib.get_close_matches(str(value), sys.modules[__package__].__all__, n=1, cutoff=0.8):
+        if close := difflib.get_close_matches(str(value), policies.__all__, n=1, cutoff=0.8):
             raise TypeError(f"remat: there is no policy {value!r}. Did you mean policy={_written(close[0])}?")
         _ops.spell("remat: policy", value)  # raises where it is no op that a policy can name
         raise TypeError(f"remat: {value!r} is one op, not a policy. Write [{value!r}].")
@@ -256,7 +239,7 @@ def as_policy(value: PolicyLike) -> Policy:
             "remat: policy must be a policy, a function (ctx, op, *args, **kwargs), a collection of ops or "
             f"None; got {shown(value)}."
         )
-    if getattr(sys.modules[__package__], name_of(value), None) is value:
+    if getattr(policies, name_of(value), None) is value:
         raise TypeError(f"remat: {name_of(value)} is a function that makes a policy: call it.")
     return Function(f"as_policy({name_of(value)})", value)
 
@@ -265,10 +248,6 @@ def _written(value: Any) -> str | None:
     """The expression for a policy that was given by name or in a list; None if it is no policy."""
     if isinstance(value, Policy):
         return repr(value)
-    module = sys.modules[__package__]
-    if not isinstance(value, str) or value not in module.__all__:
+    if not isinstance(value, str) or value not in policies.__all__:
         return None
-    return f"remat.policies.{value}" + ("" if isinstance(getattr(module, value), Policy) else "(...)")
-
-
-from remat.policies import _combined  # noqa: E402  # it needs the names above
+    return f"remat.policies.{value}" + ("" if isinstance(getattr(policies, value), Policy) else "(...)")

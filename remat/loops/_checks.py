@@ -38,7 +38,10 @@ def structure(spec: _tree.PyTreeSpec) -> str:
 
 
 class CarryCheck:
-    """Checks the carries that a body returns. Not a function, which remat would take apart in each call."""
+    """Checks the carries that a body returns, and returns them.
+
+    It is no function, because remat would freeze the closure of a function in each call.
+    """
 
     def __init__(self, who: str, what: str, init: Any) -> None:
         """`what`: the name of the body in errors. No tensor of `init` is held."""
@@ -46,7 +49,7 @@ class CarryCheck:
         self._kinds = kinds_of(leaves)
         self._must, self._what = f"{who}: {what} must return a carry of the", what
 
-    def __call__(self, carry: Any) -> None:
+    def __call__(self, carry: Any) -> Any:
         found, spec = _tree.flatten(carry)
         if differ(spec, self._spec):
             raise TypeError(f"{self._must} structure of init, {structure(self._spec)}; got {structure(spec)}.")
@@ -59,6 +62,7 @@ class CarryCheck:
                     f"{self._must} shapes and dtypes of init. {path} is {said(kind)} in init, and {said(new)} in the "
                     f"result of {self._what}.{hint}"
                 )
+        return carry
 
 
 def check_options(who: str, checkpoints: Any, policy: PolicyLike, **functions: Any) -> None:

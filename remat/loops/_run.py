@@ -1,0 +1,110 @@
+"""Run the steps of a loop: as nested remat'd functions, or without a trace.
+
+A loop needs no rules for derivatives: its derivatives, of every order and in both modes, are those of nested remat'd
+functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat import _tree
+from remat._context import NOTHING, RandomState
+from remat._look import Look
+from remat._remat import remat
+from remat.loops._checks import differ, kinds_of, paths, said, structure
+from remat.loops._schedule import checkpoints_for, parts_of
+from remat.policies._policy import PolicyLike
+from remat.random._keyed import resumed, running
+
+
+def run(
+    who: str,
+    user: Any,
+    body: Callable[[int, Any, Any], tuple[Any, Any]],
+    n: int,
+    init: Any,
+    checkpoints: int | None,
+    policy: PolicyLike,
+    xs: Any = None,
+    reverse: bool = False,
+) -> tuple[Any, Any]:
+    """Run `body` n times. Returns the last carry, and all y joined.
+
+    **Arguments:**
+
+    - `who`, `user`: the loop and the user's function, which errors name.
+    - `body`: (step number, carry, x) -> (carry, y). x, the step's slice of `xs`, and y have a leading dimension of 1.
+    - `xs`: a tree of tensors with the steps as leading dimension, and None.
+    - `reverse`: whether the first step takes the last slice of `xs`.
+    """
+    if n == 0:
+        return init, None
+
+    def segment(again: Any, start: int, n: int, k: int, carry: Any, xs: Any, outermost: bool = False) -> Any:
+        parts, ys = parts_of(n, k), []
+        for (m, slots), x in zip(parts, _split(xs, [m for m, _ in parts], reverse), strict=True):
+            if m > 1:
+                carry, y = again(again, start, m, slots, carry, x)
+            elif slots or outermost:
+                carry, y = once(start, carry, x)
+            else:  # the rerun takes its derivative right away
+                carry, y = body(start, carry, x)
+            ys.append(y)
+            start += m
+        return carry, _joined(who, ys, reverse)
+
+    segment.__qualname__ = body.__qualname__ = f"{who}({getattr(user, '__qualname__', type(user).__qualname__)})"
+    once = remat(body, policy=policy)
+    return segment(remat(segment), 0, n, checkpoints_for(who, n, checkpoints), init, xs, True)
+
+
+def _split(xs: Any, sizes: list[int], reverse: bool) -> list[Any]:
+    """Split `xs` along the leading dimension."""
+    leaves, spec = _tree.flatten(xs)
+    sizes = sizes[::-1] if reverse else sizes
+    pieces = [[None] * len(sizes) if x is None else x.split(sizes) for x in leaves]
+    trees = [_tree.unflatten(spec, [piece[i] for piece in pieces]) for i in range(len(sizes))]
+    return trees[::-1] if reverse else trees
+
+
+def _joined(who: str, parts: list[Any], reverse: bool) -> Any:
+    """Join the results y of several parts along their leading dimension."""
+    if all(part is None for part in parts):
+        return None  # `fori_loop` and `while_loop` have no y
+    flat = [_tree.flatten(part) for part in parts]
+    spec = flat[0][1]
+    kinds = kinds_of(flat[0][0], 1)
+    for others, other in flat[1:]:
+        if differ(other, spec):
+            raise TypeError(f"{who}: y is {structure(spec)} in one step, and {structure(other)} in another.")
+        for i, (one, another) in enumerate(zip(kinds, kinds_of(others, 1), strict=True)):
+            if one != another:
+                path = paths(spec, "y")[i]
+                raise TypeError(f"{who}: {path} is {said(one)} in one step, and {said(another)} in another.")
+    rows = zip(*(others for others, _ in (flat[::-1] if reverse else flat)), strict=True)
+    return _tree.unflatten(spec, [row[0] if row[0] is None or len(row) == 1 else torch.cat(row) for row in rows])
+
+
+@contextlib.contextmanager
+def trial(who: str, args: Any) -> Iterator[None]:
+    """Run the block without derivatives. Afterwards, undo its random draws and its changes in place."""
+    tensors = [t for t in _tree.flatten(args)[0] if isinstance(t, Tensor)]
+    keys = running()
+    random = RandomState(tensors, keyed=keys is not None)
+    look = Look(who, tensors, random)
+    draws = NOTHING if keys is None else resumed(keys.key, keys.position())
+    try:
+        with torch.no_grad(), draws, look:
+            yield
+    finally:
+        random.put_back()
+        with torch.no_grad(), internals.DisableTorchFunction():
+            for key, before in look.copies.items():
+                look.outside[key].value.copy_(before)
