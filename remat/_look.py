@@ -237,7 +237,7 @@ class Look(NestedMode):
             self.read(internals.unwrapped(tensor), handed_on=True)
             return tensor
         known = self._known_value(tensor)
-        if handed_on and (known is None or key in self.outside):  # the run's own tensors may die, and others get their ids
+        if handed_on and (known is None or key in self.outside):  # its own may die, and others get their ids
             self.handed_on.add(key)
         if known is not None:
             return known
