@@ -244,7 +244,6 @@ class Operands:
         held = {id(t) for t in self.tensors[: self.held]}
         for tensor, place in search(self.objects, also) if (also := look.handed_on & held) else ():
             self._add_place(tensor, place)  # a transform may have found it there
-            self.originals[index[id(tensor)]].handed_on = True
 
     def _add_place(self, tensor: Tensor, place: Place) -> None:
         original = self.originals[self._index[id(tensor)]]
@@ -308,8 +307,7 @@ class Operands:
                 if tensor is not None:  # else the function may have made it itself, unseen
                     to_write[memory_of(operand)] = operand
             for place in original.places:
-                there = item(*place)
-                if there is not operand and (original.handed_on or there is not tensor):
+                if item(*place) is not operand:
                     fill.append((place, operand))
             found = [t for ref in (original.ref, *original.also) if (t := ref()) is not None]
             for t in (operand, *found):

@@ -1,8 +1,9 @@
 """Where a function finds tensors: modules, containers, attributes and globals.
 
-A place is a dict, list or deque, and a key of it. A rerun puts operands into the places that no longer hold their
-originals: the forward may have run in `functional_call`, which gives modules other tensors for a while. An index knows
-the places in modules. It is renewed only if it does not know a tensor.
+A place is a dict, list or deque, and a key of it. A rerun puts operands into the places of their originals: the forward
+may have run in `functional_call`, which gives modules other tensors for a while, and code that no torch-function mode
+sees may read a place (compiled code, an index that is a tensor). An index knows the places in modules. It is renewed
+only if it does not know a tensor.
 """
 
 from __future__ import annotations

@@ -1425,13 +1425,55 @@ def test_a_parameter_is_one_in_reruns(transform: str, nested: bool) -> None:
     assert_same(run(again, numbers(3, 3)), run(lambda x: fun(x.cos()).sin() if nested else fun(x), numbers(3, 3)))
 
 
-@SOME
-def test_a_captured_parameter_is_a_key_of_a_dict(transform: str) -> None:
-    module = nn.Linear(3, 3).double()
-    scales = {module.weight: 2.0}
+# What no torch-function mode sees: a rerun has operands in the places of modules.
 
-    def scaled(x: Tensor) -> Tensor:
-        return module(x).tanh() * scales[module.weight]
+
+@SOME
+@pytest.mark.parametrize("read_before", [False, True])
+def test_a_parameter_of_a_module_goes_straight_to_a_transform(transform: str, read_before: bool) -> None:
+    module = nn.Linear(3, 3).double()
+
+    def fun(x: Tensor) -> Tensor:
+        y = x @ module.weight if read_before else x
+        return y + grad(lambda w: (x @ w).sin().sum())(module.weight) + vmap(torch.mul)(x, module.weight)
 
     x = numbers(3, 3)
-    assert_same(TRANSFORMS[transform](remat(scaled), x), TRANSFORMS[transform](scaled, x))
+    assert_same(TRANSFORMS[transform](remat(fun), x), TRANSFORMS[transform](fun, x))
+
+
+class Window(nn.Module):
+    """Its buffers are the bounds of a slice, which C++ reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("begin", torch.tensor(0))
+        self.register_buffer("end", torch.tensor(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * x[self.begin : self.end].sin().sum()
+        self.begin += 1
+        self.end += 1
+        return y
+
+
+@SOME
+def test_buffers_that_are_the_bounds_of_a_slice(transform: str) -> None:
+    def twice(make: Any, x: Tensor) -> Tensor:
+        window = make(Window())
+        return window(x) * window(x)
+
+    run, x = TRANSFORMS[transform], numbers(4, 4)
+    assert_same(run(lambda x: twice(remat, x), x), run(lambda x: twice(plain, x), x))
+
+
+def test_a_parameter_with_a_hook_goes_straight_to_an_autograd_function() -> None:
+    module = nn.Linear(3, 3).double()
+    module.weight.register_hook(lambda g: 2 * g)
+
+    def gradient(ck: Decorator) -> Tensor:
+        module.weight.grad = None
+        ck(lambda y: module.weight.sin() * Old.apply(y, module.weight))(leaf(numbers(3, 3))).sum().backward()
+        assert module.weight.grad is not None
+        return module.weight.grad
+
+    assert_same(gradient(remat), gradient(plain))

@@ -665,19 +665,6 @@ def test_threads_at_the_same_time() -> None:
             assert_same(result, expected)
 
 
-def test_threads_share_a_module_that_the_function_captures() -> None:
-    module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)).double()
-    xs = [numbers(4, 16, seed=i) for i in range(4)]
-    gradient = grad(lambda x: remat(lambda y: module(y).tanh())(x).sum())
-
-    found = in_threads(4, lambda i: [gradient(xs[i]) for _ in range(50)])
-    for x, results in zip(xs, found, strict=True):
-        expected = grad(lambda x: module(x).tanh().sum())(x)
-        assert not isinstance(results, BaseException), results
-        for result in results:
-            assert_same(result, expected)
-
-
 def test_one_graph_from_several_threads() -> None:
     x = leaf(numbers(3))
     y = remat(torch.sin)(x)
