@@ -240,6 +240,8 @@ class Call:
         given, captured = operands.originals[: operands.held], operands.originals[operands.held :]
         if any(original.places for original in given):  # a given tensor was also found in another place
             return None
+        if any(original.handed_on and not original.in_modules for original in captured):  # a place that a rerun makes
+            return None
         found = [(o.ref, o.places if o.in_modules else ()) for o in captured]
         found += [(ref, ()) for ref, *_ in operands.constants]
         unused = self.leaves - self._reached - self._ambiguous

@@ -94,6 +94,8 @@ class Link:
         self.count = len(operands)
         self.leaves = fn.call.leaves.union([i for i, t in enumerate(operands) if t.requires_grad])
         """Positions of differentiated operands. Each rerun differentiates them, for the forward's signature."""
+        self.cut: Container[int] = ()
+        """Positions of differentiated operands that the node saves detached: its values do not depend on them."""
         self.thread = threading.get_ident()
         self.versions = [*map(internals.version, operands)] if level else []
         """How often operands had been written to. Below all transforms, autograd checks that itself."""
@@ -114,7 +116,7 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[B
         at_base = _may_run_at_base(call, operands, cotangents)
         if at_base and record and is_read and call.random is None:
             # A leaf that the rerun makes would make results require grad that should not.
-            at_base = all(operands[i].requires_grad for i in leaves)
+            at_base = all(operands[i].requires_grad or i in link.cut for i in leaves)
         if at_base:
             # Some of torch's formulas give tangents only if they are recorded: `slogdet` reads a saved `LU`.
             record = record and (is_read or internals.forward_ad_active())

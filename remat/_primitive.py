@@ -217,6 +217,7 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
         saved = _connected(operands, reached, Tensor.detach)
         if not any(t.requires_grad for t in saved):
             return values  # they depend only on leaves that the function made
+        link.cut = {i for i, (t, s) in enumerate(zip(operands, saved, strict=True)) if t is not s}
         nodes = RematNode.apply(link, [v.detach() for v in kept], sharing_memory(kept, operands), *saved)
     return _replace(values, outs, nodes)
 

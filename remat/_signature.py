@@ -58,10 +58,10 @@ class Signature:
 def hash_of(tensor: Tensor, args: Iterable[Any] = ()) -> int:
     """A hash of a tensor's shape and dtype, and of the plain arguments of a call: a flag like `training`, a step.
 
-    The shape is left out if a length is symbolic (nested tensors, or compiled for any shape). NaN is left out too,
-    because it differs from itself.
+    The shape is left out if a length is symbolic (nested tensors, or compiled for any shape). Of the arguments it takes
+    the `repr`: -1 and -2 have the same hash, and NaN differs from itself.
     """
-    plain = [a for a in args if is_plain(a.__class__) and a == a] if args else ()
+    plain = [repr(a) for a in args if is_plain(a.__class__)] if args else ()
     if tensor.is_nested:
         return hash((tensor.dtype, *plain))
     try:

@@ -559,3 +559,33 @@ def test_once_differentiable(policy: Any) -> None:
             second()
     with says:
         remat(gradient_inside, policy=policy)(x).sum().backward()
+
+
+class OldStyle(torch.autograd.Function):
+    """Without `setup_context`, so it does not run under torch.func."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g * x.cos()
+
+
+def test_a_differentiated_argument_that_the_result_does_not_depend_on() -> None:
+    """The rerun of a recorded backward is plain autograd all the same."""
+
+    def fun(x: Tensor, _: Tensor) -> Tensor:
+        y = OldStyle.apply(x)
+        y.register_hook(lambda g: g * 2)
+        return y * x
+
+    def both_orders(ck: Decorator) -> Any:
+        x, other = leaf(numbers(3)), leaf(numbers(3))
+        (first,) = torch.autograd.grad(ck(fun)(x, other).sum(), x, create_graph=True)
+        return first, torch.autograd.grad(first.sum(), x)
+
+    assert_same(both_orders(remat), both_orders(plain))

@@ -1082,7 +1082,16 @@ def lists_that_calls_inside_of_calls_read(ck: Any, x: Tensor) -> Tensor:
     return ck(outer)([x, x], [torch.sin(x)])
 
 
+def in_a_list_that_is_made_inside_and_a_transform_gets_it(ck: Any, x: Tensor) -> Tensor:
+    def outer() -> Tensor:
+        held = [x]
+        return ck(lambda: grad(lambda t: t.sin().sum())(held[0]))()
+
+    return ck(outer)()
+
+
 FOUND = [
+    in_a_list_that_is_made_inside_and_a_transform_gets_it,
     lists_that_calls_inside_of_calls_read,
     returned_by_a_call_inside_as_it_was,
     given_and_captured_and_read_before_a_transform_gets_it,

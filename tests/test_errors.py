@@ -57,6 +57,15 @@ def one_op_less(x: Tensor, state: State) -> Tensor:
     return y.cos() if state.first() else y
 
 
+def another_number(x: Tensor, state: State) -> Tensor:
+    """-1 and -2 have the same hash."""
+    return x.roll(-1 if state.first() else -2)
+
+
+def another_factor(x: Tensor, state: State) -> Tensor:
+    return x.sin() * (-1.0 if state.first() else -2.0)
+
+
 def another_count_of_results(x: Tensor, state: State) -> Any:
     y = x.sin()
     z = y.cos()
@@ -67,6 +76,8 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], str]] = {
     "another op": (another_op, "exp|tanh"),
     "another shape": (another_shape, "another shape"),
     "another dtype": (another_dtype, "another shape"),
+    "another number": (another_number, "another number"),
+    "another factor": (another_factor, "another number"),
     "one op more": (one_op_more, "cos"),
     "one op less": (one_op_less, "cos"),
 }
