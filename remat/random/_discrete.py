@@ -47,7 +47,7 @@ def permutation(key: Tensor, x: int | Tensor, axis: int = 0, independent: bool =
     # Sort by random 32-bit words, often enough that ties do not matter. The sign flip orders the words as unsigned.
     for _ in range(math.ceil(3 * math.log(max(1, x.numel())) / math.log(2**32 - 1))):
         key, once = split(key)
-        words = _threefry.bits(once, x.shape, 32).view(torch.int32) ^ -(2**31)
+        words = _threefry.bits(once, x.shape, 32).to(torch.int32) ^ -(2**31)
         x = x.take_along_dim(words.argsort(dim=axis, stable=True), axis)
     return x
 

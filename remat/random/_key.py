@@ -36,7 +36,7 @@ def key(seed: int | Tensor, *, device: torch.device | str | int | None = None) -
     """
     if isinstance(seed, Tensor) and seed.ndim == 0 and is_integer(seed):
         low = seed.to(dtype=torch.int32, device=device)
-        return torch.stack([torch.zeros_like(low), low]).view(torch.uint32)
+        return torch.stack([torch.zeros_like(low), low]).to(torch.uint32)
     try:
         number = operator.index(seed)
     except TypeError:

@@ -92,7 +92,7 @@ class Threading(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func in FRESH and self._outer_vmaps:
             # Make a copy for each key, because code may fill the tensor in place with values that depend on the key.
-            return torch.where(self.key.view(torch.int32)[0] == 0, out, out)
+            return torch.where(self.key.to(torch.int32)[0] == 0, out, out)
         return out
 
 

@@ -79,7 +79,7 @@ def _fill(key: Tensor, shape: list[int], dtype: torch.dtype, write: Callable[[Te
     Element i of a draw comes from the hash of the 64-bit counter i.
     """
     n = math.prod(shape)
-    keys = key.view(torch.int32).reshape(-1, 2)
+    keys = key.to(torch.int32).reshape(-1, 2)
     out = keys.new_empty((len(keys), n), dtype=dtype)
     size = n if torch.compiler.is_compiling() else _block_size(n * dtype.itemsize, key.device)
     rows = max(1, size // max(1, n))
@@ -110,9 +110,9 @@ def _fold_in(key: Tensor, data: Tensor) -> Tensor:
         pairs = zip(key.reshape(-1, 2).tolist(), data.flatten().tolist(), strict=True)
         hashes = [_rounds(k0, k1, 0, number & _MASK) for (k0, k1), number in pairs]
         return torch.tensor(hashes, dtype=torch.uint32, device="cpu").reshape(key.shape)
-    k0, k1 = key.view(torch.int32).unbind(-1)
+    k0, k1 = key.to(torch.int32).unbind(-1)
     words = threefry2x32(k0, k1, 0, data, (k0 + data).new_empty((3, *data.shape)))
-    return torch.stack(words, -1).view(torch.uint32)
+    return torch.stack(words, -1).to(torch.uint32)
 
 
 _WORDS = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32, 64: torch.uint64}
@@ -126,7 +126,9 @@ def _bits(key: Tensor, shape: list[int], width: int) -> Tensor:
             block.copy_(high.bitwise_xor_(low))
 
     signed = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}[width]
-    return _fill(key, shape, signed, write).view(_WORDS[width])
+    words = _fill(key, shape, signed, write)
+    # Compiled, a draw may be under `vmap`, which has no rule for `view(dtype)` before torch 2.13.
+    return words.to(_WORDS[width]) if torch.compiler.is_compiling() else words.view(_WORDS[width])
 
 
 # dtype: bits drawn for one element (for bfloat16 a byte is enough), and the number of these in the fraction

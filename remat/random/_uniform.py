@@ -196,12 +196,8 @@ def randint(
 
     # The remainder of a number with twice the bits, computed from its two halves modulo 2**width.
     width, offset = (64, _offset64) if dtype == torch.int64 else (32, _offset32)
-    higher, lower = (_as_int64(_threefry.bits(k, sizes, width)) for k in split(key))
+    higher, lower = (_threefry.bits(k, sizes, width).to(torch.int64) for k in split(key))
     return (offset(higher, lower, span.expand(sizes)) + low).to(dtype)
-
-
-def _as_int64(words: Tensor) -> Tensor:
-    return words.view(torch.int64) if words.dtype == torch.uint64 else words.to(torch.int64)
 
 
 def _offset32_op(higher: Tensor, lower: Tensor, span: Tensor) -> Tensor:
