@@ -291,6 +291,14 @@ def test_save_every_counts_within_a_run() -> None:
         torch.testing.assert_close(g, torch.autograd.grad(f(x).sum(), x)[0])
 
 
+@pytest.mark.parametrize("policy", [save_at_least(80), dots_saveable - save_at_most(80)])
+def test_the_size_of_a_result_that_a_rerun_does_not_tell(policy: Policy) -> None:
+    """Before 2.13, torch's own selective checkpointing asks in a rerun."""
+    asked_again = torch_checkpoint.SelectiveCheckpointContext(is_recompute=True)
+    with pytest.raises(RuntimeError, match=r"save_at_.*\(80\) decides by the result of an op"):
+        policy(asked_again, aten.mm.default)
+
+
 def test_save_if() -> None:
     def f() -> None:
         x = torch.rand(3).sin()

@@ -118,24 +118,24 @@ def save_if(predicate: Callable[..., bool]) -> Policy:
 class _SaveEvery(Printable):
     n: int
     ops: tuple[str, ...]
-    count: Iterator[int] | None = None
-    """Counts the ops of one run; None outside of a run."""
+    counts: tuple[Iterator[int], Iterator[int]] | None = None
+    """Count the ops of one run, and of its rerun: torch before 2.13 asks there again. None outside of a run."""
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        del ctx, args, kwargs
-        if self.count is None:
+        del args, kwargs
+        if self.counts is None:
             raise RuntimeError(
                 f"{self!r} counts the ops of one run, so it has to be told where a run begins. Pass policy.start() to "
                 "create_selective_checkpoint_contexts, inside the context_fn."
             )
-        kept = op in _ops.overloads(self.ops) and next(self.count) % self.n == 0
+        kept = op in _ops.overloads(self.ops) and next(self.counts[ctx.is_recompute]) % self.n == 0
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def by_op(self, op: Any) -> CheckpointPolicy | None:
         return None if op in _ops.overloads(self.ops) else CheckpointPolicy.PREFER_RECOMPUTE
 
     def start(self) -> Policy:
-        return replace(self, count=itertools.count())
+        return replace(self, counts=(itertools.count(), itertools.count()))
 
 
 def save_every(n: int, *ops: Any) -> Policy:
@@ -176,6 +176,11 @@ class _BySize(Printable):
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         del op, args, kwargs
+        if ctx.is_recompute:
+            raise RuntimeError(
+                f"{self!r} decides by the result of an op. In torch's selective checkpointing before torch 2.13, the "
+                "rerun does not tell it. Use remat.checkpoint, with the same arguments."
+            )
         leaves: list[Any] = optree.tree_leaves(ctx.op_output)
         nbytes = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
         return CheckpointPolicy.MUST_SAVE if self.least <= nbytes <= self.most else CheckpointPolicy.PREFER_RECOMPUTE
