@@ -447,10 +447,18 @@ def apply_at_level(function: type[SingleLevelFunction], *args: Any) -> tuple[Ten
         _C.set_single_level_autograd_function_allowed(before)
 
 
+_NODES_ARE_HELD = torch.__version__ >= (2, 13)  # type: ignore[operator]  # it compares with tuples, too
+"""Whether the Python object of an autograd.Function's node keeps the node alive, like those of other nodes."""
+
+
 def gradient_edge(tensor: Tensor) -> GradientEdge:
     """`get_gradient_edge`, without a token that holds the graph, for which it would make one more node."""
     node = tensor.grad_fn
-    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+    if node is None:
+        return get_gradient_edge(tensor)
+    if _NODES_ARE_HELD or not isinstance(node, torch._C._FunctionBase):
+        return GradientEdge(node, tensor.output_nr)
+    return GradientEdge(get_gradient_edge(tensor).ownership_token, 0)  # the node of a view
 
 
 def nodes_of(tensor: Tensor) -> list[Any]:

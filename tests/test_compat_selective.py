@@ -24,6 +24,8 @@ TORCH, REMAT = torch.utils.checkpoint, remat.compat
 P = REMAT.CheckpointPolicy
 mm, sin, add_ = torch.ops.aten.mm.default, torch.ops.aten.sin.default, torch.ops.aten.add_.Tensor
 each = pytest.mark.parametrize("api", MODULES.values(), ids=MODULES)
+# Before 2.13, torch asks the policy again in the rerun, where it does not compare the ops.
+each_from_2_13 = each if torch.__version__ >= (2, 13) else pytest.mark.parametrize("api", [REMAT], ids=["remat"])
 
 
 def call(api: Any, policy: Any, fun: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -81,7 +83,7 @@ def test_a_function_may_return_bools(api: Any) -> None:
     assert reruns(api, lambda ctx, op, *args, **kwargs: op is mm)["mm"] == 6
 
 
-@each
+@each_from_2_13
 def test_what_a_policy_is_told(api: Any) -> None:
     seen = Seen()
 
@@ -155,7 +157,7 @@ def test_a_packet_in_a_list_is_refused(api: Any) -> None:
         api.create_selective_checkpoint_contexts(3)
 
 
-@each
+@each_from_2_13
 def test_an_op_that_the_forward_did_not_run(api: Any) -> None:
     runs = Seen()
 
@@ -274,7 +276,7 @@ def test_a_custom_op_that_is_kept_runs_once_even_where_no_backward_reads_its_res
         assert (ops["seen"], ops["exp"]) == (0, 1)
 
 
-@each
+@each_from_2_13
 def test_an_op_that_runs_more_often_in_the_rerun(api: Any) -> None:
     runs = Seen()
 

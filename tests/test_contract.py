@@ -528,6 +528,7 @@ class Stage(nn.Module):
         return x + self.b(torch.relu(self.a(x)))
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch can't split the backward of an autograd.Function")
 def test_the_split_backward_of_a_pipeline_stage() -> None:
     grads = []
     for ck in (remat, plain):
