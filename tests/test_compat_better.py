@@ -1185,6 +1185,30 @@ def test_batch_norm_statistics(variant: str) -> None:
 
 
 @both_variants
+def test_a_buffer_that_is_a_bound_of_a_slice(variant: str) -> None:
+    """C++ reads it: no torch call is seen to do so."""
+    torchs, own = VARIANTS[variant]
+
+    class Window(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("begin", torch.tensor(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x[self.begin :][:2].sin()
+            self.begin += 1
+            return y
+
+    def run(ck: Any) -> Any:
+        x = leaf(numbers(4))
+        ck(Window(), x).square().sum().backward()
+        return x.grad
+
+    wrong(run, torchs)
+    right(run, own)
+
+
+@both_variants
 @pytest.mark.parametrize("how", ["in place", "foreach", "read"])
 def test_other_buffers(variant: str, how: str) -> None:
     torchs, own = VARIANTS[variant]

@@ -237,10 +237,12 @@ class Call:
     ) -> tuple[dict[int, Tensor], list[tuple[Place, Tensor]], CheckpointLook | None]:
         """By identity of the forward's tensors, those of the rerun; the tensors to put into modules; the look."""
         values = {key: argument for key, argument in zip(self._index, arguments, strict=False) if argument is not None}
-        for operand in self.operands[self.arguments :]:  # none is left, except in a backward inside the forward
-            values[id(operand)] = operand
+        # None of the others is left, except in a backward inside the forward.
+        values |= {id(operand): operand for operand in self.operands[self.arguments :]}
         swaps, stale = {}, {}
-        for read in self.reads if self._look is None else _written(self._look):
+        reads = self.reads if self._look is None else _written(self._look)
+        written = {read.key for read in reads if read.is_written}
+        for read in reads:
             value = stand_ins[read.key] if read.key in stand_ins else read.value()
             if read.is_stale:
                 stale[id(value)] = modified(value, read.version, self.name)
@@ -254,8 +256,8 @@ class Call:
             (place, value)
             for key, value in values.items()
             for place in self._places.get(key, ())
-            # A look swaps the tensor that was there in the forward.
-            if (now := item(*place)) is not value and not (id(now) == key and key in swaps)
+            # A look swaps what was there in the forward, but for reads that no mode sees, as of an index.
+            if (now := item(*place)) is not value and not (id(now) == key and key in swaps and key not in written)
         ]
         if swaps or stale or looks or self._needs_look or internals.may_run_compiled_code():
             return values, fill, CheckpointLook.at_rerun(self.name, values.values(), swaps, stale)
