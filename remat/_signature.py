@@ -31,7 +31,7 @@ def kind_of(cls: Any) -> str:
     """Whether an argument of this class may hold tensors or is a generator (`HOLDER`), or belongs to the signature."""
     if issubclass(cls, _HOLDERS) and cls is not torch.Size:
         return HOLDER
-    return PLAIN if is_plain(cls) else OTHER
+    return PLAIN if cls is slice or is_plain(cls) else OTHER
 
 
 class Signature:
@@ -55,13 +55,22 @@ class Signature:
         self.hooks: list[tuple[tuple[int, ...], int]] = []
 
 
-def hash_of(tensor: Tensor, args: Iterable[Any] = ()) -> int:
-    """A hash of a tensor's shape and dtype, and of the plain arguments of a call: a flag like `training`, a step.
+def _plain_in(arg: Any) -> str:
+    """The numbers, flags and names in an argument of a call: a step, the bounds of a slice, dimensions in a list."""
+    kind = arg.__class__
+    if is_plain(kind):
+        return repr(arg)  # -1 and -2 have the same hash, and NaN differs from itself
+    if kind is slice:
+        return ":".join(map(_plain_in, (arg.start, arg.stop, arg.step)))
+    return f"[{','.join(map(_plain_in, arg))}]" if kind is list or kind is tuple else ""
 
-    The shape is left out if a length is symbolic (nested tensors, or compiled for any shape). Of the arguments it takes
-    the `repr`: -1 and -2 have the same hash, and NaN differs from itself.
+
+def hash_of(tensor: Tensor, args: Iterable[Any] = ()) -> int:
+    """A hash of a tensor's shape and dtype, and of the numbers, flags and names in the arguments of a call.
+
+    The shape is left out if a length is symbolic (nested tensors, or compiled for any shape).
     """
-    plain = [repr(a) for a in args if is_plain(a.__class__)] if args else ()
+    plain = [p for p in map(_plain_in, args) if p] if args else ()
     if tensor.is_nested:
         return hash((tensor.dtype, *plain))
     try:

@@ -66,6 +66,19 @@ def another_factor(x: Tensor, state: State) -> Tensor:
     return x.sin() * (-1.0 if state.first() else -2.0)
 
 
+def other_bounds_of_a_slice(x: Tensor, state: State) -> Tensor:
+    return x * (x[..., :2] if state.first() else x[..., 1:3]).sin().sum()
+
+
+def other_bounds_of_slices(x: Tensor, state: State) -> Tensor:
+    begin = 0 if state.first() else 1
+    return x * x[None, ..., begin : begin + 2].sin().sum()
+
+
+def other_numbers_in_a_list(x: Tensor, state: State) -> Tensor:
+    return x * x.sin().repeat([1, 1, 2, 4] if state.first() else [1, 1, 4, 2]).view(-1)[:3].sum()
+
+
 def another_count_of_results(x: Tensor, state: State) -> Any:
     y = x.sin()
     z = y.cos()
@@ -78,6 +91,9 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], str]] = {
     "another dtype": (another_dtype, "another shape"),
     "another number": (another_number, "another number"),
     "another factor": (another_factor, "another number"),
+    "other bounds of a slice": (other_bounds_of_a_slice, "another number"),
+    "other bounds of slices": (other_bounds_of_slices, "another number"),
+    "other numbers in a list": (other_numbers_in_a_list, "another shape .* another number"),
     "one op more": (one_op_more, "cos"),
     "one op less": (one_op_less, "cos"),
 }
