@@ -185,3 +185,12 @@ def is_made_since(tensor: Tensor, since: int) -> bool:
         if node is not None and since <= internals.sequence_number(node):
             return True
     return False
+
+
+def is_view_of_earlier(tensor: Tensor, since: int) -> bool:
+    """Whether a tensor is a view of a result that is older than `since`.
+
+    If that was changed in place, torch makes the node of the view anew when the view is read.
+    """
+    base = tensor._base
+    return base is not None and base.grad_fn is not None and not is_made_since(base, since)

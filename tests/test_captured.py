@@ -1133,6 +1133,21 @@ def test_what_a_call_inside_gives_back_is_not_its_own() -> None:
     assert_same(gradient(remat), gradient(plain))
 
 
+def test_a_captured_view_whose_base_was_changed_in_place() -> None:
+    """Autograd makes its node anew when the function reads it, as if the function had made the view."""
+
+    def gradient(ck: Any) -> Any:
+        def program(x: Tensor, y: Tensor) -> Tensor:
+            base = y + 0.5
+            held = [base[1]]
+            base[0] = x
+            return ck(lambda z: (held[0].sin(), z.cos())[1])(x)
+
+        return grad(program, argnums=(0, 1))(numbers(1).sum(), numbers(3))
+
+    assert_same(gradient(remat), gradient(plain))
+
+
 def test_a_view_of_an_argument_that_carries_a_tangent_is_returned_under_a_policy() -> None:
     """Under a mode, a view of the tangent has no node of its own."""
 
