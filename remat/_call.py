@@ -230,8 +230,8 @@ class Call:
             except Stranger as stranger:
                 self.operands.add_stranger(stranger, look, self.since)
 
-    def remembered(self) -> Remembered | None:
-        """The record with which an outer rerun can skip this call. None if the call must run there."""
+    def remembered(self, outer: Look) -> Remembered | None:
+        """The record with which a rerun of the outer function can skip this call. None if the call must run there."""
         if self._result is None or self.random is not None or self.tape is not None or self._drew_from is not None:
             return None
         if self.signature.hooks or any(original.written for original in self.operands.originals):
@@ -244,6 +244,8 @@ class Call:
             return None
         found = [(o.ref, o.places if o.in_modules else ()) for o in captured]
         found += [(ref, ()) for ref, *_ in operands.constants]
+        if any((t := ref()) is not None and outer.has_made(t) for ref, _ in found):  # a rerun makes another
+            return None
         unused = self.leaves - self._reached - self._ambiguous
         unread = [i for i, original in enumerate(given) if original.position == NEVER]
         reached = [i for i, position in enumerate(operands.positions) if position not in unused and i not in unread]

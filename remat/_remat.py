@@ -109,7 +109,7 @@ class Remat(Generic[P, R]):
         with internals.DisableTorchFunction():
             call.let_go()
             if outer is not None:
-                outer.add_call(self._name, out, call.signature.calls, call.remembered())
+                outer.add_call(self._name, out, call.signature.calls, call.remembered(outer))
         if see is not None:
             see(out)
         return out

@@ -1133,6 +1133,26 @@ def test_what_a_call_inside_gives_back_is_not_its_own() -> None:
     assert_same(gradient(remat), gradient(plain))
 
 
+def test_a_result_that_a_call_inside_has_captured_is_still_alive() -> None:
+    """The rerun makes another tensor in its place."""
+
+    def gradient(ck: Any) -> Any:
+        alive = []
+
+        def loss(x: Tensor) -> Tensor:
+            def fun() -> tuple[Tensor, Tensor]:
+                row = x[0]
+                return ck(Holder(w=row))(OTHER), row
+
+            y, row = ck(fun)()
+            alive.append(row)
+            return (y * row).sum()
+
+        return grad(loss)(numbers(3, 3))
+
+    assert_same(gradient(remat), gradient(plain))
+
+
 def test_a_captured_view_whose_base_was_changed_in_place() -> None:
     """Autograd makes its node anew when the function reads it, as if the function had made the view."""
 
