@@ -187,10 +187,12 @@ def is_made_since(tensor: Tensor, since: int) -> bool:
     return False
 
 
-def is_view_of_earlier(tensor: Tensor, since: int) -> bool:
-    """Whether a tensor is a view of a result that is older than `since`.
+def is_from_before(tensor: Tensor, since: int) -> bool:
+    """Whether a tensor is older than `since`, or a view of a result that is.
 
-    If that was changed in place, torch makes the node of the view anew when the view is read.
+    If that result was changed in place, torch makes the node of the view anew when the view is read.
     """
+    if not is_made_since(tensor, since):
+        return True
     base = tensor._base
     return base is not None and base.grad_fn is not None and not is_made_since(base, since)

@@ -17,7 +17,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._closure import Operand
 from remat._errors import CHANGES, CheckpointError, RematError
-from remat._graph import Stranger, edges_of, is_made_since, is_view_of_earlier, layers_and_tangents
+from remat._graph import Stranger, edges_of, is_from_before, layers_and_tangents
 from remat._look import Look
 from remat._made import Read
 from remat._memory import memory_of, two_that_share_memory
@@ -68,10 +68,6 @@ def of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
     if kind in _TENSORS or type(tensor) is kind or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return tensor
     return tensor.as_subclass(kind)
-
-
-def _is_older(tensor: Tensor, since: int) -> bool:
-    return not is_made_since(tensor, since) or is_view_of_earlier(tensor, since)
 
 
 class Original:
@@ -216,7 +212,7 @@ class Operands:
                 original.origin = None if tape is None else tape.origin(read.tensor)
             elif internals.version(value) != read.version:
                 raise self._changed(read)
-            elif key in known or value is not read.tensor or (matters(value) and _is_older(value, since)):
+            elif key in known or value is not read.tensor or (matters(value) and is_from_before(value, since)):
                 self._capture(read)
             else:
                 constants[key] = read

@@ -8,7 +8,7 @@ from typing import Any
 import optree
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import (
     functionalize,
@@ -267,6 +267,21 @@ SOME_TRANSFORMS = [
     "forward AD",
     ".backward() of vmap",
 ]
+
+
+class Window(nn.Module):
+    """Its buffers are the bounds of a slice, which C++ reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("begin", torch.tensor(0))
+        self.register_buffer("end", torch.tensor(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * x[self.begin : self.end].sin().sum()
+        self.begin += 1
+        self.end += 1
+        return y
 
 
 class ReadsTwice(torch.autograd.Function):

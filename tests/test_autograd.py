@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import UNIT, CountOps, Fun, activation, assert_same, leaf, numbers, pair, plain
+from helpers import UNIT, CountOps, Fun, ReadsTwice, activation, assert_same, leaf, numbers, pair, plain
 from torch import Tensor, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.autograd.function import once_differentiable
@@ -561,25 +561,11 @@ def test_once_differentiable(policy: Any) -> None:
         remat(gradient_inside, policy=policy)(x).sum().backward()
 
 
-class OldStyle(torch.autograd.Function):
-    """Without `setup_context`, so it does not run under torch.func."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return g * x.cos()
-
-
 def test_a_differentiated_argument_that_the_result_does_not_depend_on() -> None:
     """The rerun of a recorded backward is plain autograd all the same."""
 
     def fun(x: Tensor, _: Tensor) -> Tensor:
-        y = OldStyle.apply(x)
+        y = ReadsTwice.apply(x)  # it has no `setup_context`, so torch.func does not take it
         y.register_hook(lambda g: g * 2)
         return y * x
 

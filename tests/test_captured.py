@@ -13,7 +13,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, Seen, assert_same, leaf, numbers, pair, plain
+from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, Seen, Window, assert_same, leaf, numbers, pair, plain
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import (
@@ -1483,21 +1483,6 @@ def test_a_parameter_of_a_module_goes_straight_to_a_transform(transform: str, re
 
     x = numbers(3, 3)
     assert_same(TRANSFORMS[transform](remat(fun), x), TRANSFORMS[transform](fun, x))
-
-
-class Window(nn.Module):
-    """Its buffers are the bounds of a slice, which C++ reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("begin", torch.tensor(0))
-        self.register_buffer("end", torch.tensor(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * x[self.begin : self.end].sin().sum()
-        self.begin += 1
-        self.end += 1
-        return y
 
 
 @SOME

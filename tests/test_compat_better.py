@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import remat.compat
 from remat import CheckpointError, RematError, is_rerunning
 from remat.debug import LiveBytes
-from tests.helpers import SIZE, UNIT, CountOps, ReadsTwice, Seen, activation, assert_same, leaf, numbers
+from tests.helpers import SIZE, UNIT, CountOps, ReadsTwice, Seen, Window, activation, assert_same, leaf, numbers
 from tests.test_compat_same import Calls, debugs, mismatch, plain
 
 TORCH, REMAT = torch.utils.checkpoint, remat.compat
@@ -1188,16 +1188,6 @@ def test_batch_norm_statistics(variant: str) -> None:
 def test_a_buffer_that_is_a_bound_of_a_slice(variant: str) -> None:
     """C++ reads it: no torch call is seen to do so."""
     torchs, own = VARIANTS[variant]
-
-    class Window(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("begin", torch.tensor(0))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = x[self.begin :][:2].sin()
-            self.begin += 1
-            return y
 
     def run(ck: Any) -> Any:
         x = leaf(numbers(4))
