@@ -99,6 +99,8 @@ class Effects:
         """It reads memory without an op."""
         self.acts = any(vars(self).values())
         """One of the above is true of it."""
+        self.only_writes = self.writes is _FIRST and sum(map(bool, vars(self).values())) == 2
+        """Only the first of the above is true of it: it writes to its first argument, a tensor."""
         self.multiplies = func in _PRODUCTS
         """It is a matrix product or a convolution."""
         self.is_metadata = func in _METADATA

@@ -125,7 +125,10 @@ class Look(NestedMode):
             args = self._seen(args)
             break
         effects = effects_of(func)
-        if kwargs or effects.acts:
+        if effects.only_writes and args is given and not kwargs:
+            with internals.DisableTorchFunction():
+                self.before_write(args[0])
+        elif kwargs or effects.acts:
             self._reader = func
             named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
             return self._call(effects, func, args, named, (given, kwargs))
