@@ -21,7 +21,7 @@ from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, prove
 from remat._look import Look
 from remat._operands import NEVER, Operands, matters
-from remat._places import filled
+from remat._places import Place, differentiated, filled
 from remat._recorder import Recorder
 from remat._replay import Replay
 from remat._rerun_look import RerunLook
@@ -62,6 +62,7 @@ class Call:
     - `level`: during a rerun, the level whose derivative it is for; 0 below all transforms.
     - `last_rerun`: with a tape, whether the rerun that is about to come is known to be the last.
     - `since`: all autograd nodes with higher sequence numbers were made in the call, or later.
+    - `fill`: the places that held differentiated operands in the last rerun, with these, until its graph is freed.
     """
 
     level: int | None = None
@@ -72,6 +73,7 @@ class Call:
     leaves: frozenset[int] = frozenset()
     hooked: frozenset[int] = frozenset()
     last_rerun = False
+    fill: list[tuple[Place, Tensor]]
     _has_custom = False
     tape: Tape | None = None
     random: RandomState | Traced | None = None
@@ -107,6 +109,7 @@ class Call:
         self._returned: list[tuple[int, torch.Size, torch.dtype]] = []
         self._rebuilders: list[Rebuilder] = []
         self._replays: list[Replay] = []
+        self.fill = []
         self._rerun_looks: list[RerunLook] = []
         self._reached: set[int] = set()
         """Positions of the operands that the results depend on."""
@@ -381,6 +384,7 @@ class Call:
                     raise
         plan.swaps.clear()
         plan.alive.clear()
+        self.fill = differentiated(plan.fill)
         look.finish()
         leaves, _ = _tree.flatten(out)
         found = []
@@ -413,6 +417,7 @@ class Call:
     def clean(self) -> None:
         """Called when the rerun's graph is freed. Drops everything else that belongs to the rerun."""
         looks, self._rerun_looks = self._rerun_looks, []
+        self.fill = []
         self._replays.clear()
         for rebuild in self._rebuilders:
             rebuild.clear()

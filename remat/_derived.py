@@ -20,6 +20,7 @@ from remat import _torch_internals as internals
 from remat._call import Call
 from remat._errors import RematError
 from remat._graph import Proof, Stranger, prove
+from remat._places import still_filled
 from remat._sealed import hand_on, seal, unseal
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -142,7 +143,8 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[B
             given[:] = map(seal, given)
         ends: list[Any] = [edges[i] for i in found]
         targets = [inputs[i] for i in wrt]
-        grads = _batched(lambda batched: internals.run_backward(ends, targets, batched, keep, record), given, sized)
+        with still_filled(call.fill):
+            grads = _batched(lambda batched: internals.run_backward(ends, targets, batched, keep, record), given, sized)
         return [None if g is None else _detached(g) for g in grads] if keep and not is_read else grads
 
     return fn.then(pullback, is_vjp=True)

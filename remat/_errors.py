@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 import warnings
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
@@ -55,6 +57,13 @@ def shown(value: object) -> str:
     if isinstance(value, torch.nn.Module):
         return f"a module, {type(value).__name__}"
     return f"{type(value).__name__} {value!r}"
+
+
+def function_name(fun: Any) -> str:
+    """The name of a user's function, or of what is called like one."""
+    if isinstance(fun, functools.partial):
+        return f"partial({function_name(fun.func)})"
+    return getattr(fun, "__qualname__", None) or type(fun).__qualname__
 
 
 def comes_from_inside(error: Exception) -> bool:

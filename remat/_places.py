@@ -194,8 +194,8 @@ _places_lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def _filling(fill: list[tuple[Place, Tensor]]) -> Iterator[None]:
-    with _places_lock:  # all threads share the places
+def _filling(fill: list[tuple[Place, Tensor]], lock: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    with lock:
         before = [(place, item(*place)) for place, _ in fill]
         try:
             for place, tensor in fill:
@@ -207,5 +207,19 @@ def _filling(fill: list[tuple[Place, Tensor]]) -> Iterator[None]:
 
 
 def filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:
-    """A context in which the places hold operands."""
-    return _filling(fill) if fill else contextlib.nullcontext()
+    """A context for a rerun, in which the places hold operands. Reruns of other threads wait: they share the places."""
+    return _filling(fill, _places_lock) if fill else contextlib.nullcontext()
+
+
+def differentiated(fill: list[tuple[Place, Tensor]]) -> list[tuple[Place, Tensor]]:
+    """Those of the places whose operands are differentiated."""
+    return [(place, operand) for place, operand in fill if operand.requires_grad]
+
+
+def still_filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:
+    """A context for the backward pass of a rerun, in which the places hold its differentiated operands again.
+
+    The backward of an `autograd.Function` may call a module, and differentiate that. No thread waits: the backward pass
+    may go on in another thread.
+    """
+    return _filling(fill, contextlib.nullcontext()) if fill else contextlib.nullcontext()

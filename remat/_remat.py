@@ -20,7 +20,7 @@ from remat import _compile, _tree
 from remat import _torch_internals as internals
 from remat._call import Call
 from remat._derived import Derived
-from remat._errors import call_site, shown
+from remat._errors import call_site, function_name, shown
 from remat._look import Look
 from remat._module import wrapped_twin
 from remat._nested_mode import current_look
@@ -65,7 +65,7 @@ class Remat(Generic[P, R]):
     def __init__(self, fun: Callable[P, R], options: _Options) -> None:
         functools.update_wrapper(self, fun, updated=("__dict__",) if isinstance(fun, types.FunctionType) else ())
         self._options = options
-        self._name = _name(fun)
+        self._name = function_name(fun)
         self._policy = None if options.policy is None or _compile.tracing() else as_policy(options.policy)
         nums, names = options.static_argnums, options.static_argnames
         self._static = StaticArguments(fun, self._name, nums, names) if nums or names else None
@@ -145,12 +145,6 @@ class Remat(Generic[P, R]):
         return f"remat({self.__wrapped__!r})"
 
 
-def _name(fun: Any) -> str:
-    if isinstance(fun, functools.partial):
-        return f"partial({_name(fun.func)})"
-    return getattr(fun, "__qualname__", None) or type(fun).__qualname__
-
-
 def _with_attributes(attributes: dict[str, Any], fun: Callable[P, R]) -> Remat[P, R]:
     new: Remat[P, R] = object.__new__(Remat)
     vars(new).update(attributes, __wrapped__=fun)
@@ -187,7 +181,7 @@ def _check(fun: Any) -> None:
         raise TypeError(f"remat: got a policy as the function. Write @remat(policy={fun!r}).")
     if isinstance(fun, type) and issubclass(fun, torch.nn.Module):
         raise TypeError(
-            f"remat: got a class of modules, {_name(fun)}. Decorate its forward, or wrap its instances with "
+            f"remat: got a class of modules, {function_name(fun)}. Decorate its forward, or wrap its instances with "
             "remat.nn.remat_module."
         )
     if not callable(fun):
@@ -200,7 +194,7 @@ def _check(fun: Any) -> None:
     called = fun if isinstance(fun, _FUNCTIONS) else type(fun).__call__
     if runs_later(called):
         raise TypeError(
-            f"remat: {_name(called)} is a generator or async function: its body runs after the call, where "
+            f"remat: {function_name(called)} is a generator or async function: its body runs after the call, where "
             "remat can't track it. Apply remat to the functions that it calls."
         )
 

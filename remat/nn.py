@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -48,8 +47,7 @@ class _Checkpointed:
 
         @functools.wraps(forward)
         def again(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            method = types.MethodType(forward, self)
-            return run(functools.partial(method, **kwargs) if kwargs else method, *args)
+            return run(functools.partial(forward, self, **kwargs), *args)  # dynamo can't trace a new method
 
         return again
 

@@ -298,6 +298,23 @@ class ReadsTwice(torch.autograd.Function):
         return g * x
 
 
+class Adjoint(torch.autograd.Function):
+    """`net(x)`. Its backward calls the module again and differentiates that, as adjoint methods do."""
+
+    @staticmethod
+    def forward(ctx: Any, net: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.net = net
+        ctx.save_for_backward(x, *parameters)
+        return net(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        inputs, create_graph = ctx.saved_tensors, torch.is_grad_enabled()
+        with torch.enable_grad():
+            y = ctx.net(inputs[0])
+        return None, *torch.autograd.grad(y, inputs, g, create_graph=create_graph, allow_unused=True)
+
+
 def leave(store: dist.Store, rank: int) -> None:
     """End the process when both are done. Gloo's threads run on, and now and then abort a process that shuts down."""
     store.set(str(rank), "done")

@@ -13,7 +13,20 @@ from typing import Any
 import optree
 import pytest
 import torch
-from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, Seen, Window, assert_same, leaf, numbers, pair, plain
+from helpers import (
+    SOME_TRANSFORMS,
+    TRANSFORMS,
+    Adjoint,
+    CountOps,
+    Fun,
+    Seen,
+    Window,
+    assert_same,
+    leaf,
+    numbers,
+    pair,
+    plain,
+)
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import (
@@ -424,6 +437,33 @@ def test_straight_into_an_autograd_function_at_the_base(hold: Any, function: Any
         ck(hold(function.apply, w))(x).sin().sum().backward()
         grads.append((x.grad, source.grad))
     assert_same(*grads)
+
+
+AROUND_ADJOINT = {
+    "remat": remat,
+    "a policy": remat(policy=policies.dots_saveable),
+    "nested": lambda fun: remat(lambda x: remat(fun)(x)),
+}
+
+
+@pytest.mark.parametrize("around", AROUND_ADJOINT.values(), ids=AROUND_ADJOINT)
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_backward_that_differentiates_a_module(around: Decorator, hooked: bool, order: int) -> None:
+    """In the backward pass of the rerun, the module has the parameters that the rerun gave to the function."""
+    results = []
+    for ck in (around, plain):
+        net, x = nn.Sequential(nn.Linear(3, 3).double(), nn.Tanh()), leaf(numbers(2, 3))
+        for i, p in enumerate(net.parameters()):
+            nn.init.constant_(p, 0.1 + i)
+            if hooked:
+                p.register_hook(Tensor.clone)
+        inputs = x, *net.parameters()
+        y = ck(lambda x, net=net: Adjoint.apply(net, x, *net.parameters()).sin())(x).square().sum()
+        grads = torch.autograd.grad(y, inputs, create_graph=order == 2)
+        second = torch.autograd.grad(sum(g.cos().sum() for g in grads), inputs) if order == 2 else ()
+        results.append((grads, second, dict(net.named_parameters())))
+    assert_same(*results)
 
 
 @EACH_STRAIGHT

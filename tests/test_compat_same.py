@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import grad as grad_of
 
 import remat.compat
-from tests.helpers import CountOps, ReadsTwice, Seen, assert_same, leaf, numbers
+from tests.helpers import Adjoint, CountOps, ReadsTwice, Seen, assert_same, leaf, numbers
 
 MODULES = {"torch": torch.utils.checkpoint, "remat": remat.compat}
 
@@ -72,6 +72,18 @@ def compare(api: Any, run: Callable[[Any], Any]) -> Any:
 
 
 # Both variants.
+
+
+@both_variants
+def test_a_backward_that_differentiates_a_module(api: Any, use_reentrant: bool) -> None:
+    results = []
+    for checkpoint in (functools.partial(api.checkpoint, use_reentrant=use_reentrant), plain):
+        net, x = nn.Linear(3, 3).double(), leaf(numbers(2, 3))
+        for i, p in enumerate(net.parameters()):
+            nn.init.constant_(p, 0.1 + i)
+        checkpoint(lambda x, net=net: Adjoint.apply(net, x, *net.parameters()).sin(), x).square().sum().backward()
+        results.append([p.grad for p in (x, *net.parameters())])
+    assert_same(*results)
 
 
 @both_variants
@@ -497,6 +509,28 @@ def test_early_stop(api: Any, where: str, early: bool) -> None:
     with CountOps() as ops:
         y.sum().backward()
     assert ops["add"] == (not early)
+
+
+class EndsWell:
+    """A context that allows an end, or an `Exception`."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, *error: object) -> None:
+        if kind is not None and not issubclass(kind, Exception):
+            raise TypeError(f"ended by {kind}")
+
+
+def test_early_stop_in_a_context_that_knows_only_exceptions(api: Any) -> None:
+    def fun(x: Tensor) -> Tensor:
+        with EndsWell():
+            return x.sin().cos() + 1
+
+    def run(checkpoint: Any) -> Any:
+        x = leaf(numbers(3))
+        return grad_of(checkpoint(fun, x).sum(), x)
+
+    compare(api, run)
 
 
 def test_early_stop_spares_the_last_matmul(api: Any) -> None:

@@ -24,6 +24,7 @@ from remat import compat as remat_compat
 from remat._traced import Traced
 from remat.compat import create_selective_checkpoint_contexts
 from remat.debug import LiveBytes
+from remat.nn import remat_module
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
 
@@ -358,12 +359,27 @@ class PatchedNet(PlainNet):
 PatchedNet.forward = remat(PlainNet.forward)
 
 
+class WrappedNet(PlainNet):
+    """With a block that `remat_module` has wrapped, and that takes keywords."""
+
+    class Block(nn.Module):
+        def forward(self, x: Tensor, *, net: Net) -> Tensor:
+            return Net.block(net, x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = remat_module(self.Block())
+
+    def block(self, x: Tensor) -> Tensor:
+        return self.inner(x, net=self)
+
+
 class CalledByClassNet(PatchedNet):
     def forward(self, x: Tensor) -> Tensor:
         return PatchedNet.forward(self, x) * 1
 
 
-NETS = [RematNet, MethodNet, DecoratedNet, ChildNet, PatchedNet, CalledByClassNet]
+NETS = [RematNet, MethodNet, DecoratedNet, ChildNet, PatchedNet, WrappedNet, CalledByClassNet]
 
 
 @pytest.mark.parametrize("net", NETS)

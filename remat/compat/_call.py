@@ -16,11 +16,11 @@ from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import Closure, Operand, Rebuilder
 from remat._context import NOTHING, Ambient, OwnCasts, RandomState, entered, modes_of_user, rerunning
-from remat._errors import CheckpointError, note_rerun
+from remat._errors import CheckpointError, function_name, note_rerun
 from remat._graph import is_made_since
 from remat._memory import two_that_share_memory
 from remat._nested_mode import unseen
-from remat._places import Place, filled, item, places_in_modules
+from remat._places import Place, differentiated, filled, item, places_in_modules
 from remat.compat._look import CheckpointLook
 from remat.random._keyed import running, suspended
 
@@ -105,7 +105,7 @@ class Call:
 
         - `watches_cells`: whether a context around the rerun may set a flag that the function reads from a cell.
         """
-        self.name = getattr(fun, "__qualname__", None) or type(fun).__qualname__
+        self.name = function_name(fun)
         self.operands: list[Tensor] = []
         self._index: dict[int, int] = {}
         closure = self._closure = Closure(self._operand)
@@ -191,8 +191,8 @@ class Call:
         stand_ins: Mapping[int, Tensor] = types.MappingProxyType({}),
         looks: bool = False,
         tell: Callable[[Mapping[int, Tensor]], None] | None = None,
-    ) -> tuple[Any, CheckpointLook | None]:
-        """Run the call again. Returns its result, and the look that watched it, if any.
+    ) -> tuple[Any, CheckpointLook | None, list[tuple[Place, Tensor]]]:
+        """Run the call again. Returns its result, the look that watched it, if any, and places: see `still_filled`.
 
         **Arguments:**
 
@@ -206,7 +206,7 @@ class Call:
 
     def _rerun(
         self, arguments: Any, contexts: Contexts, stand_ins: Mapping[int, Tensor], looks: bool, tell: Any
-    ) -> tuple[Any, CheckpointLook | None]:
+    ) -> tuple[Any, CheckpointLook | None, list[tuple[Place, Tensor]]]:
         rerunning.set(True)
         context, trace = contexts
         with internals.grad_enabled():
@@ -225,7 +225,7 @@ class Call:
                     args, kwargs = _tree.unflatten_call(self._spec, [*map(rebuild, self._leaves)])
                     fun = rebuild(self._fun)
                     with look or (unseen() if internals.function_modes_active() else NOTHING):
-                        return fun(*args, **kwargs), look
+                        return fun(*args, **kwargs), look, differentiated(fill)
             except Exception as error:
                 note_rerun(error, self.name)
                 raise

@@ -12,6 +12,7 @@ from remat import _torch_internals as internals
 from remat._context import NOTHING
 from remat._errors import RematError, warn
 from remat._graph import Stranger, prove
+from remat._places import still_filled
 from remat.compat._call import Call
 
 _CHANGES = (
@@ -99,8 +100,7 @@ class CheckpointFunction(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """Run the function again, and differentiate the rerun."""
         with internals.base_level() if internals.transforms_active() else NOTHING:
-            given = ctx.call, ctx.saved_tensors, ctx.captured, ctx.gathered, cotangents
-            found = internals.with_subclasses(lambda: _gradients(*given))
+            found = internals.with_subclasses(lambda: _gradients(ctx, cotangents))
         if not internals.graph_is_retained():  # freed as saved tensors are: it may lead to this node
             ctx.call, ctx.captured, ctx.gathered = None, {}, []
         return (None, None, None, None, None, *found)
@@ -120,26 +120,24 @@ def _stand_in(operand: Tensor, create_graph: bool) -> Tensor:
     return operand.detach().requires_grad_(operand.requires_grad)
 
 
-def _gradients(
-    call: Call, saved: Sequence[Tensor | None], captured: dict[int, Tensor], gathered: Any, cotangents: Any
-) -> list[Tensor | None]:
+def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
     """The gradients of the arguments and of captured tensors.
 
     NOTE [gathered parameters]: hooks inside the function gather parameters. In the backward pass of the rerun, they
     reduce the `.grad` of these and free them. So the parameters are not operands, whose gradients come later: the
     rerun reads the parameters themselves, and its backward pass accumulates into them.
     """
-    create_graph = torch.is_grad_enabled()
+    call, gathered, create_graph = ctx.call, ctx.gathered, torch.is_grad_enabled()
     accumulates = not create_graph and internals.accumulates_into_all_leaves()
     if gathered:
         if not accumulates:
             raise RematError(_GATHERED.format(list(gathered[0].shape)))
         internals.begin_forward_of_fully_shard()
-    arguments = [None if t is None else _stand_in(t, create_graph) for t in saved]
-    stand_ins = {key: _stand_in(t, create_graph) for key, t in captured.items()}
+    arguments = [None if t is None else _stand_in(t, create_graph) for t in ctx.saved_tensors]
+    stand_ins = {key: _stand_in(t, create_graph) for key, t in ctx.captured.items()}
     own = [*arguments, *stand_ins.values()]
     since = internals.next_sequence_number()
-    out, look = call.rerun(arguments, stand_ins=stand_ins, looks=not accumulates)
+    out, look, fill = call.rerun(arguments, stand_ins=stand_ins, looks=not accumulates)
     pairs = [
         (o, c)
         for o, c in zip(out if isinstance(out, tuple) else (out,), cotangents, strict=False)
@@ -149,7 +147,8 @@ def _gradients(
         raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
     outputs, given = [o for o, _ in pairs], [c for _, c in pairs]
     if accumulates:
-        torch.autograd.backward(outputs, given)
+        with still_filled(fill):
+            torch.autograd.backward(outputs, given)
         return [None if t is None else t.grad for t in own]
     targets = [t for t in own if t is not None and t.requires_grad]
     if look is not None:

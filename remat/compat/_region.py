@@ -82,6 +82,7 @@ class _Recomputed:
     **Attributes:**
 
     - `saved`: the tensors with their versions; None for one that no node needs, or that was unpacked.
+    - `last`: the position of the tensor after which the rerun stops.
     - `replay`: the context of the rerun, which returns the values that a policy has kept.
     """
 
@@ -92,7 +93,7 @@ class _Recomputed:
         self.key = key
         self.saved: list[tuple[Tensor, int] | None] = []
         self._holders = holders
-        self._last = len(holders) - 1 if early_stop else sys.maxsize
+        self.last = len(holders) - 1 if early_stop else sys.maxsize
 
     @internals.hook_of_checkpoint
     @internals.left_alone_by_dynamo
@@ -102,13 +103,13 @@ class _Recomputed:
             if tensor.requires_grad:
                 tensor = tensor.detach()
             index, holders = len(self.saved), self._holders
-            if index > self._last:  # user code has caught `_Stop`
+            if index > self.last:  # user code has caught `_Stop`
                 return tensor
             wanted = index < len(holders) and holders[index]() is not None
             if wanted and self.replay is not None:
                 self.replay.saves(tensor)
             self.saved.append((tensor, -1 if tensor.is_inference() else tensor._version) if wanted else None)
-            if index == self._last:
+            if index == self.last:
                 raise _Stop
             return tensor
 
@@ -243,8 +244,9 @@ class Region:
             internals.push_saved_tensors_hooks(recomputed.pack, internals.same)
             try:
                 self._call.rerun(arguments, (context, trace), tell=tell)
-            except _Stop:
-                pass
+            except (_Stop, Exception):
+                if len(recomputed.saved) <= recomputed.last:
+                    raise  # else user code has met `_Stop`, and may have raised another error
             finally:
                 internals.pop_saved_tensors_hooks()
             if recomputed.replay is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._context import NOTHING, RandomState
+from remat._errors import function_name
 from remat._look import Look
 from remat._remat import remat
 from remat.loops._checks import differ, kinds_of, paths, said, structure
@@ -60,7 +61,7 @@ def run(
             start += m
         return carry, _joined(who, ys, reverse)
 
-    segment.__qualname__ = body.__qualname__ = f"{who}({getattr(user, '__qualname__', type(user).__qualname__)})"
+    segment.__qualname__ = body.__qualname__ = f"{who}({function_name(user)})"
     once = remat(body, policy=policy)
     return segment(remat(segment), 0, n, checkpoints_for(who, n, checkpoints), init, xs, True)
 
