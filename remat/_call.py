@@ -5,7 +5,6 @@ Autograd nodes save the operands. The call itself holds no tensor of the forward
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import ATOMS, Closure, Operand, Rebuilder
-from remat._context import NOTHING, Ambient, OwnCasts, RandomState, entered, is_rerunning, modes_of_user, rerunning
+from remat._context import NOTHING, Ambient, OwnCasts, RandomState, Variables, entered, modes_of_user, rerunning
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, prove
 from remat._look import Look
@@ -102,7 +101,7 @@ class Call:
         operands.objects = closure.close()
         self._ambient = Ambient.current()
         self._modes = modes_of_user()
-        self._variables = contextvars.copy_context()
+        self._variables = Variables()
         self._under_transforms = internals.transforms_active()
         self._has_tangents = internals.forward_ad_active()
         self.signature = Signature()
@@ -173,7 +172,7 @@ class Call:
         for leaf in results.leaves:
             if not isinstance(leaf, Tensor) and type(leaf) not in ATOMS:
                 held = (t for t in _attributes_of(leaf) if isinstance(t, Tensor))
-                if any(is_made_since(t, self.since) for t in held) and not is_rerunning():
+                if any(is_made_since(t, self.since) for t in held) and not rerunning.get():
                     warn(_NO_TREE.format(self.name, type(leaf).__name__))
         return results
 
@@ -355,7 +354,7 @@ class Call:
         return self.random is not None or self.tape is not None or bool(self.hooked) or self._has_custom
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
-        return self._variables.copy().run(self._rerun, operands)
+        return self._variables.run(self._rerun, operands)
 
     def _rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
         rerunning.set(True)

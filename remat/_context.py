@@ -6,8 +6,8 @@ import contextlib
 import contextvars
 import functools
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from remat.random._generators import global_state, same_state, set_global_state
 NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
+T = TypeVar("T")
+_MUTABLE = (list, dict, set)
 rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)
 
 
@@ -44,6 +46,31 @@ def is_rerunning() -> bool:
         ['f']
     """
     return rerunning.get()
+
+
+class Variables:
+    """The context variables at a call.
+
+    A variable that holds a list, dict or set is left out, because it may collect what the function makes: Transformers
+    collects outputs in one. To hold it would hold those. A rerun finds what it holds in the backward pass.
+    """
+
+    def __init__(self) -> None:
+        self._context = context = contextvars.copy_context()
+        self._left_out = [variable for variable, value in context.items() if isinstance(value, _MUTABLE)]
+        if self._left_out:
+            self._context = contextvars.Context()
+            for variable, value in context.items():
+                if variable not in self._left_out:
+                    self._context.run(variable.set, value)
+
+    def run(self, fun: Callable[..., T], *args: Any) -> T:
+        """Call a function with them."""
+        context, now = self._context.copy(), contextvars.copy_context()
+        for variable in self._left_out:
+            if variable in now:
+                context.run(variable.set, now[variable])
+        return context.run(fun, *args)
 
 
 class Ambient(NamedTuple):

@@ -60,9 +60,9 @@ def shown(value: object) -> str:
 
 
 def function_name(fun: Any) -> str:
-    """The name of a user's function, or of what is called like one."""
+    """The name of a user's function, or of what is called like one; of a partial, that of its function."""
     if isinstance(fun, functools.partial):
-        return f"partial({function_name(fun.func)})"
+        return function_name(fun.func)
     return getattr(fun, "__qualname__", None) or type(fun).__qualname__
 
 
@@ -77,7 +77,8 @@ def note_rerun(error: Exception, who: str) -> None:
     if hasattr(error, "add_note") and not ours and not getattr(error, "__notes__", None):
         error.add_note(
             f"Raised while {who} ran again for the backward pass. Its forward run went through: something that it "
-            "reads has changed since, or it looks up a function by its identity. A rerun calls copies of functions."
+            "reads has changed since, such as a cache that the forward has filled (use_cache=True), or it looks up a "
+            "function by its identity. A rerun calls copies of functions."
         )
 
 

@@ -275,7 +275,7 @@ def remat(
         again: prints, appends, counters, hooks. `remat.is_rerunning()` tells a rerun from the forward.
     2. A rerun finds these as they were at the call: the arguments, including lists and dicts; closed-over values,
         defaults and arguments of partials; the tensors of modules; the state of torch's generators; autocast, default
-        dtype and device, context variables and the user's torch modes.
+        dtype and device, the user's torch modes, and context variables other than lists, dicts and sets.
     3. `fun` may change a tensor from outside in place if that is not differentiated: the statistics of BatchNorm, a
         counter, a cache. The change happens once, in the forward. The rerun works on a copy of the earlier value.
     4. Everything else must not change between forward and backward. It is an error if a tensor was changed in place,

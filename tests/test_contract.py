@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from remat import CheckpointError, RematError, is_rerunning, remat
+from remat import CheckpointError, RematError, checkpoint, is_rerunning, remat
 from remat.debug import LiveBytes
 
 Decorator = Callable[[Any], Any]
@@ -314,6 +314,40 @@ def test_context_variables_are_as_at_the_call(in_thread: bool) -> None:
         y.backward()
     assert_same(x.grad, 3 * x.detach().cos())
     assert VARIABLE.get() == 1.0
+
+
+COLLECTED: contextvars.ContextVar[Any] = contextvars.ContextVar("collected", default=None)
+
+
+@pytest.mark.parametrize("ck", [remat, lambda fun: functools.partial(checkpoint, fun, use_reentrant=False)])
+@pytest.mark.parametrize("collect", [list, dict, set])
+def test_what_a_context_variable_collects_is_not_held(ck: Decorator, collect: Any) -> None:
+    """The rerun finds what the variable holds then, as with torch's checkpoint."""
+
+    def fun(x: Tensor) -> Tensor:
+        y, found = x.sin(), COLLECTED.get()
+        if isinstance(found, list):
+            found.append(y)
+        elif isinstance(found, dict):
+            found["y"] = y
+        elif found is not None:
+            found.add(y)
+        return y.cos()
+
+    x, scale = leaf(numbers(3)), VARIABLE.set(3.0)
+    token = COLLECTED.set(collect())
+    y = ck(lambda x: fun(x) * VARIABLE.get())(x)
+    found = COLLECTED.get()
+    (collected,) = found.values() if collect is dict else found
+    COLLECTED.reset(token)
+    VARIABLE.reset(scale)
+    ref = weakref.ref(collected)
+    del found, collected, token
+    assert ref() is None
+    y.sum().backward()
+    z = x.detach().requires_grad_()
+    (z.sin().cos() * 3).sum().backward()
+    assert_same(x.grad, z.grad)
 
 
 def test_a_context_variable_that_the_function_sets_stays_in_the_rerun() -> None:

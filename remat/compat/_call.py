@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from torch.nn import Parameter
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import Closure, Operand, Rebuilder
-from remat._context import NOTHING, Ambient, OwnCasts, RandomState, entered, modes_of_user, rerunning
+from remat._context import NOTHING, Ambient, OwnCasts, RandomState, Variables, entered, modes_of_user, rerunning
 from remat._errors import CheckpointError, function_name, note_rerun
 from remat._graph import is_made_since
 from remat._memory import two_that_share_memory
@@ -121,7 +120,7 @@ class Call:
         self._objects = closure.close()
         self._ambient = Ambient.current()
         self._modes = modes_of_user()
-        self._variables = contextvars.copy_context()
+        self._variables = Variables()
         if preserve_rng_state:
             self.random = RandomState(self.operands)
 
@@ -202,7 +201,7 @@ class Call:
         - `looks`: whether a look must watch it.
         - `tell`: called with the tensors of the rerun, by identity of those that the forward read.
         """
-        return self._variables.copy().run(self._rerun, arguments, contexts, stand_ins, looks, tell)
+        return self._variables.run(self._rerun, arguments, contexts, stand_ins, looks, tell)
 
     def _rerun(
         self, arguments: Any, contexts: Contexts, stand_ins: Mapping[int, Tensor], looks: bool, tell: Any
