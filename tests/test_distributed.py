@@ -362,7 +362,7 @@ def process(rank: int, folder: str) -> None:
     faulthandler.enable()  # an abort in a thread of gloo says where
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=120))
     mesh = init_device_mesh("cpu", (2,))
     results: dict[str, Any] = {}
     for name, run in PROGRAMS.items():
@@ -370,7 +370,7 @@ def process(rank: int, folder: str) -> None:
             results[name] = run(rank, mesh)
         except Exception:
             results[name] = traceback.format_exc()
-        faulthandler.dump_traceback_later(50)  # before the other process gives up
+        faulthandler.dump_traceback_later(100)  # before the other process gives up
         dist.barrier()
     torch.save(results, f"{folder}/{rank}")
     leave(store, rank)
