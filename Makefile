@@ -14,7 +14,7 @@ BENCHMARKS := tiny blocks transformer chain halving loops policies frontier rand
 .PHONY: help demo test fuzz soak test-torch lint docs wheel bench clean
 
 help:  ## list the targets
-	@echo "usage: make TARGET, with Python 3.10 or later; CPU_ONLY=1 takes a torch without CUDA packages"
+	@echo "usage: make TARGET, with Python 3.11 or later; CPU_ONLY=1 takes a torch without CUDA packages"
 	@sed -nE 's/^([a-z-]+):[^#]*##  *(.*)/  \1|\2/p' Makefile | column -t -s '|'
 
 # The demo prints this first.

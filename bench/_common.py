@@ -324,7 +324,7 @@ class Benchmark:
         rounds = " or ".join(map(str, sorted(self._rounds))) or "no"
         return {
             "title": self.title,
-            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "machine": machine,
             "versions": versions,
             "how": f"{rounds} rounds, load at the start {self._load:.1f}",

@@ -72,9 +72,9 @@ def comes_from_inside(error: Exception) -> bool:
 
 
 def note_rerun(error: Exception, who: str) -> None:
-    """Add a note to an error of the user's code or of torch that it was raised in a rerun (Python 3.11 or later)."""
+    """Add a note to an error of the user's code or of torch that it was raised in a rerun."""
     ours = isinstance(error, (CheckpointError, RematError))
-    if hasattr(error, "add_note") and not ours and not getattr(error, "__notes__", None):
+    if not ours and not getattr(error, "__notes__", None):
         error.add_note(
             f"Raised while {who} ran again for the backward pass. Its forward run went through: something that it "
             "reads has changed since, such as a cache that the forward has filled (use_cache=True), or it looks up a "

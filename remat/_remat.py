@@ -10,11 +10,10 @@ import types
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar, overload
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
-from typing_extensions import ParamSpec
 
 from remat import _compile, _tree
 from remat import _torch_internals as internals

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import optree
 import torch
-from typing_extensions import Self
 
 from remat._dispatch_mode import DispatchMode
 

@@ -5,7 +5,6 @@
 
 import functools
 import re
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -766,7 +765,6 @@ def by_checkpoint(fun: Fun) -> Fun:
     return lambda x: checkpoint(fun, x, use_reentrant=False)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
 @pytest.mark.parametrize(
     ("kind", "who"), [(remat, "Sequential.forward"), (by_checkpoint, "a checkpointed function|Sequential")]
 )

@@ -5,12 +5,11 @@ Each `type: ignore` is a mistake that both must find: an ignore that is not need
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_type
 
 import torch
 from torch import Tensor, nn
 from torch.func import grad
-from typing_extensions import assert_type
 
 from remat import fori_loop, policies, remat
 from remat.integrations import transformers

@@ -6,9 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from remat import _torch_internals as internals
 from remat._errors import shown
