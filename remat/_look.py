@@ -85,6 +85,8 @@ class Look(NestedMode):
         self._known: set[int] = set()
         self._swaps: dict[int, tuple[Tensor, Tensor]] = {}
         """By identity, tensors that an outer rerun may find, each with the operand that replaces it."""
+        self._values: set[int] = set()
+        """The identities of what the run has read in the place of outside tensors."""
         self._own = Made()
         self._has_tangents = internals.forward_ad_active()
         self._since = internals.next_sequence_number()
@@ -263,6 +265,7 @@ class Look(NestedMode):
     def _add(self, tensor: Tensor, value: Tensor) -> None:
         self.outside[id(tensor)] = Read(tensor, value, internals.version(value), self._count(), self._reader)
         self._known.add(id(value))
+        self._values.add(id(value))
         if self._memory is not None:
             self._memory.setdefault(memory_of(value), []).append(id(tensor))
 
@@ -349,9 +352,13 @@ class Look(NestedMode):
             self._note(func, shapes if out is found[0] else hash((shapes, *map(hash_of, found[1:]))))
 
     def _add_own(self, tensor: Tensor) -> None:
-        if id(tensor) not in self.outside:  # else it came from outside, and is returned
+        if not self._is_from_outside(tensor):  # else the call has returned what it was given
             self._own.add(tensor)
             self._known.discard(id(tensor))
+
+    def _is_from_outside(self, tensor: Tensor) -> bool:
+        """Whether the run has read this tensor from outside, or in the place of one from outside."""
+        return id(tensor) in self.outside or id(tensor) in self._values
 
     def _reads_own(self, tensor: Tensor) -> bool:
         """Whether the run made this tensor without a derivative. If so, count the read."""
@@ -401,7 +408,7 @@ class Look(NestedMode):
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run made this tensor."""
-        return id(tensor) not in self.outside and (id(tensor) in self._known or self._own.has(tensor))
+        return not self._is_from_outside(tensor) and (id(tensor) in self._known or self._own.has(tensor))
 
     def survivors(self) -> list[tuple[weakref.ref[Tensor], dict[Occasion, int]]]:
         """The tensors that the run made without a derivative and read, and that are still alive: NOTE [survivors]."""

@@ -679,3 +679,22 @@ def test_y_is_a_captured_tensor() -> None:
 
     keeps = functools.partial(remat.remat, policy=policies.everything_saveable)
     assert_same(gradient(remat, keeps), gradient(Plain, lambda f: f))
+
+
+def test_y_is_a_captured_constant_that_the_body_reads() -> None:
+    """In a rerun below its level, torch gives back, as it was given it, what stands for the constant."""
+
+    def gradient(loops: Any) -> Tensor:
+        def fun(x: Tensor) -> Tensor:
+            constant = torch.ones_like(x)
+            held = [constant]
+
+            def body(c: Tensor, h: Tensor) -> Any:
+                assert constant is not None
+                return torch.tanh(c + held[0].sum()), held[0]
+
+            return loops.scan(body, x, torch.stack([x] * 3))[0]
+
+        return grad(fun)(numbers(1)[0])
+
+    assert_same(gradient(remat), gradient(Plain))
