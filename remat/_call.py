@@ -20,7 +20,7 @@ from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, prove
 from remat._look import Look
 from remat._operands import NEVER, Operands, matters
-from remat._places import Place, differentiated, filled
+from remat._places import Place, filled
 from remat._recorder import Recorder
 from remat._replay import Replay
 from remat._rerun_look import RerunLook
@@ -61,7 +61,7 @@ class Call:
     - `level`: during a rerun, the level whose derivative it is for; 0 below all transforms.
     - `last_rerun`: with a tape, whether the rerun that is about to come is known to be the last.
     - `since`: all autograd nodes with higher sequence numbers were made in the call, or later.
-    - `fill`: the places that held differentiated operands in the last rerun, with these, until its graph is freed.
+    - `fill`: places of operands in the last rerun, with these, for `still_filled`.
     """
 
     level: int | None = None
@@ -383,7 +383,9 @@ class Call:
                     raise
         plan.swaps.clear()
         plan.alive.clear()
-        self.fill = differentiated(plan.fill)
+        reached = self._reached | self._ambiguous
+        of_each = zip(self.operands.originals, self.operands.positions, inputs, strict=True)
+        self.fill = [(place, t) for o, i, t in of_each if i in reached and t.requires_grad for place in o.places]
         look.finish()
         leaves, _ = _tree.flatten(out)
         found = []

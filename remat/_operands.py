@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from remat import _torch_internals as internals
 from remat._closure import Operand
@@ -228,13 +229,15 @@ class Operands:
         """Find the places of captured operands. Constants in modules become operands, and leave `constants`."""
         index = self._index
         captured = {id(t): t for t in self.tensors[self.held :]}
+        parameters = [t for t in self.tensors[: self.held] if isinstance(t, Parameter)]
         for key, places in self.known_places.items():  # an outer rerun may have put other tensors there
             if captured.pop(key, None) is not None:
                 self.originals[index[key]].set_in_modules(places)
-        if captured or constants:
-            wanted = [*captured.values(), *(read.tensor for read in constants.values())]
+        if captured or constants or parameters:
+            wanted = [*captured.values(), *parameters, *(read.tensor for read in constants.values())]
             for key, places in places_in_modules(self.objects, wanted).items():
-                if captured.pop(key, None) is None:
+                captured.pop(key, None)
+                if key in constants:
                     self._capture(constants.pop(key))
                 self.originals[index[key]].set_in_modules(places)
             for tensor, place in search(self.objects, captured, far=False) if captured else ():

@@ -50,7 +50,8 @@ class _Index:
             more, missing = self._known(missing)
             found.update(more)
             self._others = {key: ref for key, ref in self._others.items() if ref() is not None}
-            self._others.update((id(t), weakref.ref(t)) for t in missing)
+            if not _fillings:  # else a module may hold an operand in the place of the tensor
+                self._others.update((id(t), weakref.ref(t)) for t in missing)
         return found
 
     def _known(self, tensors: Iterable[Tensor]) -> tuple[dict[int, list[Place]], list[Tensor]]:
@@ -191,12 +192,15 @@ def _put(place: Place, value: Any) -> None:
 
 
 _places_lock = threading.RLock()
+_fillings: list[Any] = []
+"""What the running reruns have put into places."""
 
 
 @contextlib.contextmanager
 def _filling(fill: list[tuple[Place, Tensor]], lock: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
     with lock:
         before = [(place, item(*place)) for place, _ in fill]
+        _fillings.append(fill)
         try:
             for place, tensor in fill:
                 _put(place, tensor)
@@ -204,6 +208,7 @@ def _filling(fill: list[tuple[Place, Tensor]], lock: contextlib.AbstractContextM
         finally:
             for place, value in reversed(before):
                 _put(place, value)
+            _fillings.pop()
 
 
 def filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:
@@ -211,13 +216,8 @@ def filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManage
     return _filling(fill, _places_lock) if fill else contextlib.nullcontext()
 
 
-def differentiated(fill: list[tuple[Place, Tensor]]) -> list[tuple[Place, Tensor]]:
-    """Those of the places whose operands are differentiated."""
-    return [(place, operand) for place, operand in fill if operand.requires_grad]
-
-
 def still_filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:
-    """A context for the backward pass of a rerun, in which the places hold its differentiated operands again.
+    """A context for the backward pass of a rerun, in which places hold the operands on which its results depend.
 
     The backward of an `autograd.Function` may call a module, and differentiate that. No thread waits: the backward pass
     may go on in another thread.

@@ -315,6 +315,23 @@ class Adjoint(torch.autograd.Function):
         return None, *torch.autograd.grad(y, inputs, g, create_graph=create_graph, allow_unused=True)
 
 
+class Reversible(torch.autograd.Function):
+    """`x + net(x)`. Its backward calls the module again, and accumulates into the parameters itself."""
+
+    @staticmethod
+    def forward(ctx: Any, net: nn.Module, x: Tensor) -> Tensor:
+        ctx.net, ctx.x = net, x.detach()
+        return x + net(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            y = x + ctx.net(x)
+        torch.autograd.backward(y, g)
+        return None, x.grad
+
+
 def leave(store: dist.Store, rank: int) -> None:
     """End the process when both are done. Gloo's threads run on, and now and then abort a process that shuts down."""
     store.set(str(rank), "done")

@@ -19,6 +19,7 @@ from helpers import (
     Adjoint,
     CountOps,
     Fun,
+    Reversible,
     Seen,
     Window,
     assert_same,
@@ -45,6 +46,7 @@ from torch.func import (
 
 from remat import CheckpointError, RematError, policies, remat
 from remat._look import Look
+from remat._places import filled, places_in_modules
 
 Decorator = Callable[[Any], Any]
 SOME = pytest.mark.parametrize("transform", SOME_TRANSFORMS)
@@ -446,10 +448,20 @@ AROUND_ADJOINT = {
 }
 
 
+WAYS_TO_GIVE: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
+    "read inside": lambda net: lambda x: Adjoint.apply(net, x, *net.parameters()).sin(),
+    "in a cell": lambda net: (lambda ps: lambda x: Adjoint.apply(net, x, *ps).sin())(tuple(net.parameters())),
+    "in a partial": lambda net: functools.partial(
+        lambda x, ps: Adjoint.apply(net, x, *ps).sin(), ps=tuple(net.parameters())
+    ),
+}
+
+
+@pytest.mark.parametrize("give", WAYS_TO_GIVE)
 @pytest.mark.parametrize("around", AROUND_ADJOINT.values(), ids=AROUND_ADJOINT)
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("order", [1, 2])
-def test_a_backward_that_differentiates_a_module(around: Decorator, hooked: bool, order: int) -> None:
+def test_a_backward_that_differentiates_a_module(around: Decorator, hooked: bool, order: int, give: str) -> None:
     """In the backward pass of the rerun, the module has the parameters that the rerun gave to the function."""
     results = []
     for ck in (around, plain):
@@ -459,10 +471,25 @@ def test_a_backward_that_differentiates_a_module(around: Decorator, hooked: bool
             if hooked:
                 p.register_hook(Tensor.clone)
         inputs = x, *net.parameters()
-        y = ck(lambda x, net=net: Adjoint.apply(net, x, *net.parameters()).sin())(x).square().sum()
+        y = ck(WAYS_TO_GIVE[give](net))(x).square().sum()
         grads = torch.autograd.grad(y, inputs, create_graph=order == 2)
         second = torch.autograd.grad(sum(g.cos().sum() for g in grads), inputs) if order == 2 else ()
         results.append((grads, second, dict(net.named_parameters())))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("around", AROUND_ADJOINT.values(), ids=AROUND_ADJOINT)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_backward_that_accumulates_into_parameters(around: Decorator, hooked: bool) -> None:
+    results = []
+    for ck in (around, plain):
+        net, x = nn.Linear(3, 3).double(), leaf(numbers(2, 3))
+        for i, p in enumerate(net.parameters()):
+            nn.init.constant_(p, 0.1 + i)
+            if hooked:
+                p.register_hook(lambda g: g if g is None else g.clone())
+        ck(lambda x, net=net: Reversible.apply(net, x.sin()).sin())(x).sum().backward()
+        results.append([p.grad for p in (x, *net.parameters())])
     assert_same(*results)
 
 
@@ -1546,3 +1573,11 @@ def test_a_parameter_with_a_hook_goes_straight_to_an_autograd_function() -> None
         return module.weight.grad
 
     assert_same(gradient(remat), gradient(plain))
+
+
+def test_a_tensor_is_found_again_after_an_operand_was_in_its_place() -> None:
+    net = nn.Linear(3, 3)
+    w, place = net.weight, (net._parameters, "weight")
+    with filled([(place, w.detach())]):
+        assert not places_in_modules([net], [w])
+    assert places_in_modules([net], [w]) == {id(w): [place]}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import grad as grad_of
 
 import remat.compat
-from tests.helpers import Adjoint, CountOps, ReadsTwice, Seen, assert_same, leaf, numbers
+from tests.helpers import Adjoint, CountOps, ReadsTwice, Reversible, Seen, assert_same, leaf, numbers
 
 MODULES = {"torch": torch.utils.checkpoint, "remat": remat.compat}
 
@@ -74,14 +74,24 @@ def compare(api: Any, run: Callable[[Any], Any]) -> Any:
 # Both variants.
 
 
+CALLED_IN_THE_BACKWARD: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
+    "parameters read inside": lambda net: lambda x: Adjoint.apply(net, x, *net.parameters()),
+    "parameters in a cell": lambda net: (lambda ps: lambda x: Adjoint.apply(net, x, *ps))(tuple(net.parameters())),
+    "parameters in a list": lambda net: (lambda ps: lambda x: Adjoint.apply(net, x, *ps))([*net.parameters()]),
+    "accumulates": lambda net: lambda x: Reversible.apply(net, x.sin()),
+}
+
+
 @both_variants
-def test_a_backward_that_differentiates_a_module(api: Any, use_reentrant: bool) -> None:
+@pytest.mark.parametrize("make", CALLED_IN_THE_BACKWARD)
+def test_a_backward_that_differentiates_a_module(api: Any, use_reentrant: bool, make: str) -> None:
     results = []
     for checkpoint in (functools.partial(api.checkpoint, use_reentrant=use_reentrant), plain):
         net, x = nn.Linear(3, 3).double(), leaf(numbers(2, 3))
         for i, p in enumerate(net.parameters()):
             nn.init.constant_(p, 0.1 + i)
-        checkpoint(lambda x, net=net: Adjoint.apply(net, x, *net.parameters()).sin(), x).square().sum().backward()
+        fun = CALLED_IN_THE_BACKWARD[make](net)
+        checkpoint(lambda x, fun=fun: fun(x).sin(), x).square().sum().backward()
         results.append([p.grad for p in (x, *net.parameters())])
     assert_same(*results)
 

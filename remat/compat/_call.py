@@ -19,7 +19,7 @@ from remat._errors import CheckpointError, function_name, note_rerun
 from remat._graph import is_made_since
 from remat._memory import two_that_share_memory
 from remat._nested_mode import unseen
-from remat._places import Place, differentiated, filled, item, places_in_modules
+from remat._places import Place, filled, item, places_in_modules
 from remat.compat._look import CheckpointLook
 from remat.random._keyed import running, suspended
 
@@ -85,14 +85,14 @@ class Call:
     - `arguments`: how many of the operands are positional arguments: the first ones. The caller holds these.
     - `random`: the draws to repeat; None if there are none.
     - `reads`: the other tensors that the function read, and those that it wrote to.
+    - `places`: by identity, the places where modules held tensors.
     """
 
     random: RandomState | None = None
     reads: Sequence[Read] = ()
     _flags: Mapping[int, types.CellType] = types.MappingProxyType({})
     """The cells of the function in which a context around the rerun may set a flag."""
-    _places: Mapping[int, list[Place]] = types.MappingProxyType({})
-    """By identity, the places where modules held tensors."""
+    places: Mapping[int, list[Place]] = types.MappingProxyType({})
     _look: CheckpointLook | None = None
     """Of the forward, while it runs."""
     _needs_look = False
@@ -170,7 +170,7 @@ class Call:
         found, near = [], []
         for key, (t, value) in look.outside.items():
             position, is_written = self._index.get(key), key in look.copies
-            if key not in look.gathered and (position is None or is_written):
+            if key not in look.gathered and (position is None or is_written or type(t) is Parameter):
                 near.append(t)
             if is_written or (position is not None and position < self.arguments):
                 continue
@@ -178,7 +178,7 @@ class Call:
                 reads.append(Read(t, t))
             elif position is not None or not is_made_since(t, self._since):
                 found.append((weakref.ref(t), None if value is t else value))
-        self._places = places_in_modules(self._objects, near)
+        self.places = places_in_modules(self._objects, near)
         return found
 
     # The rerun.
@@ -190,8 +190,8 @@ class Call:
         stand_ins: Mapping[int, Tensor] = types.MappingProxyType({}),
         looks: bool = False,
         tell: Callable[[Mapping[int, Tensor]], None] | None = None,
-    ) -> tuple[Any, CheckpointLook | None, list[tuple[Place, Tensor]]]:
-        """Run the call again. Returns its result, the look that watched it, if any, and places: see `still_filled`.
+    ) -> tuple[Any, CheckpointLook | None]:
+        """Run the call again. Returns its result, and the look that watched it, if any.
 
         **Arguments:**
 
@@ -205,7 +205,7 @@ class Call:
 
     def _rerun(
         self, arguments: Any, contexts: Contexts, stand_ins: Mapping[int, Tensor], looks: bool, tell: Any
-    ) -> tuple[Any, CheckpointLook | None, list[tuple[Place, Tensor]]]:
+    ) -> tuple[Any, CheckpointLook | None]:
         rerunning.set(True)
         context, trace = contexts
         with internals.grad_enabled():
@@ -224,7 +224,7 @@ class Call:
                     args, kwargs = _tree.unflatten_call(self._spec, [*map(rebuild, self._leaves)])
                     fun = rebuild(self._fun)
                     with look or (unseen() if internals.function_modes_active() else NOTHING):
-                        return fun(*args, **kwargs), look, differentiated(fill)
+                        return fun(*args, **kwargs), look
             except Exception as error:
                 note_rerun(error, self.name)
                 raise
@@ -248,13 +248,13 @@ class Call:
             if value.requires_grad and not read.requires_grad:
                 value = value.detach()
             values[read.key], tensor = value, read.ref()
-            in_modules_alone = not looks and read.key in self._places and isinstance(read.saved, Parameter)
+            in_modules_alone = not looks and read.key in self.places and isinstance(read.saved, Parameter)
             if not (tensor is None or tensor is value or in_modules_alone):
                 swaps[read.key] = tensor, value
         fill = [
             (place, value)
             for key, value in values.items()
-            for place in self._places.get(key, ())
+            for place in self.places.get(key, ())
             # A look swaps what was there in the forward, but for reads that no mode sees, as of an index.
             if (now := item(*place)) is not value and not (id(now) == key and key in swaps and key not in written)
         ]

@@ -137,24 +137,26 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
     stand_ins = {key: _stand_in(t, create_graph) for key, t in ctx.captured.items()}
     own = [*arguments, *stand_ins.values()]
     since = internals.next_sequence_number()
-    out, look, fill = call.rerun(arguments, stand_ins=stand_ins, looks=not accumulates)
-    pairs = [
-        (o, c)
-        for o, c in zip(out if isinstance(out, tuple) else (out,), cotangents, strict=False)
-        if isinstance(o, Tensor) and o.requires_grad
-    ]
+    out, look = call.rerun(arguments, stand_ins=stand_ins, looks=not accumulates)
+    results = zip(out if isinstance(out, tuple) else (out,), cotangents, strict=False)
+    pairs = [(o, c) for o, c in results if isinstance(o, Tensor) and o.requires_grad]
     if not pairs:
         raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
     outputs, given = [o for o, _ in pairs], [c for _, c in pairs]
-    if accumulates:
-        with still_filled(fill):
-            torch.autograd.backward(outputs, given)
-        return [None if t is None else t.grad for t in own]
     targets = [t for t in own if t is not None and t.requires_grad]
-    if look is not None:
-        try:
-            prove(outputs, targets, since, look.has_made)
-        except Stranger as stranger:
-            raise RematError(_OUT_OF_SIGHT.format(call.name, stranger)) from None
-    found = iter(torch.autograd.grad(outputs, targets, given, allow_unused=True, create_graph=create_graph))
+    reached = set[int]()
+    try:
+        if not accumulates or call.places:
+            is_own = look.has_made if look else lambda leaf: id(leaf) not in ctx.captured
+            reached = prove(outputs, targets, since, is_own).reached
+    except Stranger as stranger:
+        if not accumulates:
+            raise RematError(_OUT_OF_SIGHT.format(call.name, stranger)) from None  # else it accumulates there
+    ids = {id(targets[i]) for i in reached}
+    fill = [(place, t) for key, t in stand_ins.items() if id(t) in ids for place in call.places.get(key, ())]
+    with still_filled(fill):
+        if accumulates:
+            torch.autograd.backward(outputs, given)
+            return [None if t is None else t.grad for t in own]
+        found = iter(torch.autograd.grad(outputs, targets, given, allow_unused=True, create_graph=create_graph))
     return [next(found) if t is not None and t.requires_grad else None for t in own]

@@ -47,8 +47,11 @@ _NOT_FOUND = (
 
 @functools.cache
 def _is_ignored(func: Any) -> bool:
-    """Whether torch ignores an op, or it only asks something of a tensor: in C++, where no error can be raised."""
-    return func in SAC_IGNORED_OPS or func.namespace == "prim"
+    """Whether torch ignores an op, or it only asks something of a tensor, in C++, where no error can be raised.
+
+    The hooks of FSDP2 call the profiler's ops, and not as often in a rerun.
+    """
+    return func in SAC_IGNORED_OPS or func.namespace in ("prim", "profiler")
 
 
 class _Packed:
