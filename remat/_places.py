@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import types
 import weakref
@@ -30,6 +31,7 @@ _NEAR = 2, 300
 _FAR = 6, 20_000
 """How deep a search goes, and how many objects it looks at."""
 _MOST_NEAR = 100
+_CONTAINERS: tuple[Any, ...] = (list, tuple, dict, deque, set, frozenset)
 
 
 class _Index:
@@ -104,9 +106,16 @@ def _modules_near(objects: Iterable[Any]) -> Iterator[torch.nn.Module]:
                 continue  # its tensors are not in Python
             if isinstance(near, torch.nn.Module):
                 yield near
-            elif isinstance(near, (list, tuple, dict)) and len(near) < _MOST_NEAR:
-                items = near.values() if isinstance(near, dict) else near
-                yield from (m for m in items if isinstance(m, torch.nn.Module))
+            else:
+                yield from (m for m in _items(near, _MOST_NEAR) if isinstance(m, torch.nn.Module))
+
+
+def _items(obj: Any, most: float = math.inf) -> list[Any]:
+    """What a container with less than `most` items holds. Methods of the user's classes are not called."""
+    for kind in _CONTAINERS:
+        if isinstance(obj, kind) and kind.__len__(obj) < most:
+            return list(dict.values(obj) if kind is dict else kind.__iter__(obj))
+    return []
 
 
 def search(
@@ -145,9 +154,9 @@ def _in_reach(objects: Iterable[Any], depth: int, most: int) -> Iterator[Any]:
 def _slots(obj: Any) -> list[tuple[Any, Any, Any]]:
     """The places in one object that can be given other values: each a dict, list or deque, a key and the value."""
     if isinstance(obj, dict):
-        return [(obj, key, value) for key, value in list(obj.items())]
+        return [(obj, key, value) for key, value in list(dict.items(obj))]
     if isinstance(obj, (list, deque)):
-        return [(obj, i, value) for i, value in enumerate(obj)]
+        return [(obj, i, value) for i, value in enumerate(_items(obj))]
     if type(obj) is types.FunctionType:
         names = names_in(obj.__code__) & obj.__globals__.keys()
         return [(obj.__globals__, name, obj.__globals__[name]) for name in names]
@@ -159,7 +168,7 @@ def _near(obj: Any) -> list[Any]:
     """The objects that one object holds or is made of."""
     found = [value for _, _, value in _slots(obj)]
     if isinstance(obj, (tuple, set, frozenset)):
-        found += obj
+        found += _items(obj)
     method = vars(type(obj)).get("forward" if isinstance(obj, torch.nn.Module) else "__call__")
     if type(method) is types.FunctionType:
         found.append(method)

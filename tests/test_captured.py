@@ -44,7 +44,7 @@ from torch.func import (
     vmap,
 )
 
-from remat import CheckpointError, RematError, policies, remat
+from remat import CheckpointError, RematError, checkpoint, policies, remat
 from remat._look import Look
 from remat._places import filled, places_in_modules
 
@@ -1581,3 +1581,36 @@ def test_a_tensor_is_found_again_after_an_operand_was_in_its_place() -> None:
     with filled([(place, w.detach())]):
         assert not places_in_modules([net], [w])
     assert places_in_modules([net], [w]) == {id(w): [place]}
+
+
+class Strange(tuple):
+    """Like the irreps of e3nn: a tuple by inheritance alone."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError
+
+
+STRANGE = Strange((1, 2))
+
+
+@pytest.mark.parametrize("where", ["cell", "argument", "default", "attribute", "global", "list"])
+@pytest.mark.parametrize("ck", [remat, lambda fun: functools.partial(checkpoint, fun, use_reentrant=False)])
+def test_containers_with_methods_of_their_own_are_not_asked(ck: Decorator, where: str) -> None:
+    strange, held = Strange((1, 2)), Holder(s=[STRANGE]) if where == "attribute" else [STRANGE]
+    net = nn.Linear(3, 3).double()
+    functions: dict[str, Callable[..., Tensor]] = {
+        "cell": lambda x, _: net(x) * strange[1],
+        "argument": lambda x, s: net(x) * s[1],
+        "default": lambda x, _, s=strange: net(x) * s[1],
+        "attribute": lambda x, _: net(x) * held.s[0][1],
+        "global": lambda x, _: net(x) * STRANGE[1],
+        "list": lambda x, _: net(x) * held[0][1],
+    }
+    x = leaf(numbers(2, 3))
+    ck(functions[where])(x, strange if where == "argument" else None).sum().backward()
+    assert_same(x.grad, 2 * net.weight.detach().sum(0).expand(2, 3))
