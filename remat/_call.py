@@ -39,6 +39,10 @@ _DEAD = (
     "object with __slots__, a class attribute), or in a cache that the forward has filled (use_cache=True). Pass it as "
     "an argument, or switch the cache off."
 )
+_SWAPS_SAVED = (
+    "remat: {} runs with a policy under allow_mutation_on_saved_tensors, which replaces what the graph has saved: a "
+    "rerun with a policy can't see that. Use no policy there, or change a copy: x = x.clone()."
+)
 _NO_TREE = (
     "remat: {} returns results in an object of class {}, which is not a tree: their graph is kept, and no memory is "
     "saved. Return a tuple, a dict or a NamedTuple, or make the class known: torch.export.register_dataclass, "
@@ -141,6 +145,8 @@ class Call:
             elif preserve_rng_state:
                 random = RandomState(given, keyed=keys is not None)
             if policy is not None and not tracing:
+                if internals.mutation_of_saved_allowed():
+                    raise RematError(_SWAPS_SAVED.format(self.name))
                 self.policy = policy
                 recorder = self._recorder = Recorder(policy.start(), where)
             look = self._look = Look(self.name, given, random)

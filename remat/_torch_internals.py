@@ -502,6 +502,11 @@ def saved_tensors_hooks() -> tuple[Any, Any] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+def mutation_of_saved_allowed() -> bool:
+    """Whether `torch.autograd.graph.allow_mutation_on_saved_tensors` is active: a mode, with no public name (2.13)."""
+    return any(type(mode) is torch.autograd.graph._CloneArgBeforeMutateMode for mode in dispatch_mode_stack())
+
+
 def hook_of_checkpoint(pack: F) -> F:
     """Mark a pack hook as not the user's: torch's selective checkpointing (2.14) warns about those."""
     pack._checkpoint_internal = True

@@ -977,3 +977,16 @@ def test_backward_passes_that_overlap_are_told_so(api: Any) -> None:
         y.backward(retain_graph=True)
         with pytest.raises(api.CheckpointError, match="Performing two backward calls that overlap"):
             y.backward()
+
+
+@both_variants
+def test_a_module_that_is_moved_to_where_it_is(api: Any, use_reentrant: bool) -> None:
+    """It sets `.data` of its parameters to what they have."""
+    results = []
+    for checkpoint in (functools.partial(api.checkpoint, use_reentrant=use_reentrant), plain):
+        net, x = nn.Linear(3, 3).double(), leaf(numbers(2, 3))
+        nn.init.constant_(net.weight, 0.5)
+        nn.init.constant_(net.bias, 0.1)
+        checkpoint(lambda x, net=net: net.to(x.device)(x).sin(), x).sum().backward()
+        results.append([p.grad for p in (x, *net.parameters())])
+    assert_same(*results)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from remat import checkpoint, checkpoint_name, remat
+from remat import RematError, checkpoint, checkpoint_name, remat
 from remat._nested_mode import Blind
 from remat._recorder import Recorder
 from remat._replay import Replay
@@ -400,3 +400,19 @@ def test_higher_derivatives_read_more(policy: Any) -> None:
         lambda f: vmap(grad(lambda x: jvp(grad(lambda x: f(x).sum()), (x,), (v,))[1].sum()))(torch.stack([x, v])),
     ):
         assert_same(g(f), g(fun))
+
+
+def test_a_policy_where_saved_tensors_may_be_changed_is_an_error() -> None:
+    def fun(x: Tensor) -> Tensor:
+        y = torch.tanh(x)
+        z = y.exp()
+        y.mul_(2)
+        return y * z
+
+    x, z = leaf(numbers(3)), leaf(numbers(3))
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        with pytest.raises(RematError, match="under allow_mutation_on_saved_tensors"):
+            remat(fun, policy=everything_saveable)(x)
+        remat(fun)(x).sum().backward()
+        fun(z).sum().backward()
+    assert_same(x.grad, z.grad)

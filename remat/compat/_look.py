@@ -137,10 +137,10 @@ class CheckpointLook(Look):
     def _set_data(self, tensor: Tensor, data: Tensor) -> None:
         if is_lazy(tensor):
             self._was_lazy |= {id(tensor)}
-        elif tensor.shape == data.shape:
-            self.before_write(tensor)
-        else:
+        elif tensor.shape != data.shape:
             self.gathered |= {id(tensor)}
+        elif tensor.dtype != data.dtype or not tensor.is_set_to(data):  # else `module.to` changes nothing
+            self.before_write(tensor)
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
         self.outside[id(tensor)] = Seen(tensor, value)
