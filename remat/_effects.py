@@ -119,12 +119,17 @@ def _is_view(func: Any) -> bool:
     return func in _VIEWS or func in _METADATA
 
 
+def is_of_torch(hook: Any) -> bool:
+    """Whether a hook is one of torch's tools, such as meters. They change no gradients."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
+
+
 def reads_no_value(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> bool:
     """Whether neither the derivative of a call nor what the caller learns depends on values."""
     if effects.shows_graph:  # the user may put a hook on the node that reads values; torch's meters do not
         return internals.called_by("torch.")
     if effects.sets_hook:
-        return str(getattr(args[1], "__module__", "")).startswith("torch.")  # a user's hook may keep values
+        return is_of_torch(args[1])  # a user's hook may keep values
     if not effects.operands:
         return False
     numbers = args[effects.operands :]

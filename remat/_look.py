@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
-from remat._effects import Effects, as_given, effects_of, reads_no_value, tensors_in, written_by
+from remat._effects import Effects, as_given, effects_of, is_of_torch, reads_no_value, tensors_in, written_by
 from remat._errors import CHANGES, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, call_site
 from remat._graph import is_made_since
 from remat._made import Made, Occasion, Read
@@ -391,6 +391,8 @@ class Look(NestedMode):
             level = max(internals.level_of(args[0]), 0)
             level = ELSEWHERE if given is not args else NO_LEVEL if level > self.depth else level
             self.signature.hooks.append((position, level))
+            if is_of_torch(args[1]):
+                self.signature.hooks_of_torch.append(position)
         return given
 
     def others_for(self, read: Read) -> list[Tensor]:

@@ -44,15 +44,17 @@ class Signature:
     - `tail_call`: the record of that nested call (`Remembered`); None for a product.
     - `hooks`: for each hook that the function sets on a tensor of its own, the length of `calls` at that time (and, in
         a nested call, the lengths there), and the level of the tensor, or `ELSEWHERE` or `NO_LEVEL`.
+    - `hooks_of_torch`: these lengths for the hooks of torch's own tools, some of which set none in a backward pass.
     """
 
-    __slots__ = ("calls", "hooks", "tail", "tail_call")
+    __slots__ = ("calls", "hooks", "hooks_of_torch", "tail", "tail_call")
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, int]] = []
         self.tail: int | None = None
         self.tail_call: Any = None
         self.hooks: list[tuple[tuple[int, ...], int]] = []
+        self.hooks_of_torch: list[tuple[int, ...]] = []
 
 
 def _plain_in(arg: Any) -> str:

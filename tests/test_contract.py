@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import enum
 import functools
@@ -19,6 +20,8 @@ import pytest
 import torch
 from helpers import UNIT, CountOps, activation, assert_same, leaf, numbers, plain
 from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed._tools.mod_tracker import ModTracker
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn import functional as F
@@ -511,6 +514,25 @@ def test_memory_is_saved_under_meters(mode: Any) -> None:
         y = block(block(block(x)))
         assert meter.current / UNIT == 3
         y.sum().backward()
+
+
+@pytest.mark.parametrize("mode", [ModuleTracker, ModTracker, MemTracker])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_trackers_of_modules(mode: Any, depth: int) -> None:
+    """Two of them put hooks on tensors in the forward alone."""
+    grads = []
+    for ck, of in ((remat, mode), (plain, contextlib.nullcontext)):
+        net, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double(), leaf(numbers(2, 3))
+        for i, p in enumerate(net.parameters()):
+            nn.init.constant_(p, 0.1 + i)
+        fun = ck(lambda x, net=net: net(x).sin())
+        with of(), LiveBytes() as meter:
+            y = (ck(lambda x, fun=fun: fun(x) * 2) if depth == 2 else fun)(x)
+            if ck is remat and mode is not MemTracker:
+                assert meter.current == y.numel() * 8
+            y.sum().backward()
+        grads.append([p.grad for p in (x, *net.parameters())])
+    assert_same(*grads)
 
 
 def test_memory_is_saved_under_hooks_of_many_gradients() -> None:
