@@ -339,8 +339,8 @@ class Look(NestedMode):
         for t in found:
             requires_grad = internals.requires_grad_at_any_level(t)
             differentiated |= requires_grad
-            if id(t) in self._swaps:  # a nested call returned it unchanged
-                continue
+            if id(t) in self._swaps or self._is_from_outside(t):
+                continue  # a call returned it unchanged: its layers are not the run's
             if not requires_grad and level_of(t) <= self.depth:
                 self._add_own(t)
                 continue

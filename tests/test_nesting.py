@@ -520,3 +520,22 @@ def test_hooks_on_the_node_of_a_nest_see_its_cotangents() -> None:
         return found
 
     assert_same(seen(remat), seen(plain))
+
+
+def test_a_nested_call_gives_back_an_operand_that_is_read_elsewhere_too() -> None:
+    """In a rerun at a level, the operand wraps the very tensor that the function finds in the list."""
+
+    def orders(ck: Any) -> list[Tensor]:
+        x = leaf(numbers(3))
+        held = [x]
+
+        def fun(v: Tensor, unused: Tensor) -> Tensor:
+            ck(lambda: [x, v])()
+            return torch.tanh(v + held[0].sum())
+
+        found = [ck(fun)(x, x * 1).sum()]
+        for _ in range(3):
+            found += [torch.autograd.grad(found[-1], x, create_graph=True)[0].sum()]
+        return found
+
+    assert_same(orders(remat), orders(plain))
