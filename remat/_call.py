@@ -76,7 +76,7 @@ class Call:
     leaves: frozenset[int] = frozenset()
     hooked: frozenset[int] = frozenset()
     last_rerun = False
-    fill: list[tuple[Place, Tensor]]
+    fill: Sequence[tuple[Place, Tensor]] = ()
     _has_custom = False
     tape: Tape | None = None
     random: RandomState | Traced | None = None
@@ -112,7 +112,6 @@ class Call:
         self._returned: list[tuple[int, torch.Size, torch.dtype]] = []
         self._rebuilders: list[Rebuilder] = []
         self._replays: list[Replay] = []
-        self.fill = []
         self._rerun_looks: list[RerunLook] = []
         self._reached: set[int] = set()
         """Positions of the operands that the results depend on."""
@@ -405,9 +404,8 @@ class Call:
     def _replay(self, operands: Iterable[Tensor], inputs: Iterable[Tensor]) -> Any:
         if self.tape is None or internals.tracing():
             return NOTHING
-        again = any(
-            t.grad_fn is not None or internals.requires_grad_below(t) for t in operands
-        )  # this rerun is differentiated, so another one will follow
+        # Whether this rerun is differentiated, so that another one will follow.
+        again = any(t.grad_fn is not None or internals.requires_grad_below(t) for t in operands)
         replay = Replay(self.tape, self.last_rerun and not again)
         for original, operand in zip(self.operands.originals, inputs, strict=True):
             if original.written:
@@ -424,7 +422,7 @@ class Call:
     def clean(self) -> None:
         """Called when the rerun's graph is freed. Drops everything else that belongs to the rerun."""
         looks, self._rerun_looks = self._rerun_looks, []
-        self.fill = []
+        self.fill = ()
         self._replays.clear()
         for rebuild in self._rebuilders:
             rebuild.clear()

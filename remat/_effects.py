@@ -97,10 +97,10 @@ class Effects:
         """It returns a tensor that another one holds."""
         self.reads_memory = func in READS_MEMORY
         """It reads memory without an op."""
+        self.only_writes = self.writes is _FIRST and sum(map(bool, vars(self).values())) == 1
+        """It writes to its first argument, a tensor, and none of the others above is true of it."""
         self.acts = any(vars(self).values())
         """One of the above is true of it."""
-        self.only_writes = self.writes is _FIRST and sum(map(bool, vars(self).values())) == 2
-        """Only the first of the above is true of it: it writes to its first argument, a tensor."""
         self.multiplies = func in _PRODUCTS
         """It is a matrix product or a convolution."""
         self.is_metadata = func in _METADATA

@@ -15,7 +15,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -206,7 +206,7 @@ _fillings: list[Any] = []
 
 
 @contextlib.contextmanager
-def _filling(fill: list[tuple[Place, Tensor]], lock: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+def _filling(fill: Sequence[tuple[Place, Tensor]], lock: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
     with lock:
         before = [(place, item(*place)) for place, _ in fill]
         _fillings.append(fill)
@@ -225,7 +225,7 @@ def filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManage
     return _filling(fill, _places_lock) if fill else contextlib.nullcontext()
 
 
-def still_filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:
+def still_filled(fill: Sequence[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:
     """A context for the backward pass of a rerun, in which places hold the operands on which its results depend.
 
     The backward of an `autograd.Function` may call a module, and differentiate that. No thread waits: the backward pass

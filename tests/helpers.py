@@ -298,6 +298,13 @@ class ReadsTwice(torch.autograd.Function):
         return g * x
 
 
+def with_constants(net: nn.Module) -> nn.Module:
+    """The module, with the same parameters each time."""
+    for i, p in enumerate(net.parameters()):
+        nn.init.constant_(p, 0.1 + i)
+    return net
+
+
 class Adjoint(torch.autograd.Function):
     """`net(x)`. Its backward calls the module again and differentiates that, as adjoint methods do."""
 

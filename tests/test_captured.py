@@ -27,6 +27,7 @@ from helpers import (
     numbers,
     pair,
     plain,
+    with_constants,
 )
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -465,11 +466,9 @@ def test_a_backward_that_differentiates_a_module(around: Decorator, hooked: bool
     """In the backward pass of the rerun, the module has the parameters that the rerun gave to the function."""
     results = []
     for ck in (around, plain):
-        net, x = nn.Sequential(nn.Linear(3, 3).double(), nn.Tanh()), leaf(numbers(2, 3))
-        for i, p in enumerate(net.parameters()):
-            nn.init.constant_(p, 0.1 + i)
-            if hooked:
-                p.register_hook(Tensor.clone)
+        net, x = with_constants(nn.Sequential(nn.Linear(3, 3).double(), nn.Tanh())), leaf(numbers(2, 3))
+        for p in net.parameters() if hooked else ():
+            p.register_hook(Tensor.clone)
         inputs = x, *net.parameters()
         y = ck(WAYS_TO_GIVE[give](net))(x).square().sum()
         grads = torch.autograd.grad(y, inputs, create_graph=order == 2)
@@ -483,11 +482,9 @@ def test_a_backward_that_differentiates_a_module(around: Decorator, hooked: bool
 def test_a_backward_that_accumulates_into_parameters(around: Decorator, hooked: bool) -> None:
     results = []
     for ck in (around, plain):
-        net, x = nn.Linear(3, 3).double(), leaf(numbers(2, 3))
-        for i, p in enumerate(net.parameters()):
-            nn.init.constant_(p, 0.1 + i)
-            if hooked:
-                p.register_hook(lambda g: g if g is None else g.clone())
+        net, x = with_constants(nn.Linear(3, 3).double()), leaf(numbers(2, 3))
+        for p in net.parameters() if hooked else ():
+            p.register_hook(lambda g: g if g is None else g.clone())
         ck(lambda x, net=net: Reversible.apply(net, x.sin()).sin())(x).sum().backward()
         results.append([p.grad for p in (x, *net.parameters())])
     assert_same(*results)

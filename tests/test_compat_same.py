@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import grad as grad_of
 
 import remat.compat
-from tests.helpers import Adjoint, CountOps, ReadsTwice, Reversible, Seen, assert_same, leaf, numbers
+from tests.helpers import Adjoint, CountOps, ReadsTwice, Reversible, Seen, assert_same, leaf, numbers, with_constants
 
 MODULES = {"torch": torch.utils.checkpoint, "remat": remat.compat}
 
@@ -87,9 +87,7 @@ CALLED_IN_THE_BACKWARD: dict[str, Callable[[nn.Module], Callable[[Tensor], Tenso
 def test_a_backward_that_differentiates_a_module(api: Any, use_reentrant: bool, make: str) -> None:
     results = []
     for checkpoint in (functools.partial(api.checkpoint, use_reentrant=use_reentrant), plain):
-        net, x = nn.Linear(3, 3).double(), leaf(numbers(2, 3))
-        for i, p in enumerate(net.parameters()):
-            nn.init.constant_(p, 0.1 + i)
+        net, x = with_constants(nn.Linear(3, 3).double()), leaf(numbers(2, 3))
         fun = CALLED_IN_THE_BACKWARD[make](net)
         checkpoint(lambda x, fun=fun: fun(x).sin(), x).square().sum().backward()
         results.append([p.grad for p in (x, *net.parameters())])
@@ -984,9 +982,7 @@ def test_a_module_that_is_moved_to_where_it_is(api: Any, use_reentrant: bool) ->
     """It sets `.data` of its parameters to what they have."""
     results = []
     for checkpoint in (functools.partial(api.checkpoint, use_reentrant=use_reentrant), plain):
-        net, x = nn.Linear(3, 3).double(), leaf(numbers(2, 3))
-        nn.init.constant_(net.weight, 0.5)
-        nn.init.constant_(net.bias, 0.1)
+        net, x = with_constants(nn.Linear(3, 3).double()), leaf(numbers(2, 3))
         checkpoint(lambda x, net=net: net.to(x.device)(x).sin(), x).sum().backward()
         results.append([p.grad for p in (x, *net.parameters())])
     assert_same(*results)

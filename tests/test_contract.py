@@ -18,7 +18,7 @@ import numpy as np
 import optree
 import pytest
 import torch
-from helpers import UNIT, CountOps, activation, assert_same, leaf, numbers, plain
+from helpers import UNIT, CountOps, activation, assert_same, leaf, numbers, plain, with_constants
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed._tools.mod_tracker import ModTracker
@@ -522,9 +522,7 @@ def test_trackers_of_modules(mode: Any, depth: int) -> None:
     """Two of them put hooks on tensors in the forward alone."""
     grads = []
     for ck, of in ((remat, mode), (plain, contextlib.nullcontext)):
-        net, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double(), leaf(numbers(2, 3))
-        for i, p in enumerate(net.parameters()):
-            nn.init.constant_(p, 0.1 + i)
+        net, x = with_constants(nn.Sequential(nn.Linear(3, 3), nn.Tanh()).double()), leaf(numbers(2, 3))
         fun = ck(lambda x, net=net: net(x).sin())
         with of(), LiveBytes() as meter:
             y = (ck(lambda x, fun=fun: fun(x) * 2) if depth == 2 else fun)(x)
