@@ -328,9 +328,10 @@ class Call:
         """Check that a rerun depends on the operands of the forward. `complete`: whether all results were walked."""
         if self._has_tangents or internals.tracing():  # tangents have another graph, and `make_fx` keeps the forward's
             return
-        operands, before = operands - self._ambiguous, self._reached - self._ambiguous
-        if not operands <= before or (complete and operands != before):
-            operand = min(operands ^ before)
+        lost = self._reached - operands if complete else set()
+        new = set() if self.nests else operands - self._reached  # in a rerun, the results of a call share one node
+        if unlike := (lost | new) - self._ambiguous:
+            operand = min(unlike)
             how = "does not depend" if operand in self._reached else "depends"
             i, given = self.operands.positions.index(operand), self.operands.given
             which = f"tensor {i + 1} of the {given} in its arguments" if i < given else "a tensor that it captured"

@@ -131,6 +131,13 @@ def test_a_rerun_that_computes_with_another_tensor(captured: bool) -> None:
         out.sum().backward()
 
 
+def test_a_rerun_depends_on_a_tensor_that_the_forward_did_not_depend_on() -> None:
+    state = State()
+    out = remat(lambda x, y: x * (y.detach() if state.first() else y))(leaf(numbers(3)), leaf(numbers(3)))
+    with pytest.raises(CheckpointError, match="depends on tensor 2 of the 2 in its arguments, unlike its forward run"):
+        out.sum().backward()
+
+
 def test_a_rerun_with_another_structure() -> None:
     a, b = remat(another_count_of_results)(leaf(numbers(3)), State())
     with pytest.raises(CheckpointError, match="another_count_of_results"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import SIZE, SOME_TRANSFORMS, TRANSFORMS, UNIT, CountOps, assert_same, numbers
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jvp, linearize, vmap
+from torch.func import functional_call, grad, hessian, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat
@@ -698,3 +698,20 @@ def test_y_is_a_captured_constant_that_the_body_reads() -> None:
         return grad(fun)(numbers(1)[0])
 
     assert_same(gradient(remat), gradient(Plain))
+
+
+def test_y_is_a_captured_tensor_and_the_last_carry_is_dropped() -> None:
+    def run(remat_of: Any, scan: Any) -> list[Tensor]:
+        def loss(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+            return remat_of(lambda: scan(lambda c, _: (torch.tanh(c + y.sum()), z), x, length=2)[1])()
+
+        def pulled(*args: Tensor) -> tuple[Tensor, ...]:
+            out, pullback = vjp(loss, *args)
+            return out, *pullback(out.cos())
+
+        inputs = numbers(2, 3).requires_grad_(), numbers(2, 3, seed=1).requires_grad_(), numbers(2, 3, seed=2)
+        out = vmap(pulled)(*inputs[:2], inputs[2].requires_grad_())
+        first = torch.autograd.grad(sum(t.sin().sum() for t in out), inputs, create_graph=True, allow_unused=True)
+        return [*out, first[2], torch.autograd.grad(first[2].sin().sum(), inputs[2])[0]]
+
+    assert_same(run(remat.remat, remat.scan), run(lambda f: f, plain_scan))
