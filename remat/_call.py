@@ -24,7 +24,7 @@ from remat._places import Place, filled
 from remat._recorder import Recorder
 from remat._replay import Replay
 from remat._rerun_look import RerunLook
-from remat._saved import forget_saved
+from remat._saved import forget_saved, has_custom
 from remat._signature import Signature
 from remat._tail import Remembered, keep_no_tensors
 from remat._tape import Tape
@@ -71,13 +71,12 @@ class Call:
     level: int | None = None
     policy: Any = None
     _followed: Any = None
-    nests = False
+    nests = _has_custom = False
     _shows_nodes = False
     leaves: frozenset[int] = frozenset()
     hooked: frozenset[int] = frozenset()
     last_rerun = False
     fill: Sequence[tuple[Place, Tensor]] = ()
-    _has_custom = False
     tape: Tape | None = None
     random: RandomState | Traced | None = None
     _drew_from: Position | None = None
@@ -165,8 +164,7 @@ class Call:
                 self._drew_from = position
                 self._key = self.operands.add(look.read(keys.key)).index
         self.signature = look.signature
-        self.nests, self._shows_nodes = look.nests, look.shows_nodes
-        self._has_custom = look.has_custom
+        self.nests, self._shows_nodes, self._has_custom = look.nests, look.shows_nodes, look.has_custom
         if look.signature.hooks:
             self.hooked = frozenset([level for _, level in look.signature.hooks if level >= 0])
         return out
@@ -176,7 +174,7 @@ class Call:
         results = _tree.Picked(out, self._is_computed)
         for leaf in results.leaves:
             if not isinstance(leaf, Tensor) and type(leaf) not in ATOMS:
-                held = (t for t in _attributes_of(leaf) if isinstance(t, Tensor))
+                held = (t for t in _tree.attributes_of(leaf) if isinstance(t, Tensor))
                 if any(is_made_since(t, self.since) for t in held) and not rerunning.get():
                     warn(_NO_TREE.format(self.name, type(leaf).__name__))
         return results
@@ -261,7 +259,7 @@ class Call:
             found,
             operands.survivors,
             self.signature,
-            self.nests,
+            (self.nests, self._shows_nodes, self._has_custom),
             unread,
             reached,
             self._result,
@@ -295,8 +293,8 @@ class Call:
         operands.stands_in = True
         operands.known_places = {id(ref()): places for ref, places in forward.found}
         operands.survivors = [*forward.survivors]
-        self.signature = forward.signature
-        self.nests, self._followed = forward.nests, forward.followed
+        self.signature, self._followed = forward.signature, forward.followed
+        self.nests, self._shows_nodes, self._has_custom = forward.seen
         leaves, spec = forward.result
         leaves = list(leaves)
         for i, shape, dtype in forward.returned:
@@ -316,6 +314,12 @@ class Call:
         nodes, reached, ambiguous, _ = prove(values, operands, since, look.has_made)
         self._reached |= reached
         self._ambiguous |= ambiguous
+        if has_custom(nodes):
+            look.reads_unseen = True
+            if look.outer is not None:
+                look.outer.reads_unseen = True
+        if self.tape is not None:
+            self.tape.skips = not look.reads_unseen
         if look.signature.tail is not None:
             later = [n for n in nodes if internals.sequence_number(n) >= look.tail_number]
             if not keep_no_tensors(later):
@@ -443,9 +447,3 @@ class Call:
             self._result = None
         look.outside.clear()
         self._look = None
-
-
-def _attributes_of(obj: Any) -> list[Any]:
-    """The values of an object's attributes, in its dict or its slots."""
-    slots = [name for kind in type(obj).__mro__ for name in vars(kind).get("__slots__", ())]
-    return [*getattr(obj, "__dict__", {}).values(), *(getattr(obj, name, None) for name in slots)]

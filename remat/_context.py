@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -125,6 +126,32 @@ class OwnCasts:
         torch.clear_autocast_cache()
 
 
+class _Uncompiled:
+    """A context in which compiled functions run as they were written: a policy has to see their ops.
+
+    Dynamo does not compile under a policy's modes, but then it would never compile that code again. All threads share
+    its stance, so the last thread that leaves restores it.
+    """
+
+    _count = 0
+    _stance: Any = None
+    _lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._count += 1
+            if self._stance is None and "torch._dynamo" in sys.modules:
+                self._stance = torch.compiler.set_stance("force_eager")
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0 and self._stance is not None:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+
+
+uncompiled = _Uncompiled()
 _USUAL = Ambient(torch.float32, None, ())  # one for most calls and reruns: to make one takes time
 has_accelerator = functools.cache(torch.accelerator.is_available)
 _CPU = torch.device("cpu")

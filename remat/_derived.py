@@ -38,8 +38,9 @@ _UNSEEN = (
     "remat.checkpoint."
 )
 _ONCE = (
-    "remat: the second derivative of {} was asked for, but it calls an autograd.Function whose backward is marked with "
-    "@once_differentiable. Write that backward with differentiable ops, and remove the mark."
+    "remat: the second derivative of {} was asked for, but a backward in it can't be differentiated: that of an "
+    "autograd.Function marked with @once_differentiable (write it with differentiable ops, and remove the mark), or of "
+    "an op that says the same without remat."
 )
 
 

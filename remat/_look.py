@@ -30,6 +30,7 @@ from remat._graph import is_made_since
 from remat._made import Made, Occasion, Read
 from remat._memory import memory_of
 from remat._nested_mode import NestedMode, current_look
+from remat._saved import is_of_user
 from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, PLAIN, Signature, hash_of, kind_of
 from remat._tail import is_large
 
@@ -57,6 +58,8 @@ class Look(NestedMode):
     - `sets_hooks`: whether the run put a hook on a tensor.
     - `shows_nodes`: whether the user's code got a node of the graph, and may put a hook on that.
     - `has_custom`: whether the run was seen to call an autograd.Function.
+    - `reads_unseen`: whether it called one of the user's, which may read memory unseen: by a kernel that is no op.
+    - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
     - `tail_number`, `tail_results`: of the call at `signature.tail`: the sequence number after it, and its results.
     """
 
@@ -64,7 +67,7 @@ class Look(NestedMode):
     nests = False
     sets_hooks = False
     shows_nodes = False
-    has_custom = False
+    has_custom = reads_unseen = False
     tail_number = 0
     tail_results: Sequence[weakref.ref[Tensor]] = ()
     _reader: Any = None
@@ -89,7 +92,7 @@ class Look(NestedMode):
         """The identities of what the run has read in the place of outside tensors."""
         self._own = Made()
         self._has_tangents = internals.forward_ad_active()
-        self._since = internals.next_sequence_number()
+        self.since = internals.next_sequence_number()
 
     def begin(self, outer: Look | None) -> None:
         """Note the tensors that the run is given. `outer`: the look at the surrounding run."""
@@ -103,6 +106,7 @@ class Look(NestedMode):
         self._known |= inner._known
         self._own.adopt(inner._own, self._count())
         self.has_custom |= inner.has_custom
+        self.reads_unseen |= inner.reads_unseen
         self.drew |= inner.drew
         self.handed_on |= inner.handed_on & self.outside.keys()
 
@@ -169,6 +173,7 @@ class Look(NestedMode):
                 self._set_data(*args)
             if effects.is_custom:
                 self.has_custom = True
+                self.reads_unseen |= is_of_user(args[0])
                 self.handed_on.update(id(a) for a in args if id(a) in self.outside)
                 args = (_watched(args[0]), *args[1:])
             if effects.reads_memory:
@@ -190,7 +195,7 @@ class Look(NestedMode):
 
     def _check_graph(self, outputs: Any) -> None:
         """The run is about to differentiate these."""
-        if any(internals.nodes_of(t) and not is_made_since(t, self._since) for t in tensors_in(outputs)):
+        if any(internals.nodes_of(t) and not is_made_since(t, self.since) for t in tensors_in(outputs)):
             raise RematError(OTHER_GRAPH.format(self.name))
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:

@@ -244,13 +244,14 @@ class Operands:
                 self._add_place(tensor, place)
             for key in look.handed_on & captured.keys():
                 self._must_have_place(key, look)
-        held = {id(t) for t in self.tensors[: self.held]}
-        for tensor, place in search(self.objects, also) if (also := look.handed_on & held) else ():
+        also = (look.handed_on & index.keys()) - captured.keys()
+        for tensor, place in search(self.objects, also) if also else ():
             self._add_place(tensor, place)  # a transform may have found it there
+            self.originals[index[id(tensor)]].handed_on = True
 
     def _add_place(self, tensor: Tensor, place: Place) -> None:
         original = self.originals[self._index[id(tensor)]]
-        original.places = (*original.places, place)
+        original.places, original.in_modules = (*original.places, place), False
 
     def values(self, look: Look) -> list[Tensor]:
         """The operands as the forward found them."""

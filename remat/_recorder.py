@@ -78,11 +78,10 @@ def _is_known(x: Any) -> bool:
     return not isinstance(x, Tensor) or plain(x)
 
 
-def _decide(value: Value, decision: CheckpointPolicy, tensor: Tensor) -> None:
+def _decide(value: Value, decision: CheckpointPolicy, tensor: Tensor, is_written: bool = False) -> None:
     """Apply a decision to a value. `tensor`: the value, or a view of it."""
     value.decision, value.is_saveable = decision, decision in KEEP
-    if value.is_saveable and not tensor.is_inference():
-        value.counter = internals.version_counter(tensor)
+    value.watch(tensor, is_written)
 
 
 class Recorder(OpMode):
@@ -144,6 +143,8 @@ class Recorder(OpMode):
         self._note(op, outputs, changed, decision)
         if op.is_view:
             self._decide_of_views(outputs, decision)
+            for t in outputs:
+                self._content(t.untyped_storage()).value.watch(t)
             return out
         if before is not None and (before := before.drawn_since()) is not None:  # attention may draw nothing
             op.after = before.now()
@@ -188,16 +189,16 @@ class Recorder(OpMode):
             earlier = content.value.decision
             if earlier is None or decision in KEEP or decision in _MUST:
                 earlier = decision
-            content.value = self._value(t, storage, earlier)
+            content.value = self._value(t, storage, earlier, is_written=True)
             op.writes = (*op.writes, content.value)
         op.values = [*values, *op.writes] if changed else values
         op.is_view = 0 < aliases == len(outputs)
         if not op.is_view and (aliases or (not op.values and all(x is None for x in found))):
             op.runs = True
 
-    def _value(self, tensor: Tensor, storage: Any, decision: CheckpointPolicy) -> Value:
+    def _value(self, tensor: Tensor, storage: Any, decision: CheckpointPolicy, is_written: bool = False) -> Value:
         value = Value(len(self._ops) - 1)
-        _decide(value, decision, tensor)
+        _decide(value, decision, tensor, is_written)
         value.layout = layout_of(tensor)
         value.nbytes, value.device = storage.nbytes(), tensor.device
         if self._where is not None:
@@ -312,7 +313,7 @@ class Recorder(OpMode):
             value = todo.pop()
             if value.op < 0 or value in kept or (op := self._ops[value.op]).runs:
                 continue
-            if value in memory and value.is_saveable and not value.is_replaced:
+            if value in memory and value.is_saveable and not value.is_lost:
                 kept[value] = None
             else:
                 op.runs = True

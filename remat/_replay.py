@@ -109,7 +109,7 @@ class Replay(OpMode):
         if op.is_view:
             return func(*args, **kwargs)
         kept = self._kept(op)
-        if is_exposed and len(kept) < len(op.values):
+        if (is_exposed or not self._tape.skips) and len(kept) < len(op.values):
             return self._run(op, contents, facts, args, kwargs)
         return self._skip(op, kept, contents, facts.written(args, kwargs))
 

@@ -134,7 +134,7 @@ class RerunLook(Look):
             return tensor
         if internals.is_dead(tensor) and id(internals.unwrap_dead(tensor)) in self._known:
             return tensor  # a transform inside the function has wrapped it, and is over
-        if not (is_made_since(tensor, self._since) or isinstance(tensor, internals.FakeTensor)):
+        if not (is_made_since(tensor, self.since) or isinstance(tensor, internals.FakeTensor)):
             if internals.nodes_of(tensor):  # its graph is older than the rerun
                 raise CheckpointError(self._stranger(tensor))
             self._suspects[key] = weakref.ref(tensor), self._stranger(tensor)

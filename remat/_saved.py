@@ -23,6 +23,17 @@ def saves_tensors(kind: type) -> bool:
     return hasattr(kind, "saved_tensors") or bool(_saved_names(kind, "_raw_saved_"))
 
 
+def is_of_user(function: type) -> bool:
+    """Whether an autograd.Function is one of the user's: not one of ours, nor one that torch makes for a custom op."""
+    return not function.__module__.startswith(("remat._", "remat.random.", "torch._library."))
+
+
+def has_custom(nodes: Iterable[Any]) -> bool:
+    """Whether a node belongs to an autograd.Function of the user's."""
+    functions = (getattr(kind, "_forward_cls", None) for kind in {type(node) for node in nodes})
+    return any(f is not None and is_of_user(f) for f in functions)
+
+
 def _saved_by(node: Any, raw: str = "") -> Iterator[Any]:
     """What a node has saved: unpacked, or (`_raw`) as it is held."""
     kind: Any = type(node)
@@ -101,9 +112,8 @@ def saves_output(tensor: Tensor) -> bool:
             node = None if t is None else t.grad_fn
             if node is None:
                 continue
-            kind: Any = type(node)
-            if hasattr(kind, "saved_tensors") and not issubclass(kind._forward_cls, internals.SingleLevelFunction):
-                return True  # an autograd.Function of the user's: it may
+            if has_custom([node]):
+                return True  # it may
             for held in held_by(node):
                 raw = internals.innermost(held) if isinstance(held, Tensor) else None
                 if raw is not None and raw.layout is torch.strided and raw.untyped_storage() is storage:

@@ -37,7 +37,7 @@ class Kept:
             self.memory = self._copy.host
             return
         self.memory = value.layout.over(storage)
-        self._watched = [self.memory, *aliases] + ([] if value.counter is None else [value.counter])
+        self._watched = [self.memory, *aliases, *(counter for counter, _ in value.counters)]
         self._versions = [*map(internals.version, self._watched)]
 
     def fetch(self) -> None:
@@ -78,12 +78,15 @@ class Tape:
     - `by_key`: the ops with each key, in order. Each has its own memory.
     - `outsides`: the values of storages that the run read and no op made.
     - `kept`: the kept values.
+    - `skips`: whether a rerun may skip ops. Not if it called an autograd.Function, which may read memory unseen, by
+        a kernel that is no op.
     """
 
     ops: list[Op]
     by_key: dict[Key, list[Op]]
     outsides: weakref.WeakKeyDictionary[Any, Value]
     kept: dict[Value, Kept]
+    skips: bool = True
     _before: weakref.ref[Tape] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

@@ -45,8 +45,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import (
     _CachedTorchDispatchMode,
     _CachingTorchDispatchMode,
-    create_selective_checkpoint_contexts,
 )
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as create_selective_checkpoint_contexts
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -101,3 +101,9 @@ def unflatten_call(spec: PyTreeSpec | None, leaves: list[Any]) -> tuple[tuple[An
         tuple(a.value if isinstance(a, Static) else a for a in args),
         {k: v.value if isinstance(v, Static) else v for k, v in kwargs.items()},
     )
+
+
+def attributes_of(obj: Any) -> list[Any]:
+    """The values of an object's attributes, in its dict or its slots."""
+    slots = [name for kind in type(obj).__mro__ for name in vars(kind).get("__slots__", ())]
+    return [*getattr(obj, "__dict__", {}).values(), *(getattr(obj, name, None) for name in slots)]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from remat import _torch_internals as internals
-from remat._context import RandomState
+from remat._context import RandomState, uncompiled
 from remat._dispatch_mode import DispatchMode
 from remat._effects import GIVES_MEMORY_AWAY
 from remat._memory import digest
@@ -38,7 +38,8 @@ class Value:
     - `name`, `where`: its `checkpoint_name`, and the place in the user's code that computed it.
     - `is_replaced`: whether its storage was written to since, so that the value is lost.
     - `layout`, `nbytes`, `device`: of the tensor that the op returned or wrote to, and of its storage.
-    - `counter`: a tensor that shares the version counter of that tensor and its views, if the value is saveable.
+    - `counters`: if the value is saveable: tensors that share the version counters of that tensor, its views and its
+        other aliases, each with the version that it has until something else writes to it.
     """
 
     op: int = -1
@@ -50,7 +51,21 @@ class Value:
     layout: Layout = field(init=False)
     nbytes: int = field(init=False)
     device: torch.device = field(init=False)
-    counter: Tensor | None = None
+    counters: Sequence[tuple[Tensor, int]] = ()
+
+    def watch(self, tensor: Tensor, is_written: bool = False) -> None:
+        """Note the version of a tensor that is the value, or an alias of it.
+
+        `is_written`: whether an op has written the value to it, which torch may yet count.
+        """
+        if self.is_saveable and not tensor.is_inference():
+            counter = internals.version_counter(tensor)
+            self.counters = (*self.counters, (counter, internals.version(counter) + is_written))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its memory was written to since: by a later op, or unseen, in a Function that says `mark_dirty`."""
+        return self.is_replaced or any(internals.version(counter) > before for counter, before in self.counters)
 
 
 @dataclass(slots=True, eq=False)
@@ -138,6 +153,14 @@ class OpMode(DispatchMode):
         self._contents: dict[int, Content] = {}
         self._draws = 0
         self._shares = False
+
+    def __enter__(self) -> Any:
+        uncompiled.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        uncompiled.__exit__(*error)
 
     def accessed(self, func: Any, args: Any, kwargs: Any) -> None:
         """Record that a torch call reads memory without an op. Some calls share it: then user code may write to it.

@@ -373,6 +373,35 @@ def test_what_is_returned_as_it_is_stays_the_same_object() -> None:
         assert out[2] is w
 
 
+@pytest.mark.parametrize("extra", [plain, torch.dropout, "function"], ids=["plain", "dropout", "function"])
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=["no policy", "dots"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("outer", ["vmap", "grad"])
+def test_a_dict_holds_the_parameters_of_a_module_for_an_inner_gradient(
+    extra: Any, policy: Any, nested: bool, outer: str
+) -> None:
+    """The step of MAML. `grad` finds the parameters in the dict, `functional_call` puts them into the module."""
+    model = nn.Linear(3, 3).double()
+    parameters = dict(model.named_parameters())
+    ways: dict[Any, Fun] = {plain: plain, torch.dropout: lambda y: torch.dropout(y, 0.5, True)}
+    last = ways.get(extra, lambda y: New.apply(y, y))
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return last(functional_call(model, p, (x,))).square().mean()
+
+    def task(x: Tensor) -> Tensor:
+        gradients = grad(loss)(parameters, x)
+        return loss({name: p - 0.1 * gradients[name] for name, p in parameters.items()}, x)
+
+    def run(decorator: Any) -> Any:
+        torch.manual_seed(0)
+        fun, xs = decorator(decorator(task) if nested else task), numbers(2, 3, 3)
+        total = vmap(fun, randomness="different")(xs) if outer == "vmap" else grad(fun)(xs[0])
+        return torch.autograd.grad(total.sum(), list(parameters.values()))
+
+    assert_same(run(remat(policy=policy)), run(plain))
+
+
 # Straight into an autograd.Function: at the base no torch function is seen that reads them.
 
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from remat import CheckpointError, RematError, checkpoint, checkpoint_name, policies, random, remat
 from remat import compat as remat_compat
+from remat._context import uncompiled
 from remat._traced import Traced
 from remat.compat import create_selective_checkpoint_contexts
 from remat.debug import LiveBytes
@@ -694,6 +695,36 @@ def test_a_policy_around_what_was_compiled(kind: str) -> None:
     counters.clear()
     assert_same(backward(loss)(WS[:1], X), backward(lambda ws, x: block(ws[0], x).sum())(WS[:1], X))
     assert not counters["frames"]
+
+
+@pytest.mark.parametrize("kind", ["remat", "policy"])
+def test_what_runs_under_a_policy_is_compiled_elsewhere(kind: str) -> None:
+    inner = torch.compile(lambda x: x.sin().cos(), backend="aot_eager", fullgraph=True)
+
+    def under_a_policy(x: Tensor) -> Tensor:
+        if kind == "remat":
+            return remat(lambda x: inner(x @ x), policy=policies.dots_saveable)(x)
+        return checkpoint(lambda x: inner(x @ x), x, use_reentrant=False, context_fn=CONTEXTS[kind])
+
+    x = WS[0].clone().requires_grad_()
+    (actual,) = torch.autograd.grad(under_a_policy(x).sum(), x)
+    assert_same(actual, torch.autograd.grad((x @ x).sin().cos().sum(), x)[0])
+    counters.clear()
+    inner(x)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_threads_that_leave_a_policy_in_another_order_than_they_came() -> None:
+    inner = torch.compile(lambda x: x.sin().exp(), backend="aot_eager")
+    counters.clear()
+    uncompiled.__enter__()
+    uncompiled.__enter__()
+    uncompiled.__exit__()
+    inner(X)
+    assert not counters["stats"]["unique_graphs"]
+    uncompiled.__exit__()
+    inner(X)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_what_is_compiled_inside_does_not_hold_how_remat_looks_on() -> None:

@@ -522,6 +522,32 @@ def test_hooks_on_the_node_of_a_nest_see_its_cotangents() -> None:
     assert_same(seen(remat), seen(plain))
 
 
+class GivesBack(torch.autograd.Function):
+    """Its forward begins with an op that returns its argument."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.contiguous() ** 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * g * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("name", ["grad", "vmap(grad)", "grad(grad)", "jacrev", ".backward()", "double backward"])
+def test_a_call_at_the_end_makes_an_autograd_function(name: str) -> None:
+    def make(ck: Any) -> Fun:
+        return ck(lambda x: ck(GivesBack.apply)(x.sin()))
+
+    assert_same(TRANSFORMS[name](make(remat), numbers(3, 3)), TRANSFORMS[name](make(plain), numbers(3, 3)))
+
+
 def test_a_nested_call_gives_back_an_operand_that_is_read_elsewhere_too() -> None:
     """In a rerun at a level, the operand wraps the very tensor that the function finds in the list."""
 

@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from remat import CheckpointError, checkpoint, checkpoint_name, policies, remat
 from remat import _offload as offload
 from remat import _torch_internals as internals
+from remat.compat import create_selective_checkpoint_contexts
 from remat.debug import LiveBytes
 from remat.policies import (
     dots_saveable,
@@ -593,6 +594,75 @@ class ByKernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         return g * ctx.saved_tensors[0].cos()
+
+
+def as_memory(x: Tensor) -> Tensor:
+    """A tensor over the same memory. No mode sees what it is made from, as in an extension in C++."""
+    return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x.detach()))
+
+
+class Unseen(torch.autograd.Function):
+    """A kernel that no mode sees, and that saves nothing."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return as_memory(x).sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 3
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+        return Unseen.apply(x), in_dims[0]
+
+
+class UnseenInPlace(Unseen):
+    """The same, in place."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        as_memory(x).sin_()
+        return x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.mark_dirty(inputs[0])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+        return UnseenInPlace.apply(x), in_dims[0]
+
+
+READS_UNSEEN: dict[str, Callable[[Any], Fun]] = {
+    "saves nothing": lambda ck: lambda x: Unseen.apply(x @ W).sin(),
+    "in a nested call": lambda ck: lambda x: ck(lambda x: Unseen.apply(x + 1) * 2)(x @ W).sin(),
+    "in place": lambda ck: lambda x: UnseenInPlace.apply(x @ W).sin(),
+}
+
+
+@pytest.mark.parametrize("policy", [*KEEPING.values(), policies.nothing_saveable], ids=[*KEEPING, "nothing"])
+@pytest.mark.parametrize("transform", [".backward()", "double backward", "grad", "vmap(grad)", "grad(vmap)"])
+@pytest.mark.parametrize("fun", READS_UNSEEN)
+def test_memory_that_an_autograd_function_reads_unseen(fun: str, transform: str, policy: Any) -> None:
+    make = READS_UNSEEN[fun]
+    actual = TRANSFORMS[transform](remat(make(remat), policy=policy), numbers(3, 3))
+    assert_same(actual, TRANSFORMS[transform](make(plain), numbers(3, 3)))
+
+
+@pytest.mark.parametrize("fun", READS_UNSEEN)
+def test_memory_that_an_autograd_function_reads_unseen_under_a_selective_checkpoint(fun: str) -> None:
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def checkpointed(f: Fun) -> Fun:
+        return lambda x: checkpoint(f, x, use_reentrant=False, context_fn=contexts)
+
+    actual = TRANSFORMS[".backward()"](checkpointed(READS_UNSEEN[fun](remat)), numbers(3, 3))
+    assert_same(actual, TRANSFORMS[".backward()"](READS_UNSEEN[fun](plain), numbers(3, 3)))
 
 
 @pytest.mark.parametrize("policy", KEEPING.values(), ids=KEEPING)

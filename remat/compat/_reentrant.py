@@ -20,14 +20,12 @@ _CHANGES = (
     "rerun would start from the changed value. Change a copy instead: x = x.clone(), or use use_reentrant=False."
 )
 _OUT_OF_SIGHT = (
-    "checkpoint: with use_reentrant=True, in {}, {}. The function takes it from outside, and no torch function was "
-    "seen to read it: an autograd.Function, an extension or a ScriptModule gets it directly. Pass it as an argument, "
-    "use use_reentrant=False, or call .backward() without inputs."
+    "checkpoint: with use_reentrant=True, in {}, {}. It is from outside, and no torch function was seen to read it. "
+    "Pass it as an argument, use use_reentrant=False, or call .backward() without inputs."
 )
 _GATHERED = (
-    "checkpoint: with use_reentrant=True, parameters that are gathered inside of the function, as fully_shard does, "
-    "get gradients from .backward() without inputs alone; got another backward pass and a parameter of shape {}. Use "
-    "use_reentrant=False."
+    "checkpoint: with use_reentrant=True, parameters that fully_shard gathers inside of the function get gradients "
+    "from .backward() without inputs alone; got a parameter of shape {}. Use use_reentrant=False."
 )
 
 

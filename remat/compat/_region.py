@@ -176,7 +176,7 @@ class Region:
             if look.saves_unwritten:
                 self._options = self._options._replace(early_stop=False)
             if selective is not None:
-                selective.finish(look.outside)
+                selective.finish(look, out)
             call.finish()
             if look.outer is not None:
                 look.outer.add_call(call.name, out)

@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS, noop_context_fn
 
-from remat import _compile, _recorder, _replay
+from remat import _compile, _recorder, _replay, _tree
 from remat import _torch_internals as internals
 from remat._errors import CheckpointError, shown, warn
 from remat._ops import tensors
 from remat._remat import remat
+from remat._saved import has_custom, nodes_behind
 from remat._tape import KEEP, Tape
 from remat._values import Key, Op, Value
 from remat.compat._call import Contexts
+from remat.compat._look import CheckpointLook
 from remat.policies import CheckpointPolicy, Policy, as_policy
 from remat.policies._ops import spell
 
@@ -30,14 +32,12 @@ OpOverloadPacket, OpOverload = internals.OP_KINDS
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _BYPASSED = (
     "checkpoint: A saved_tensors_hooks context (e.g. save_on_cpu) is active around a selective activation checkpoint "
-    "region. The values that the policy keeps do not go through it, but will in later versions of "
-    "torch.utils.checkpoint. Pass respect_saved_tensors_hooks=True to have that now, or False to turn off this warning."
+    "region. In later versions, kept values will go through it. Pass respect_saved_tensors_hooks=True or False."
 )
 _PACKET = " Please update the OpOverloadPacket to a specific OpOverload, such as {}.{}."
 _MUTATED = (
-    "checkpoint: Tensor cached during selective activation checkpoint has been mutated: a result of {}. If the "
-    "function changes it, as recurrent layers do, pass allow_cache_entry_mutation=True to "
-    "create_selective_checkpoint_contexts; elsewhere, change a copy: x = x.clone()."
+    "checkpoint: Tensor cached during selective activation checkpoint has been mutated: a result of {}. Change a copy, "
+    "x = x.clone(), or pass allow_cache_entry_mutation=True to create_selective_checkpoint_contexts."
 )
 _NOT_FOUND = (
     "checkpoint: {} invocation index {} encountered during backward but not found in storage: the forward did not run "
@@ -157,10 +157,12 @@ class Selective:
         self.recorder = Recorder(policy)
         torch.clear_autocast_cache()  # a cast from before the run is not one of its ops
 
-    def finish(self, outside: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Called when the forward is over. `outside`: by identity, the tensors that it read, and their stand-ins."""
+    def finish(self, look: CheckpointLook, out: Any) -> None:
+        """Called when the forward is over, which returned `out`."""
         self._tape = self.recorder.tape([])
-        self._origins = {key: self._tape.origin(value) for key, (_, value) in outside.items()}
+        self._origins = {key: self._tape.origin(value) for key, (_, value) in look.outside.items()}
+        results = [t.grad_fn for t in _tree.flatten(out)[0] if isinstance(t, Tensor)]
+        self._tape.skips = not (look.reads_unseen or has_custom(nodes_behind(results, look.since)))
         if self._hooks is not None:
             pack, unpack = self._hooks
             kept: dict[Value, Any] = self._tape.kept
@@ -229,7 +231,7 @@ def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_ent
             f"got {shown(policy_fn_or_list)}."
         )
     # torch's checkpoint can use these too. Ours reads only their policy, and has a tape for each call.
-    return torch.utils.checkpoint.create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation)
+    return internals.create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation)
 
 
 @functools.cache  # to look through all ops takes milliseconds
@@ -281,7 +283,7 @@ def _policy_of(context_fn: Any) -> Policy:
     selective = internals.selective_policy(*contexts)
     if selective is None:
         raise TypeError(
-            "checkpoint: under torch.compile, context_fn must generate a tuple of two `TorchDispatchMode`s, those of "
-            f"create_selective_checkpoint_contexts: the compiler asks their policy. Got {shown(contexts[0])}."
+            "checkpoint: under torch.compile, context_fn must generate a tuple of two `TorchDispatchMode`s by "
+            f"create_selective_checkpoint_contexts. Got {shown(contexts[0])}."
         )
     return as_policy(selective[0])
