@@ -138,7 +138,7 @@ class Call:
             random: Any = None
             recorder: Any = NOTHING
             if tracing:
-                follows = policy is not None and internals.compiling()
+                follows = policy is not None and internals.compiling() and not internals.pushing()  # other ops there
                 random = recorder = Traced(policy.start() if follows else None, preserve_rng_state)
             elif preserve_rng_state:
                 random = RandomState(given, keyed=keys is not None)

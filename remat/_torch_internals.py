@@ -126,6 +126,11 @@ def functionalizing() -> bool:
     return transforms_active() and any(i.key() == TransformType.Functionalize for i in _C.get_interpreter_stack())
 
 
+def pushing() -> bool:
+    """Whether `torch.func.jvp` is active. In compiled code, `forward_ad_active` does not tell."""
+    return transforms_active() and any(i.key() == TransformType.Jvp for i in _C.get_interpreter_stack())
+
+
 def lowest_recorded_level() -> int:
     """The level below which nothing is recorded: `torch.no_grad` is around its transform. -2 if there is no such."""
     if not transforms_active():

@@ -224,6 +224,17 @@ def test_policies_are_honoured_under_transforms(kind: str, what: str) -> None:
     assert products["policy"] == products["no remat"] == products["remat"] - 4 * 3
 
 
+@pytest.mark.parametrize("policy", [policies.everything_saveable, policies.dots_saveable], ids=str)
+def test_a_policy_in_forward_over_reverse(policy: Any) -> None:
+    """One operand has no tangent: the rerun has other ops than the forward."""
+
+    def product(way: Any) -> Any:
+        fun = way(lambda x: (x @ WS[1] + WS[0]).sin())
+        return lambda x: jvp(grad(lambda x: fun(x).sum()), (x,), (x.cos(),))[1]
+
+    assert_same(compiled(product(remat(policy=policy)), Backend())(WS[2]), product(plain)(WS[2]), 1e-8)
+
+
 @pytest.mark.parametrize("saved", ["sin", "cos", "mul", "mul_"])
 def test_traced_policies_keep_values(saved: str) -> None:
     """A kept value is as the op has returned it, though it is changed in place later."""
