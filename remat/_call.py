@@ -24,7 +24,7 @@ from remat._places import Place, filled
 from remat._recorder import Recorder
 from remat._replay import Replay
 from remat._rerun_look import RerunLook
-from remat._saved import forget_saved, has_custom
+from remat._saved import forget_saved, is_custom
 from remat._signature import Signature
 from remat._tail import Remembered, keep_no_tensors
 from remat._tape import Tape
@@ -314,7 +314,7 @@ class Call:
         nodes, reached, ambiguous, _ = prove(values, operands, since, look.has_made)
         self._reached |= reached
         self._ambiguous |= ambiguous
-        if has_custom(nodes):
+        if any(map(is_custom, {type(node) for node in nodes})):
             look.reads_unseen = True
             if look.outer is not None:
                 look.outer.reads_unseen = True

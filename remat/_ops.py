@@ -30,12 +30,13 @@ class OpFacts:
     - `is_custom`: whether it is not torch's own. Its derivative may then read memory in Python.
     - `draws`: whether it draws random numbers.
     - `is_view`: whether it computes nothing, and its results lie in the memory of its arguments.
+    - `is_inplace_view`: whether it changes only the shape, as `squeeze_` does. Torch counts that as a write.
     - `writes`: whether it writes to arguments.
     - `counts_writes`: whether torch increments the version counters of these arguments under a mode.
     - `is_opaque`: whether it is a higher-order op, such as `torch.cond`, of which nothing else is known.
     """
 
-    draws = is_view = writes = False
+    draws = is_view = is_inplace_view = writes = False
     is_custom = counts_writes = True
     is_opaque = False
 
@@ -48,8 +49,8 @@ class OpFacts:
         self.func = func
         self.is_custom = func.namespace not in ("aten", "prims")
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
-        # In-place views, such as `squeeze_`, write nothing.
-        self.is_view = torch.Tag.inplace_view in func.tags or not all(r.is_write for r in returns)
+        self.is_inplace_view = torch.Tag.inplace_view in func.tags
+        self.is_view = self.is_inplace_view or not all(r.is_write for r in returns)
         self.counts_writes = "_foreach_" not in func._schema.name
         self._written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
         self._statistics = func in _WRITE_STATISTICS

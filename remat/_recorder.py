@@ -25,7 +25,7 @@ from remat._errors import RematError
 from remat._names import Kept as KeptName
 from remat._names import current_name
 from remat._nested_mode import current_call
-from remat._ops import DETACH, FACTS, facts_of, flat, layout_of, plain, storages, tensors
+from remat._ops import DETACH, FACTS, OpFacts, facts_of, flat, layout_of, plain, storages, tensors
 from remat._saved import held_by, nodes_behind, packs, saves_output
 from remat._tape import KEEP, Kept, Tape
 from remat._values import CONSTANT, Changed, Content, Key, Op, OpMode, Value
@@ -78,10 +78,10 @@ def _is_known(x: Any) -> bool:
     return not isinstance(x, Tensor) or plain(x)
 
 
-def _decide(value: Value, decision: CheckpointPolicy, tensor: Tensor, is_written: bool = False) -> None:
+def _decide(value: Value, decision: CheckpointPolicy, tensor: Tensor) -> None:
     """Apply a decision to a value. `tensor`: the value, or a view of it."""
     value.decision, value.is_saveable = decision, decision in KEEP
-    value.watch(tensor, is_written)
+    value.watch(tensor)
 
 
 class Recorder(OpMode):
@@ -124,7 +124,7 @@ class Recorder(OpMode):
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         facts = FACTS.get(id(func)) or facts_of(func)
         if facts.is_view:
-            return self._view(func, args, kwargs)
+            return self._view(facts, args, kwargs)
         call = self._call(facts, args, kwargs)
         before = drawn_from(args, kwargs) if facts.draws else None
         out = func(*args, **kwargs)
@@ -189,16 +189,17 @@ class Recorder(OpMode):
             earlier = content.value.decision
             if earlier is None or decision in KEEP or decision in _MUST:
                 earlier = decision
-            content.value = self._value(t, storage, earlier, is_written=True)
+            content.value = self._value(t, storage, earlier)
+            content.value.expect_write()
             op.writes = (*op.writes, content.value)
         op.values = [*values, *op.writes] if changed else values
         op.is_view = 0 < aliases == len(outputs)
         if not op.is_view and (aliases or (not op.values and all(x is None for x in found))):
             op.runs = True
 
-    def _value(self, tensor: Tensor, storage: Any, decision: CheckpointPolicy, is_written: bool = False) -> Value:
+    def _value(self, tensor: Tensor, storage: Any, decision: CheckpointPolicy) -> Value:
         value = Value(len(self._ops) - 1)
-        _decide(value, decision, tensor, is_written)
+        _decide(value, decision, tensor)
         value.layout = layout_of(tensor)
         value.nbytes, value.device = storage.nbytes(), tensor.device
         if self._where is not None:
@@ -223,11 +224,14 @@ class Recorder(OpMode):
         op.outputs = (Value(),)
         return op.outputs[0]
 
-    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _view(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+        func = facts.func
         if func is CONSTANT and (key := self._constant(args[0])) is not None:
             op = self._add(key, Op(_NO_OP, (), {}, []))
             op.outputs = (self._content(args[0].untyped_storage()).value,)
         out = func(*args, **kwargs)
+        if facts.is_inplace_view and plain(out):
+            self._content(out.untyped_storage()).value.expect_write()
         if func is DETACH:  # autograd decides how often it runs
             return out
         decision = self._by_op(func)

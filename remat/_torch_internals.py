@@ -742,6 +742,11 @@ def may_run_compiled_code() -> bool:
     return dynamo is not None and getattr(dynamo, "FRAME_COUNTER", 1) > 0
 
 
+def is_of_extension(kind: type) -> bool:
+    """Whether nodes of this class belong to an autograd function in C++: torch has one class for all (2.13)."""
+    return kind.__name__ == "CppFunction"
+
+
 def is_compiled(function: Any) -> bool:
     """Whether `torch.compile` has made a function, or `functools.wraps` has copied such a function (2.13)."""
     return hasattr(function, "_torchdynamo_orig_callable")

@@ -53,14 +53,15 @@ class Value:
     device: torch.device = field(init=False)
     counters: Sequence[tuple[Tensor, int]] = ()
 
-    def watch(self, tensor: Tensor, is_written: bool = False) -> None:
-        """Note the version of a tensor that is the value, or an alias of it.
-
-        `is_written`: whether an op has written the value to it, which torch may yet count.
-        """
+    def watch(self, tensor: Tensor) -> None:
+        """Note the version of a tensor that is the value, or an alias of it."""
         if self.is_saveable and not tensor.is_inference():
             counter = internals.version_counter(tensor)
-            self.counters = (*self.counters, (counter, internals.version(counter) + is_written))
+            self.counters = (*self.counters, (counter, internals.version(counter)))
+
+    def expect_write(self) -> None:
+        """Torch is about to count a write that is known: it counts when the mode has done the op."""
+        self.counters = [(counter, before + 1) for counter, before in self.counters]
 
     @property
     def is_lost(self) -> bool:

@@ -64,13 +64,18 @@ def test_what_a_kernel_conjugates(way: str) -> None:
 @pytest.mark.parametrize("way", ["dots", "selective", "LiveBytes"])
 def test_no_function_of_dynamo_around_each_op(way: str) -> None:
     """There would be one around the handler of a mode that does not say that it needs none."""
-    fun = MODES[way](lambda x: (x @ x).sin())
-    x = numbers(3, 3).requires_grad_()
-    files: set[str] = set()
-    sys.setprofile(lambda frame, event, arg: files.add(frame.f_code.co_filename))
-    try:
-        fun(x).sum().backward()
-    finally:
-        sys.setprofile(None)
-    assert any("remat" in file for file in files)
-    assert not any("_dynamo" in file for file in files)
+
+    def calls(n: int) -> list[int]:
+        fun = MODES[way](lambda x: functools.reduce(lambda y, _: y.sin(), range(n), x @ x))
+        x = numbers(3, 3).requires_grad_()
+        files: list[str] = []
+        sys.setprofile(lambda frame, event, arg: files.append(frame.f_code.co_filename) if event == "call" else None)
+        try:
+            fun(x).sum().backward()
+        finally:
+            sys.setprofile(None)
+        return [sum(name in file for file in files) for name in ("_dynamo", "remat")]
+
+    (of_dynamo, ours), (more_of_dynamo, more_ours) = calls(1), calls(9)
+    assert more_ours > ours
+    assert more_of_dynamo == of_dynamo

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from remat import CheckpointError, is_rerunning, remat
+from remat._saved import is_custom, saves_tensors
 from remat.debug import LiveBytes
 
 N = 128
@@ -281,3 +282,10 @@ def test_a_call_of_the_same_name_that_is_not_differentiated() -> None:
 
     actual = grad(lambda x: remat(fun, static_argnums=1)(x, remat).sum())(numbers(3))
     assert_same(actual, grad(lambda x: fun(x, plain).sum())(numbers(3)))
+
+
+def test_a_function_of_an_extension_in_cpp_may_read_and_save_anything() -> None:
+    """Torch gives the nodes of all of them this class, which shows nothing of what they save."""
+    kind = type("CppFunction", (), {})
+    assert saves_tensors(kind)
+    assert is_custom(kind)
