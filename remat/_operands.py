@@ -245,7 +245,8 @@ class Operands:
             for key in look.handed_on & captured.keys():
                 self._must_have_place(key, look)
         also = (look.handed_on & index.keys()) - captured.keys()
-        for tensor, place in search(self.objects, also) if also else ():
+        far = not all(self.originals[index[key]].places for key in also)
+        for tensor, place in search(self.objects, also, far) if also else ():
             self._add_place(tensor, place)  # a transform may have found it there
             self.originals[index[id(tensor)]].handed_on = True
 
