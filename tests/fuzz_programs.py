@@ -20,7 +20,7 @@ from typing import Any
 
 import optree
 import torch
-from helpers import numbers, plain
+from helpers import as_memory, numbers, plain
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import grad, jvp, linearize, vjp, vmap
@@ -38,7 +38,7 @@ class SinTimes(torch.autograd.Function):
 
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:
-        return torch.sin(a) * b
+        return torch.sin(as_memory(a)) * b
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -18,6 +18,7 @@ from helpers import (
     Fun,
     Seen,
     activation,
+    as_memory,
     assert_same,
     leaf,
     numbers,
@@ -594,11 +595,6 @@ class ByKernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         return g * ctx.saved_tensors[0].cos()
-
-
-def as_memory(x: Tensor) -> Tensor:
-    """A tensor over the same memory. No mode sees what it is made from, as in an extension in C++."""
-    return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x.detach()))
 
 
 class Unseen(torch.autograd.Function):
