@@ -314,7 +314,7 @@ class Call:
         nodes, reached, ambiguous, _ = prove(values, operands, since, look.has_made)
         self._reached |= reached
         self._ambiguous |= ambiguous
-        if any(map(is_custom, {type(node) for node in nodes})):
+        if (self.tape is not None or look.outer is not None) and any(map(is_custom, nodes)):
             look.reads_unseen = True
             if look.outer is not None:
                 look.outer.reads_unseen = True

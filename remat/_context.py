@@ -7,6 +7,7 @@ import contextvars
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -127,26 +128,29 @@ class OwnCasts:
 
 
 class _Uncompiled:
-    """A context in which compiled functions run as they were written: a policy has to see their ops.
+    """While a policy's mode is active, compiled functions run as they were written: a policy has to see their ops.
 
-    Dynamo does not compile under a policy's modes, but then it would never compile that code again. All threads share
-    its stance, so the last thread that leaves restores it.
+    Dynamo does not compile under such modes, but then it would never compile that code again. All threads share its
+    stance. The last mode that ends restores it, also one that was lost by Ctrl-C.
     """
 
-    _count = 0
-    _stance: Any = None
-    _lock = threading.Lock()
+    def __init__(self) -> None:
+        self._modes: dict[int, weakref.ref[Any]] = {}
+        self._stance: Any = None
+        self._lock = threading.RLock()
 
-    def __enter__(self) -> None:
+    def enter(self, mode: Any) -> None:
+        key = id(mode)
         with self._lock:
-            self._count += 1
+            self._modes[key] = weakref.ref(mode, lambda _: self.leave(key))
             if self._stance is None and "torch._dynamo" in sys.modules:
                 self._stance = torch.compiler.set_stance("force_eager")
 
-    def __exit__(self, *error: object) -> None:
+    def leave(self, key: int) -> None:
+        """`key`: the identity of the mode."""
         with self._lock:
-            self._count -= 1
-            if self._count == 0 and self._stance is not None:
+            self._modes.pop(key, None)
+            if not self._modes and self._stance is not None:
                 self._stance.__exit__(None, None, None)
                 self._stance = None
 

@@ -190,7 +190,8 @@ class Recorder(OpMode):
             if earlier is None or decision in KEEP or decision in _MUST:
                 earlier = decision
             content.value = self._value(t, storage, earlier)
-            content.value.expect_write()
+            if op.facts.counts_writes:
+                content.value.expect_write()
             op.writes = (*op.writes, content.value)
         op.values = [*values, *op.writes] if changed else values
         op.is_view = 0 < aliases == len(outputs)
@@ -200,7 +201,7 @@ class Recorder(OpMode):
     def _value(self, tensor: Tensor, storage: Any, decision: CheckpointPolicy) -> Value:
         value = Value(len(self._ops) - 1)
         _decide(value, decision, tensor)
-        value.layout = layout_of(tensor)
+        value.layout, value.version = layout_of(tensor), internals.version(tensor)
         value.nbytes, value.device = storage.nbytes(), tensor.device
         if self._where is not None:
             value.where = self._where()
@@ -229,14 +230,15 @@ class Recorder(OpMode):
         if func is CONSTANT and (key := self._constant(args[0])) is not None:
             op = self._add(key, Op(_NO_OP, (), {}, []))
             op.outputs = (self._content(args[0].untyped_storage()).value,)
+        value = self._content(args[0].untyped_storage()).value if facts.is_inplace_view and plain(args[0]) else None
         out = func(*args, **kwargs)
-        if facts.is_inplace_view and plain(out):
-            self._content(out.untyped_storage()).value.expect_write()
         if func is DETACH:  # autograd decides how often it runs
             return out
         decision = self._by_op(func)
         if decision is None or decision in KEEP or current_name() is not None:
             self._decide_of_views(flat(out), self._decision(out, func, args, kwargs))
+        if value is not None:
+            value.expect_write()
         return out
 
     def _decide_of_views(self, views: Iterable[Any], decision: CheckpointPolicy) -> None:
@@ -254,6 +256,7 @@ class Recorder(OpMode):
             value.name = name or value.name
             renamed = name is not None and decision in _MUST
             if renamed or (decision in KEEP and value.decision not in _MUST):
+                value.is_replaced |= internals.version(t) > value.version
                 _decide(value, decision, t)
                 if self._saved is not None and value in self._saved:
                     self._pin(content)

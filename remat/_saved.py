@@ -19,8 +19,8 @@ def _saved_names(kind: type, prefix: str) -> list[str]:
 
 
 def saves_tensors(kind: type) -> bool:
-    """Whether nodes of this class save tensors for their backward, as far as one can see."""
-    return is_custom(kind) or hasattr(kind, "saved_tensors") or bool(_saved_names(kind, "_raw_saved_"))
+    """Whether nodes of this class save tensors for their backward, or may."""
+    return internals.is_opaque(kind) or hasattr(kind, "saved_tensors") or bool(_saved_names(kind, "_raw_saved_"))
 
 
 def is_of_user(function: type) -> bool:
@@ -28,10 +28,10 @@ def is_of_user(function: type) -> bool:
     return not function.__module__.startswith(("remat._", "remat.random.", "torch._library."))
 
 
-def is_custom(kind: type) -> bool:
-    """Whether nodes of this class belong to an autograd function of the user's, in Python or in C++."""
-    function = getattr(kind, "_forward_cls", None)
-    return internals.is_of_extension(kind) if function is None else is_of_user(function)
+def is_custom(node: Any) -> bool:
+    """Whether a node belongs to an autograd function of the user's, in Python or in C++."""
+    function = getattr(node, "_forward_cls", None)
+    return internals.is_of_extension(node) if function is None else is_of_user(function)
 
 
 def _saved_by(node: Any, raw: str = "") -> Iterator[Any]:
@@ -112,7 +112,7 @@ def saves_output(tensor: Tensor) -> bool:
             node = None if t is None else t.grad_fn
             if node is None:
                 continue
-            if is_custom(type(node)):
+            if is_custom(node):
                 return True  # it may
             for held in held_by(node):
                 raw = internals.innermost(held) if isinstance(held, Tensor) else None

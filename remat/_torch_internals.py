@@ -742,9 +742,14 @@ def may_run_compiled_code() -> bool:
     return dynamo is not None and getattr(dynamo, "FRAME_COUNTER", 1) > 0
 
 
-def is_of_extension(kind: type) -> bool:
-    """Whether nodes of this class belong to an autograd function in C++: torch has one class for all (2.13)."""
+def is_opaque(kind: type) -> bool:
+    """Whether nodes of this class show nothing of what they save: of foreach ops, and of functions in C++ (2.13)."""
     return kind.__name__ == "CppFunction"
+
+
+def is_of_extension(node: Any) -> bool:
+    """Whether a node belongs to an autograd function in C++: `torch::autograd::CppNode<...>` (2.13)."""
+    return is_opaque(type(node)) and "CppNode<" in node.name()
 
 
 def is_compiled(function: Any) -> bool:

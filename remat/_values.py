@@ -38,6 +38,7 @@ class Value:
     - `name`, `where`: its `checkpoint_name`, and the place in the user's code that computed it.
     - `is_replaced`: whether its storage was written to since, so that the value is lost.
     - `layout`, `nbytes`, `device`: of the tensor that the op returned or wrote to, and of its storage.
+    - `version`: how often that tensor had been written to then.
     - `counters`: if the value is saveable: tensors that share the version counters of that tensor, its views and its
         other aliases, each with the version that it has until something else writes to it.
     """
@@ -51,6 +52,7 @@ class Value:
     layout: Layout = field(init=False)
     nbytes: int = field(init=False)
     device: torch.device = field(init=False)
+    version: int = 0
     counters: Sequence[tuple[Tensor, int]] = ()
 
     def watch(self, tensor: Tensor) -> None:
@@ -61,6 +63,7 @@ class Value:
 
     def expect_write(self) -> None:
         """Torch is about to count a write that is known: it counts when the mode has done the op."""
+        self.version += 1
         self.counters = [(counter, before + 1) for counter, before in self.counters]
 
     @property
@@ -156,12 +159,12 @@ class OpMode(DispatchMode):
         self._shares = False
 
     def __enter__(self) -> Any:
-        uncompiled.__enter__()
+        uncompiled.enter(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        uncompiled.__exit__(*error)
+        uncompiled.leave(id(self))
 
     def accessed(self, func: Any, args: Any, kwargs: Any) -> None:
         """Record that a torch call reads memory without an op. Some calls share it: then user code may write to it.

@@ -286,6 +286,12 @@ def test_a_call_of_the_same_name_that_is_not_differentiated() -> None:
 
 def test_a_function_of_an_extension_in_cpp_may_read_and_save_anything() -> None:
     """Torch gives the nodes of all of them this class, which shows nothing of what they save."""
-    kind = type("CppFunction", (), {})
+    kind = type("CppFunction", (), {"name": lambda self: "torch::autograd::CppNode<Kernel>"})
     assert saves_tensors(kind)
-    assert is_custom(kind)
+    assert is_custom(kind())
+
+
+def test_a_foreach_op_is_no_function_of_an_extension() -> None:
+    (y,) = torch._foreach_mul([leaf(numbers(3))], 2.0)
+    assert type(y.grad_fn).__name__ == "CppFunction"
+    assert not is_custom(y.grad_fn)

@@ -162,7 +162,7 @@ class Selective:
         self._tape = self.recorder.tape([])
         self._origins = {key: self._tape.origin(value) for key, (_, value) in look.outside.items()}
         results = [t.grad_fn for t in _tree.flatten(out)[0] if isinstance(t, Tensor)]
-        self._tape.skips = not (look.reads_unseen or any(map(is_custom, map(type, nodes_behind(results, look.since)))))
+        self._tape.skips = not (look.reads_unseen or any(map(is_custom, nodes_behind(results, look.since))))
         if self._hooks is not None:
             pack, unpack = self._hooks
             kept: dict[Value, Any] = self._tape.kept
