@@ -236,13 +236,15 @@ class Recorder(OpMode):
             return out
         decision = self._by_op(func)
         if decision is None or decision in KEEP or current_name() is not None:
-            self._decide_of_views(flat(out), self._decision(out, func, args, kwargs))
+            self._decide_of_views(flat(out), self._decision(out, func, args, kwargs), args[0])
         if value is not None:
             value.expect_write()
         return out
 
-    def _decide_of_views(self, views: Iterable[Any], decision: CheckpointPolicy) -> None:
+    def _decide_of_views(self, views: Iterable[Any], decision: CheckpointPolicy, viewed: Any = None) -> None:
         """Apply a decision on a view to the value that it views: a view has no value of its own.
+
+        `viewed`: a tensor with the version counter that the view gets when the mode has done the op.
 
         A decision to keep the view applies unless the value already has a `MUST` decision. A decision on a name is
         about the value itself, so with `MUST` it also replaces the decision on the op that made the value.
@@ -256,8 +258,9 @@ class Recorder(OpMode):
             value.name = name or value.name
             renamed = name is not None and decision in _MUST
             if renamed or (decision in KEEP and value.decision not in _MUST):
-                value.is_replaced |= internals.version(t) > value.version
-                _decide(value, decision, t)
+                counted = viewed if isinstance(viewed, Tensor) else t
+                value.is_replaced |= internals.version(counted) > value.version
+                _decide(value, decision, counted)
                 if self._saved is not None and value in self._saved:
                     self._pin(content)
 

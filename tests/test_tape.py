@@ -638,10 +638,14 @@ READS_UNSEEN: dict[str, Callable[[Any], Fun]] = {
     "saves nothing": lambda ck: lambda x: Unseen.apply(x @ W).sin(),
     "in a nested call": lambda ck: lambda x: ck(lambda x: Unseen.apply(x + 1) * 2)(x @ W).sin(),
     "in place": lambda ck: lambda x: UnseenInPlace.apply(x @ W).sin(),
+    "in place, before a view": lambda ck: lambda x: UnseenInPlace.apply(x @ W).t().sin(),
+    "in place, before a name": lambda ck: lambda x: checkpoint_name(UnseenInPlace.apply(x @ W), "h").sin(),
+    "in place, after an op in place": lambda ck: lambda x: UnseenInPlace.apply((x @ W).unsqueeze_(0).add_(1)).sin(),
 }
+SAVE_LATE = {"views": save_ops("t", "alias"), "names": policies.save_only_these_names("h")}
 
 
-@pytest.mark.parametrize("policy", [*KEEPING.values(), policies.nothing_saveable], ids=[*KEEPING, "nothing"])
+@pytest.mark.parametrize("policy", [*(KEEPING | SAVE_LATE).values(), policies.nothing_saveable])
 @pytest.mark.parametrize("transform", [".backward()", "double backward", "grad", "vmap(grad)", "grad(vmap)"])
 @pytest.mark.parametrize("fun", READS_UNSEEN)
 def test_memory_that_an_autograd_function_reads_unseen(fun: str, transform: str, policy: Any) -> None:
@@ -650,9 +654,22 @@ def test_memory_that_an_autograd_function_reads_unseen(fun: str, transform: str,
     assert_same(actual, TRANSFORMS[transform](make(plain), numbers(3, 3)))
 
 
+@pytest.mark.parametrize(
+    "fun", [lambda x: x.unsqueeze_(0), lambda x: x.t_(), lambda x: torch._foreach_add([x], 1.0)[0]]
+)
+def test_views_in_place_and_foreach_ops_leave_what_is_kept(fun: Fun) -> None:
+    saves = lambda ctx, op, *args, **kwargs: policies.CheckpointPolicy.PREFER_SAVE  # noqa: E731
+    x = leaf(numbers(3, 3))
+    out = remat(lambda x: (fun(x @ W) @ W).sin(), policy=saves)(x).sum()
+    with CountOps() as count:
+        out.backward()
+    assert count["mm"] == 2  # of the derivatives
+
+
 @pytest.mark.parametrize("fun", READS_UNSEEN)
 def test_memory_that_an_autograd_function_reads_unseen_under_a_selective_checkpoint(fun: str) -> None:
-    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    mm = torch.ops.aten.mm.default
+    contexts = functools.partial(create_selective_checkpoint_contexts, [mm], allow_cache_entry_mutation=True)
 
     def checkpointed(f: Fun) -> Fun:
         return lambda x: checkpoint(f, x, use_reentrant=False, context_fn=contexts)
