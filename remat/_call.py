@@ -138,7 +138,8 @@ class Call:
             random: Any = None
             recorder: Any = NOTHING
             if tracing:
-                follows = policy is not None and internals.compiling() and not internals.pushing()  # other ops there
+                # In forward mode a compiled rerun has other ops than the forward, so it can't use kept results.
+                follows = policy is not None and internals.compiling() and not internals.in_forward_mode()
                 random = recorder = Traced(policy.start() if follows else None, preserve_rng_state)
             elif preserve_rng_state:
                 random = RandomState(given, keyed=keys is not None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -143,7 +142,7 @@ class _Uncompiled:
         key = id(mode)
         with self._lock:
             self._modes[key] = weakref.ref(mode, lambda _: self.leave(key))
-            if self._stance is None and "torch._dynamo" in sys.modules:
+            if self._stance is None and internals.dynamo_is_loaded():
                 self._stance = torch.compiler.set_stance("force_eager")
 
     def leave(self, key: int) -> None:

@@ -81,7 +81,8 @@ def _is_known(x: Any) -> bool:
 def _decide(value: Value, decision: CheckpointPolicy, tensor: Tensor) -> None:
     """Apply a decision to a value. `tensor`: the value, or a view of it."""
     value.decision, value.is_saveable = decision, decision in KEEP
-    value.watch(tensor)
+    if not value.counters:
+        value.watch(tensor)
 
 
 class Recorder(OpMode):

@@ -42,10 +42,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext as DeviceContext  # the mode behind `with torch.device(...)`
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented, its path is private
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import (
-    _CachedTorchDispatchMode,
-    _CachingTorchDispatchMode,
-)
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as create_selective_checkpoint_contexts
 
 T = TypeVar("T")
@@ -121,14 +118,18 @@ def differentiating() -> bool:
     return transforms_active() and any(i.key() != TransformType.Vmap for i in _C.get_interpreter_stack())
 
 
+def _is_under(kind: Any) -> bool:
+    return transforms_active() and any(i.key() == kind for i in _C.get_interpreter_stack())
+
+
 def functionalizing() -> bool:
     """Whether `torch.func.functionalize` is active."""
-    return transforms_active() and any(i.key() == TransformType.Functionalize for i in _C.get_interpreter_stack())
+    return _is_under(TransformType.Functionalize)
 
 
-def pushing() -> bool:
+def in_forward_mode() -> bool:
     """Whether `torch.func.jvp` is active. In compiled code, `forward_ad_active` does not tell."""
-    return transforms_active() and any(i.key() == TransformType.Jvp for i in _C.get_interpreter_stack())
+    return _is_under(TransformType.Jvp)
 
 
 def lowest_recorded_level() -> int:
@@ -734,6 +735,11 @@ def left_alone_by_dynamo(fun: F) -> F:
     """
     set_code_exec_strategy(fun.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return fun
+
+
+def dynamo_is_loaded() -> bool:
+    """Whether something may have been given to `torch.compile`: it imports dynamo (2.13)."""
+    return "torch._dynamo" in sys.modules
 
 
 def may_run_compiled_code() -> bool:

@@ -134,7 +134,6 @@ class Call:
 
     def look(self) -> CheckpointLook:
         """The look that watches the forward."""
-        self._since = internals.next_sequence_number()
         self._look = CheckpointLook(self.name, self.operands, self.random)
         return self._look
 
@@ -176,7 +175,7 @@ class Call:
                 continue
             if type(t) is Parameter and value is t:
                 reads.append(Read(t, t))
-            elif position is not None or not is_made_since(t, self._since):
+            elif position is not None or not is_made_since(t, look.since):
                 found.append((weakref.ref(t), None if value is t else value))
         self.places = places_in_modules(self._objects, near)
         return found

@@ -36,8 +36,9 @@ _BYPASSED = (
 )
 _PACKET = " Please update the OpOverloadPacket to a specific OpOverload, such as {}.{}."
 _MUTATED = (
-    "checkpoint: Tensor cached during selective activation checkpoint has been mutated: a result of {}. Change a copy, "
-    "x = x.clone(), or pass allow_cache_entry_mutation=True to create_selective_checkpoint_contexts."
+    "checkpoint: Tensor cached during selective activation checkpoint has been mutated: a result of {}. If the "
+    "function changes it, as recurrent layers do, pass allow_cache_entry_mutation=True to "
+    "create_selective_checkpoint_contexts; elsewhere, change a copy: x = x.clone()."
 )
 _NOT_FOUND = (
     "checkpoint: {} invocation index {} encountered during backward but not found in storage: the forward did not run "
