@@ -9,6 +9,7 @@ call, and that would be a reference cycle.
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ _OF_TORCH = frozenset(
     f for space in (torch, torch.nn.functional, Tensor) for f in vars(space).values() if type(f) is types.FunctionType
 )
 _DESCRIPTION = [name for name in functools.WRAPPER_ASSIGNMENTS if name not in ("__module__", "__name__")]
+_description = operator.attrgetter(*_DESCRIPTION)
 _EMPTY: Any = object()
 
 
@@ -154,7 +156,7 @@ class Closure:
             return part
         self._parts[key] = _Reference(key)
         self.objects.append(old)
-        attributes: dict[str, Any] = {name: getattr(old, name) for name in _DESCRIPTION}
+        attributes: dict[str, Any] = dict(zip(_DESCRIPTION, _description(old), strict=True))
         for name, value in vars(old).items():
             attributes[name] = self.take_apart(value)
         if old.__defaults__:

@@ -71,7 +71,9 @@ class Remat(Generic[P, R]):
 
     def __remat_maker__(self) -> Callable[[Callable[P, R]], Remat[P, R]]:
         """Return a decorator with the options and attributes of this object, for another function."""
-        attributes = {k: v for k, v in vars(self).items() if k not in ("_function", "__wrapped__")}
+        attributes = vars(self).copy()
+        attributes.pop("_function", None)
+        del attributes["__wrapped__"]
         return functools.partial(_with_attributes, attributes)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
