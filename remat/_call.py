@@ -25,7 +25,6 @@ from remat._recorder import Recorder
 from remat._replay import Replay
 from remat._rerun_look import RerunLook
 from remat._saved import forget_saved, is_custom
-from remat._signature import Signature
 from remat._tail import Remembered, keep_no_tensors
 from remat._tape import Tape
 from remat._traced import Traced
@@ -59,7 +58,7 @@ class Call:
     - `operands`: the tensors that its results may depend on.
     - `random`: the draws to repeat; None if there are none.
     - `tape`: the values that a policy keeps; None without a policy.
-    - `nests`: whether the function makes nested calls of functions under remat.
+    - `signature`: what the forward did, for reruns to compare.
     - `leaves`: the operands that are differentiated, at any level.
     - `hooked`: the levels of the tensors that the function has put hooks on.
     - `level`: during a rerun, the level whose derivative it is for; 0 below all transforms.
@@ -71,8 +70,6 @@ class Call:
     level: int | None = None
     policy: Any = None
     _followed: Any = None
-    nests = _has_custom = False
-    _shows_nodes = False
     leaves: frozenset[int] = frozenset()
     hooked: frozenset[int] = frozenset()
     last_rerun = False
@@ -107,7 +104,6 @@ class Call:
         self._variables = Variables()
         self._under_transforms = internals.transforms_active()
         self._has_tangents = internals.forward_ad_active()
-        self.signature = Signature()
         self._returned: list[tuple[int, torch.Size, torch.dtype]] = []
         self._rebuilders: list[Rebuilder] = []
         self._replays: list[Replay] = []
@@ -165,7 +161,6 @@ class Call:
                 self._drew_from = position
                 self._key = self.operands.add(look.read(keys.key)).index
         self.signature = look.signature
-        self.nests, self._shows_nodes, self._has_custom = look.nests, look.shows_nodes, look.has_custom
         if look.signature.hooks:
             self.hooked = frozenset([level for _, level in look.signature.hooks if level >= 0])
         return out
@@ -260,7 +255,6 @@ class Call:
             found,
             operands.survivors,
             self.signature,
-            (self.nests, self._shows_nodes, self._has_custom),
             unread,
             reached,
             self._result,
@@ -295,7 +289,6 @@ class Call:
         operands.known_places = {id(ref()): places for ref, places in forward.found}
         operands.survivors = [*forward.survivors]
         self.signature, self._followed = forward.signature, forward.followed
-        self.nests, self._shows_nodes, self._has_custom = forward.seen
         leaves, spec = forward.result
         leaves = list(leaves)
         for i, shape, dtype in forward.returned:
@@ -334,7 +327,8 @@ class Call:
         if self._has_tangents or internals.tracing():  # tangents have another graph, and `make_fx` keeps the forward's
             return
         lost = self._reached - operands if complete else set()
-        new = set() if self.nests else operands - self._reached  # in a rerun, the results of a call share one node
+        # In a rerun, the results of a nested call share one node.
+        new = set() if self.signature.nests else operands - self._reached
         if unlike := (lost | new) - self._ambiguous:
             operand = min(unlike)
             how = "does not depend" if operand in self._reached else "depends"
@@ -351,7 +345,8 @@ class Call:
     @property
     def hands_on(self) -> bool:
         """Whether its derivative runs inner backward passes, out of the user's sight: NOTE [handed on]."""
-        return self.nests and not self._shows_nodes and self.tape is None and not internals.tracing()
+        handed_on = self.signature.nests and not self.signature.shows_nodes
+        return handed_on and self.tape is None and not internals.tracing()
 
     @property
     def needs_level(self) -> bool:
@@ -362,7 +357,7 @@ class Call:
         """
         if not self._under_transforms:
             return False
-        return self.random is not None or self.tape is not None or bool(self.hooked) or self._has_custom
+        return self.random is not None or self.tape is not None or bool(self.hooked) or self.signature.has_custom
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:
         return self._variables.run(self._rerun, operands)

@@ -54,20 +54,15 @@ class Look(NestedMode):
     - `copies`: by identity, copies of those that the run wrote to, with their earlier values.
     - `made`: the differentiated tensors that the run computed. Only noted if it is nested in another run.
     - `drew`: whether a torch call may have drawn random numbers.
-    - `nests`: whether the run made nested calls of functions under remat.
     - `sets_hooks`: whether the run put a hook on a tensor.
-    - `shows_nodes`: whether the user's code got a node of the graph, and may put a hook on that.
-    - `has_custom`: whether the run was seen to call an autograd.Function.
-    - `reads_unseen`: whether it called one of the user's, which may read memory unseen: by a kernel that is no op.
+    - `reads_unseen`: whether the run called an autograd.Function of the user's, which may read memory unseen.
     - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
     - `tail_number`, `tail_results`: of the call at `signature.tail`: the sequence number after it, and its results.
     """
 
     drew = False
-    nests = False
     sets_hooks = False
-    shows_nodes = False
-    has_custom = reads_unseen = False
+    reads_unseen = False
     tail_number = 0
     tail_results: Sequence[weakref.ref[Tensor]] = ()
     _reader: Any = None
@@ -105,7 +100,7 @@ class Look(NestedMode):
         """Called when a nested run has ended: the rest of this run may use the tensors that it made."""
         self._known |= inner._known
         self._own.adopt(inner._own, self._count())
-        self.has_custom |= inner.has_custom
+        self.signature.has_custom |= inner.signature.has_custom
         self.reads_unseen |= inner.reads_unseen
         self.drew |= inner.drew
         self.handed_on |= inner.handed_on & self.outside.keys()
@@ -172,7 +167,7 @@ class Look(NestedMode):
             if effects.sets_data:
                 self._set_data(*args)
             if effects.is_custom:
-                self.has_custom = True
+                self.signature.has_custom = True
                 self.reads_unseen |= is_of_user(args[0])
                 self.handed_on.update(id(a) for a in args if id(a) in self.outside)
                 args = (_watched(args[0]), *args[1:])
@@ -183,7 +178,7 @@ class Look(NestedMode):
             if effects.draws:
                 self._mark_draw(func)
             if effects.shows_graph:
-                self.shows_nodes |= not internals.called_by("torch.")
+                self.signature.shows_nodes |= not internals.called_by("torch.")
         out = self._maybe_tail(effects, func, args, kwargs)
         if effects.looks_up and isinstance(out, Tensor):
             with internals.DisableTorchFunction():
@@ -322,10 +317,9 @@ class Look(NestedMode):
 
         `remembered`: the record with which a rerun can skip the call; None if the call must run.
         """
-        self.nests = True
         signature = self.signature
         position = len(signature.calls)
-        signature.tail = None
+        signature.nests, signature.tail = True, None
         self.add_results((name, hash(tuple(calls))), out)
         if remembered is not None and len(signature.calls) > position:
             signature.tail, signature.tail_call = position, remembered

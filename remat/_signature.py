@@ -45,9 +45,12 @@ class Signature:
     - `hooks`: for each hook that the function sets on a tensor of its own, the length of `calls` at that time (and, in
         a nested call, the lengths there), and the level of the tensor, or `ELSEWHERE` or `NO_LEVEL`.
     - `hooks_of_torch`: these lengths for the hooks of torch's own tools, some of which set none in a backward pass.
+    - `nests`: whether the function makes nested calls of functions under remat.
+    - `shows_nodes`: whether the user's code got a node of the graph, and may put a hook on that.
+    - `has_custom`: whether it was seen to call an autograd.Function.
     """
 
-    __slots__ = ("calls", "hooks", "hooks_of_torch", "tail", "tail_call")
+    nests = shows_nodes = has_custom = False
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, int]] = []

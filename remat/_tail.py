@@ -78,8 +78,6 @@ class Remembered(NamedTuple):
     """The other outside tensors that it read, and their places in modules."""
     survivors: list[tuple[weakref.ref[Tensor], Any]]
     signature: Signature
-    seen: tuple[bool, bool, bool]
-    """Whether it makes nested calls, shows nodes of its graph, and calls an autograd.Function."""
     unread: list[int]
     """Positions in `given` of the tensors from cells that it did not read."""
     reached: list[int]

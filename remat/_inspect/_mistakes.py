@@ -105,7 +105,7 @@ class Watched:
             if call.tape is not None and not call.tape.matched and call.policy != nothing_saveable:
                 self._warn(_NOTHING.format(policy=call.policy, name=call.name, where=where))
             # The names of our own loops begin with "remat.": they put their steps under remat.
-            if not (call.nests or call.name.startswith("remat.")):
+            if not (call.signature.nests or call.name.startswith("remat.")):
                 self._check_place(call.name, where, drops, results)
 
     def _check_place(self, name: str, where: str, drops: int, results: list[Tensor]) -> None:
