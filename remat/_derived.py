@@ -123,7 +123,7 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[B
             # Some of torch's formulas give tangents only if they are recorded: `slogdet` reads a saved `LU`.
             record = record and (is_read or internals.forward_ad_active())
             # Faster than a functorch level, and an autograd.Function needs no functorch support.
-            with internals.no_transforms(), internals.grad_enabled():
+            with internals.no_transforms(), torch.enable_grad():
                 inputs = _leaves(operands, leaves, record)
                 edges = _rerun(fn, inputs, outs, hands_on)
         else:

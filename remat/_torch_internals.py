@@ -250,41 +250,16 @@ _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 vmap_level: Callable[[int, str], contextlib.AbstractContextManager[int]] = _vmap.vmap_increment_nesting
 
 
-class grad_enabled:  # noqa: N801
-    """`torch.enable_grad()` in a third of the time. It is not a decorator."""
+@contextlib.contextmanager
+def grad_level() -> Iterator[Callable[[Tensor], Tensor]]:
+    """A new `grad` level; yields `lift(tensor)`, which makes a leaf of it."""
 
-    __slots__ = ("_before",)
+    def lift(tensor: Tensor) -> Tensor:
+        with _eager.enable_inplace_requires_grad(True):  # torch refuses `requires_grad_()` inside a transform
+            return _C._wrap_for_grad(tensor, level).requires_grad_()  # type: ignore[no-any-return]
 
-    def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(True)
-
-    def __exit__(self, *args: object) -> None:
-        torch._C._set_grad_enabled(self._before)
-
-
-class grad_level:  # noqa: N801
-    """A new `grad` level; yields `lift(tensor)`, which makes a leaf of it. Written out: generators take longer."""
-
-    __slots__ = ("_level", "_mode")
-
-    def __enter__(self) -> Callable[[Tensor], Tensor]:
-        self._level = _C._grad_increment_nesting()
-        self._mode = grad_enabled()
-        self._mode.__enter__()
-        return self._lift
-
-    def __exit__(self, *args: object) -> None:
-        self._mode.__exit__(*args)
-        _C._grad_decrement_nesting()
-
-    def _lift(self, tensor: Tensor) -> Tensor:
-        before = _C.get_inplace_requires_grad_allowed()
-        _C.set_inplace_requires_grad_allowed(True)  # torch refuses `requires_grad_()` inside a transform
-        try:
-            return _C._wrap_for_grad(tensor, self._level).requires_grad_()  # type: ignore[no-any-return]
-        finally:
-            _C.set_inplace_requires_grad_allowed(before)
+    with _eager.grad_increment_nesting() as level, torch.enable_grad():
+        yield lift
 
 
 @contextlib.contextmanager

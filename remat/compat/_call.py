@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -207,7 +208,7 @@ class Call:
     ) -> tuple[Any, CheckpointLook | None]:
         rerunning.set(True)
         context, trace = contexts
-        with internals.grad_enabled():
+        with torch.enable_grad():
             values, fill, look = self._prepared(arguments, stand_ins, looks)
             if tell is not None:
                 tell(values)
