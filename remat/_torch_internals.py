@@ -420,12 +420,8 @@ def called_directly(function: F) -> F:
 
 def apply_at_level(function: type[SingleLevelFunction], *args: Any) -> tuple[Tensor, ...]:
     """`function.apply` on the wrappers of the top level alone."""
-    before = _C.get_single_level_autograd_function_allowed()
-    _C.set_single_level_autograd_function_allowed(True)
-    try:
+    with _autograd_function.enable_single_level_autograd_function():
         return function.apply(*args)  # type: ignore[attr-defined, no-any-return]
-    finally:
-        _C.set_single_level_autograd_function_allowed(before)
 
 
 _NODES_ARE_HELD = torch.__version__ >= (2, 13)  # type: ignore[operator]  # it compares with tuples, too
