@@ -244,14 +244,6 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
     return _replace(lifted, outs, nodes)
 
 
-def _attach_at_jvp(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
-    level = top.level
-    below = [internals.unwrap_grad(v, level) for v in values]
-    with top.lower():
-        inner = attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
-    return values if inner is below else [internals.wrap_grad(v, level) for v in inner]
-
-
 def _attach_at_vmap(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
     level, size = top.level, top.batch_size()
     pairs = [internals.unwrap_batched(v, level) for v in values]
@@ -321,7 +313,7 @@ _CARRIES_TANGENTS = (None, internals.TransformType.Grad, internals.TransformType
 _RULES: dict[Any, Callable[..., Values]] = {
     None: _attach_at_base,
     internals.TransformType.Grad: _attach_at_grad,
-    internals.TransformType.Jvp: _attach_at_jvp,
+    internals.TransformType.Jvp: _attach_at_grad,  # nothing requires grad at such a level
     internals.TransformType.Vmap: _attach_at_vmap,
     internals.TransformType.Functionalize: _attach_at_functionalize,
 }
