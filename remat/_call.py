@@ -80,7 +80,7 @@ class Call:
     _key = 0
     _recorder: Recorder | None = None
     _result: tuple[list[Any], _tree.PyTreeSpec] | None = None
-    _look: Look | None = None
+    _look: Look
 
     def __init__(self, fun: Callable[..., Any], name: str, leaves: list[Any], spec: _tree.PyTreeSpec | None) -> None:
         """A call with arguments.
@@ -177,7 +177,6 @@ class Call:
 
     def returned_unchanged(self, results: _tree.Picked) -> list[Tensor]:
         """The tensors that the function did not make, among those that it returned."""
-        assert self._look is not None
         others = (x for i, x in enumerate(results.leaves) if i not in results.positions)
         return [x for x in others if isinstance(x, Tensor) and not self._look.has_made(x)]
 
@@ -186,7 +185,6 @@ class Call:
 
         The graph of such a view keeps only the viewed tensor alive.
         """
-        assert self._look is not None
         if id(result) in self._look.outside:
             return False
         if not is_made_since(result, self.since) and not (
@@ -207,7 +205,6 @@ class Call:
         A captured tensor that only the proof finds becomes an operand. Then `attach` is called again.
         """
         look = self._look
-        assert look is not None
         if look.tail_results or look.made:
             own = {*map(id, results.tensors), *(id(t._base) for t in results.tensors)}
             look.tail_results = [ref for ref in look.tail_results if id(ref()) not in own]
@@ -304,7 +301,6 @@ class Call:
         **Returns:** the positions of the operands that they may depend on.
         """
         look = self._look
-        assert look is not None
         nodes, reached, ambiguous, _ = prove(values, operands, since, look.has_made)
         self._reached |= reached
         self._ambiguous |= ambiguous
@@ -434,7 +430,7 @@ class Call:
     def let_go(self) -> None:
         """Called after the derivative is attached, when the forward's graph is freed."""
         look = self._look
-        if look is None or not self._returned:
+        if not self._returned:
             return
         self.operands.let_go(look, self._reached)
         if any(ref() is not None for ref in look.tail_results):  # a result of the tail is still alive, and may be read
@@ -442,4 +438,4 @@ class Call:
         if any(ref() is not None for ref in look.made):  # the outer function may read a living one
             self._result = None
         look.outside.clear()
-        self._look = None
+        del self._look
