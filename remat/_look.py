@@ -251,7 +251,7 @@ class Look(NestedMode):
             value = self.outer.read(tensor, handed_on)
         if not value.requires_grad and internals.dtensor_at_work():
             raise RematError(TAKEN_APART.format(self.name))
-        if value.requires_grad and not (handed_on or torch.is_grad_enabled()):
+        if value.requires_grad and not torch.is_grad_enabled():
             self.read_quietly.add(key)
         self._add(tensor, value)
         return value
@@ -325,7 +325,7 @@ class Look(NestedMode):
             signature.tail, signature.tail_call = position, remembered
             self._begin_tail(out)
 
-    def spared_call(self, name: str) -> Any:
+    def spared_call(self) -> Any:
         """The record of a nested call, if it can be skipped here. None: the call must run."""
         return None
 

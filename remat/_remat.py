@@ -99,7 +99,7 @@ class Remat(Generic[P, R]):
                     leaves = given
                     args, kwargs = _tree.unflatten_call(spec, leaves)
             call = Call(fun, self._name, leaves, spec)
-            spared = None if outer is None else outer.spared_call(self._name)
+            spared = None if outer is None else outer.spared_call()
             out: Any = None if spared is None else call.stand_in(spared, outer)
         see = None
         if out is None:

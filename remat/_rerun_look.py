@@ -132,7 +132,7 @@ class RerunLook(Look):
                 reader = name_of(self._reader)
                 raise RematError(HANDED_ON.format(self.name, reader, list(inner.shape), inner.dtype))
             return tensor
-        if internals.is_dead(tensor) and id(internals.unwrap_dead(tensor)) in self._known:
+        if id(internals.unwrap_dead(tensor)) in self._known:
             return tensor  # a transform inside the function has wrapped it, and is over
         if not (is_made_since(tensor, self.since) or isinstance(tensor, internals.FakeTensor)):
             if internals.nodes_of(tensor):  # its graph is older than the rerun
@@ -144,19 +144,17 @@ class RerunLook(Look):
     def has_made(self, tensor: Tensor) -> bool:
         return super().has_made(tensor) and id(tensor) not in self._suspects
 
+    @property
+    def _at_tail(self) -> bool:
+        return self.spares_tail and self._position == self._forward.tail
+
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        forward = self._forward
-        at_tail = self.spares_tail and self._position == forward.tail
-        if at_tail and effects.multiplies and func is forward.calls[self._position][0]:
+        if self._at_tail and func is self._forward.calls[self._position][0]:
             return without_products(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def spared_call(self, name: str) -> Any:
-        forward, position = self._forward, self._position
-        at_tail = self.spares_tail and position == forward.tail
-        if not at_tail or forward.calls[position][0][0] != name:
-            return None
-        return forward.tail_call
+    def spared_call(self) -> Any:
+        return self._forward.tail_call if self._at_tail else None
 
     def before_write(self, written: Tensor) -> None:
         """Note that the rerun wrote to an operand. It is a copy already."""
