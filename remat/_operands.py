@@ -355,6 +355,5 @@ class Operands:
         for i in range(self.given, self.held):
             if id(self.tensors[i]) not in look.outside and self.positions[i] not in reached:
                 self.originals[i].position = NEVER
-        self.constants = [constant for constant in self.constants if constant[0]() is not None]
         self.objects, self.tensors, self._in_cells = [], [], []
         self._index = {}
