@@ -132,33 +132,26 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[B
             with internals.grad_level() as lift:
                 inputs = [lift(t) if i in leaves else t for i, t in enumerate(operands)]
                 edges = _rerun(fn, inputs, outs, hands_on)
-        found = [i for i, edge in enumerate(edges) if edge is not None]
-        if not found:
-            return [None] * len(wrt)
-        given = [cotangents[i] for i in found]
-        sized = [(size, [dims[i] for i in found]) for size, dims in batches]
         # At the base, the graph of a recorded backward leads into the rerun's graph, which is then kept.
         keep = record and at_base
         if hands_on:
-            cotangents.clear()
-            given[:] = map(seal, given)
-        ends: list[Any] = [edges[i] for i in found]
+            cotangents = [*map(seal, cotangents)]
         targets = [inputs[i] for i in wrt]
         with still_filled(call.fill):
-            grads = _batched(lambda batched: internals.run_backward(ends, targets, batched, keep, record), given, sized)
+            grads = _batched(lambda c: internals.run_backward(edges, targets, c, keep, record), cotangents, batches)
         return [None if g is None else _detached(g) for g in grads] if keep and not is_read else grads
 
     return fn.then(pullback, is_vjp=True)
 
 
-def _rerun(fn: Derived, inputs: Sequence[Tensor], outs: Sequence[int], hands_on: bool) -> list[GradientEdge | None]:
+def _rerun(fn: Derived, inputs: Sequence[Tensor], outs: Sequence[int], hands_on: bool) -> list[GradientEdge]:
     """Run a function again, check what it depends on, and keep only the graph: the results are freed.
 
     **Arguments:**
 
     - `hands_on`: whether the graph is given sealed cotangents: NOTE [handed on].
 
-    **Returns:** the graph edge of each result at `outs`, None if it has no graph.
+    **Returns:** the graph edge of each result at `outs`.
     """
     since = internals.next_sequence_number()
     values = fn.run(*inputs)
@@ -169,10 +162,10 @@ def _rerun(fn: Derived, inputs: Sequence[Tensor], outs: Sequence[int], hands_on:
     if fn.is_whole and not internals.forward_ad_active():
         fn.call.compare_reached(proof.reached, complete=len(outs) == len(values))
     if hands_on:
-        ends = [_alias(end) if end.requires_grad else end for end in ends]
-    edges = [internals.gradient_edge(end) if end.requires_grad else None for end in ends]
+        ends = [*map(_alias, ends)]
+    edges = [*map(internals.gradient_edge, ends)]
     if hands_on:
-        hand_on(proof.nodes, [edge.node for edge in edges if edge is not None])
+        hand_on(proof.nodes, [edge.node for edge in edges])
     ends.clear()
     values.clear()
     fn.call.settle()
