@@ -522,7 +522,30 @@ def same(tensor: Tensor) -> Tensor:
 
 def save(tensor: Tensor) -> Any:
     """Save a tensor as a node of the graph does: through the hooks, or else with a check for changes in place."""
-    return torch._C._autograd._make_saved_tensor(savable(tensor), is_output=False)
+    make = getattr(torch._C._autograd, "_make_saved_tensor", None)  # new in 2.12
+    return _Saved(savable(tensor)) if make is None else make(savable(tensor), is_output=False)
+
+
+class _Saved:
+    """A saved tensor, before torch 2.12: a node of its own saves it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        with grad_enabled(), DisableTorchDispatch():
+            self._result = _Saver.apply(leaf_of_nothing(), tensor)
+
+    def unpack(self) -> Tensor:
+        return self._result.grad_fn.saved_tensors[0]
+
+    @property
+    def data(self) -> Any:
+        return self._result.grad_fn._raw_saved_tensors[0].data
+
+
+class _Saver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return leaf.clone()
 
 
 def savable(tensor: Tensor) -> Tensor:
