@@ -62,7 +62,8 @@ class Remat(Generic[P, R]):
     __wrapped__: Callable[P, R]
 
     def __init__(self, fun: Callable[P, R], options: _Options) -> None:
-        functools.update_wrapper(self, fun, updated=("__dict__",) if isinstance(fun, types.FunctionType) else ())
+        has_attributes = isinstance(fun, types.FunctionType) and not _compile.tracing()  # dynamo can't copy a dict (2.11)
+        functools.update_wrapper(self, fun, updated=("__dict__",) if has_attributes else ())
         self._options = options
         self._name = function_name(fun)
         self._policy = None if options.policy is None or _compile.tracing() else as_policy(options.policy)

@@ -814,7 +814,9 @@ def run_marked(graph: Any, args: Iterable[Any], policy: Any) -> Any:
     sets saved-tensor hooks, which have nothing to do there, and which `torch.func` does not allow.
     """
     mode = create_selective_checkpoint_contexts(policy)[0]
-    mode.ac_graph_id = next(_regions)
+    mode.ac_graph_id = region = next(_regions)
+    for node in graph.graph.nodes:
+        node.meta["ac_graph_id"] = region  # before 2.12, the mode does not pass it on
     with preserve_node_meta(), mode:
         return Interpreter(graph).run(*args)
 

@@ -75,7 +75,7 @@ TRANSFORMS: dict[str, Any] = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_under_transforms(transform: str) -> None:
     run = TRANSFORMS[transform]
-    fails(run, "saved tensor hooks")
+    fails(run, "saved tensor hooks|does not have vmap support")
     right(run)
 
 

@@ -21,6 +21,12 @@ from tests.helpers import Adjoint, CountOps, ReadsTwice, Reversible, Seen, asser
 MODULES = {"torch": torch.utils.checkpoint, "remat": remat.compat}
 
 
+def each_from(*version: int) -> Any:
+    """A test of both modules; of ours alone before this version of torch, which does otherwise."""
+    modules = MODULES if torch.__version__ >= version else {"remat": remat.compat}
+    return pytest.mark.parametrize("api", modules.values(), ids=modules)
+
+
 @pytest.fixture(params=MODULES)
 def api(request: pytest.FixtureRequest) -> Any:
     return MODULES[request.param]
@@ -575,6 +581,7 @@ def test_unpack_outside_of_backward(api: Any) -> None:
     assert_same(x.grad, x.detach().sin().exp() * x.detach().cos())
 
 
+@each_from(2, 12)
 def test_saved_tensors_hooks_of_the_user(api: Any) -> None:
     """Hooks around a region see what it is given; hooks inside of it come before its own."""
     packed: list[Any] = []
@@ -863,6 +870,7 @@ def test_what_the_context_of_the_rerun_sets_is_seen(api: Any, where: str) -> Non
     assert not again
 
 
+@each_from(2, 12)
 def test_hooks_of_the_user_see_positional_arguments_alone(api: Any) -> None:
     w, k, packed = leaf(numbers(4, 3)), numbers(5, 3), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
@@ -927,6 +935,7 @@ def test_the_phrases_of_errors(api: Any, case: str) -> None:
         mismatch(api, forward, rerun, **options).backward()
 
 
+@each_from(2, 12)
 def test_errors_hint_at_compiled_functions(api: Any) -> None:
     phrases = (
         "Use torch._dynamo.mark_dynamic() to explicitly mark varying dimensions",

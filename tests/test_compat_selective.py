@@ -18,14 +18,13 @@ import remat.compat
 from remat import CheckpointError, checkpoint_name, policies
 from remat.debug import LiveBytes
 from tests.helpers import UNIT, CountOps, Seen, activation, assert_same, leaf, numbers
-from tests.test_compat_same import MODULES, plain
+from tests.test_compat_same import MODULES, each_from, plain
 
 TORCH, REMAT = torch.utils.checkpoint, remat.compat
 P = REMAT.CheckpointPolicy
 mm, sin, add_ = torch.ops.aten.mm.default, torch.ops.aten.sin.default, torch.ops.aten.add_.Tensor
 each = pytest.mark.parametrize("api", MODULES.values(), ids=MODULES)
-# Before 2.13, torch asks the policy again in the rerun, where it does not compare the ops.
-each_from_2_13 = each if torch.__version__ >= (2, 13) else pytest.mark.parametrize("api", [REMAT], ids=["remat"])
+each_from_2_13 = each_from(2, 13)  # before, torch asks the policy again in the rerun, where it does not compare the ops
 
 
 def call(api: Any, policy: Any, fun: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -97,7 +96,7 @@ def test_what_a_policy_is_told(api: Any) -> None:
     assert seen == [(torch.ops.aten.sum.dim_IntList, False, (3,), (2, 3)), (sin, False, (3,), (3,))]
 
 
-@each
+@each_from(2, 12)
 def test_ignored_ops(api: Any) -> None:
     assert torch.ops.aten.detach.default in api.SAC_IGNORED_OPS
     assert api.SAC_IGNORED_OPS == TORCH.SAC_IGNORED_OPS

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
-from remat import policies
+from remat import compat, policies
 from remat._names import checkpoint_name, current_name
 from remat._torch_internals import DisableTorchFunction, TorchDispatchMode
 from remat.policies import (
@@ -56,9 +56,14 @@ def place(decision: Decision) -> str:
     return "saved" if decision in SAVE else "offloaded" if decision in OFFLOAD else "recomputed"
 
 
+# Before 2.12, torch's has no output.
+OF_TORCH = torch.__version__ >= (2, 12)
+Context = torch_checkpoint.SelectiveCheckpointContext if OF_TORCH else compat.SelectiveCheckpointContext
+
+
 def decide(policy: Any, op: Any, output: Any = None) -> Decision:
     """What a policy says of one op in a run."""
-    context = torch_checkpoint.SelectiveCheckpointContext(is_recompute=False, op_output=output)
+    context = Context(is_recompute=False, op_output=output)
     return as_policy(policy).start()(context, op)
 
 
