@@ -195,8 +195,8 @@ class Call:
             return False
         if result._is_view():
             base = result._base
-            outside = (*self.operands.tensors, *(read.value for read in self._look.outside.values()))
-            return not any(base is t or base is t._base for t in outside)
+            read = (r.value for r in self._look.outside.values() if not is_made_since(r.value, self.since))
+            return not any(base is t or base is t._base for t in (*self.operands.tensors, *read))
         return True
 
     def attach(self, results: _tree.Picked, attach: Callable[[list[Tensor], list[Tensor]], Any]) -> Any:

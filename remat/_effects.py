@@ -62,7 +62,7 @@ def _named(names: str) -> frozenset[Any]:
 
 _PRODUCTS = _named("linear matmul __matmul__ mm bmm addmm baddbmm conv1d conv2d conv3d")
 _SUMS = _named("add __add__ __radd__ sub __sub__ rsub __rsub__ view_as")
-_METADATA = _named("dim ndimension size numel nelement stride is_floating_point is_complex is_contiguous") | {
+_METADATA = _named("__len__ dim ndimension size numel nelement stride is_floating_point is_complex is_contiguous") | {
     getattr(Tensor, name).__get__
     for name in ("device", "dtype", "is_cuda", "is_meta", "is_nested", "is_sparse", "layout", "ndim", "shape")
 }

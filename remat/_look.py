@@ -41,6 +41,10 @@ _LAZY = (
     "remat: {} calls a lazy module that has yet to make its parameters, and a rerun would begin after that. Call it "
     "once before, in torch.no_grad()."
 )
+_DATA_OF_A_LEVEL = (
+    "remat: {} sets the .data of a tensor of shape {}, {} from outside to a tensor of a transform of torch.func, which "
+    "torch can't read later. Write in place: self.mean.copy_(...)."
+)
 
 
 class Look(NestedMode):
@@ -111,6 +115,9 @@ class Look(NestedMode):
         delegate = self.delegate
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
+        effects = effects_of(func)
+        if effects.is_metadata:  # the guard of a cache may ask in the rerun alone
+            return func(*args, **kwargs) if kwargs else func(*args)
         known = self._known if stack_depth() <= self.depth else ()  # NOTE [inner wrappers]
         given = args
         plain = False
@@ -125,7 +132,6 @@ class Look(NestedMode):
             self._reader = func
             args = self._seen(args)
             break
-        effects = effects_of(func)
         if effects.only_writes and args is given and not kwargs:
             with internals.DisableTorchFunction():
                 self.before_write(args[0])
@@ -285,6 +291,8 @@ class Look(NestedMode):
         """The run is about to do `tensor.data = data`."""
         if is_lazy(tensor):
             raise RematError(_LAZY.format(self.name))
+        if level_of(data) > max(level_of(tensor), 0):
+            raise RematError(_DATA_OF_A_LEVEL.format(self.name, list(tensor.shape), tensor.dtype))
         if not internals.requires_grad_at_any_level(tensor):
             self.before_write(tensor)
 

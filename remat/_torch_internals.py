@@ -530,7 +530,7 @@ class _Saved:
     """A saved tensor, before torch 2.12: a node of its own saves it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        with grad_enabled(), DisableTorchDispatch():
+        with torch.enable_grad(), DisableTorchDispatch():
             self._result = _Saver.apply(leaf_of_nothing(), tensor)
 
     def unpack(self) -> Tensor:

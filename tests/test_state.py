@@ -633,6 +633,64 @@ def test_a_table_made_from_an_argument_and_kept(transform: str) -> None:
         assert_same(MASKS[3], torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
 
 
+GUARDS: dict[str, Callable[[Tensor, Tensor], bool]] = {
+    "shape": lambda table, x: table.shape == x.shape,
+    "len": lambda table, x: len(table) == len(x),
+    "size": lambda table, x: table.size(0) == x.size(0) and table.numel() == x.numel(),
+    "device and dtype": lambda table, x: table.device == x.device and table.dtype == x.dtype,
+}
+
+
+@CHECKED
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_table_whose_guard_asks_what_it_is(guard: str, transform: str) -> None:
+    """The forward, which finds none, does not ask."""
+    table: list[Tensor] = []
+
+    def fun(x: Tensor) -> Tensor:
+        if not (table and GUARDS[guard](table[0], x)):
+            table[:] = [torch.arange(float(len(x)), dtype=x.dtype)]
+        return x.sin() * table[0]
+
+    for ck in (remat, by_checkpoint(False)):
+        table.clear()
+        assert_same(gradient(lambda ck, x: ck(fun)(x), ck, transform), numbers(3).cos() * table[0])
+
+
+def test_data_of_a_transform() -> None:
+    mean = torch.zeros(3, dtype=torch.float64)
+
+    def fun(x: Tensor) -> Tensor:
+        y = (x * x - mean).sum()
+        mean.data = mean * 0.9 + x.detach() * 0.1
+        return y
+
+    for ck in (remat, by_checkpoint(False)):
+        with pytest.raises(RematError, match=r"sets the \.data of a tensor of shape \[3\].* Write in place"):
+            grad(ck(fun))(numbers(3))
+    assert_same(mean, torch.zeros(3, dtype=torch.float64))
+
+
+def test_an_alias_that_no_mode_sees_being_made() -> None:
+    """Of what the function has computed: the result is a view of it."""
+
+    class Sub(Tensor):
+        pass
+
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin()
+        z = y.exp().as_subclass(Sub)
+        z.sum()  # a read
+        return z.as_subclass(Tensor)
+
+    x = leaf(numbers(3))
+    with LiveBytes() as meter:
+        y = remat(fun)(x)
+        assert meter.current == 24
+    y.sum().backward()
+    assert_same(x.grad, (x.sin().exp() * x.cos()).detach())
+
+
 @CHECKED
 def test_memory_made_out_of_sight(transform: str) -> None:
     np = pytest.importorskip("numpy")

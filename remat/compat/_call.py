@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, enable_grad
 from torch.nn import Parameter
 
 from remat import _torch_internals as internals
@@ -208,7 +207,7 @@ class Call:
     ) -> tuple[Any, CheckpointLook | None]:
         rerunning.set(True)
         context, trace = contexts
-        with torch.enable_grad():
+        with enable_grad():
             values, fill, look = self._prepared(arguments, stand_ins, looks)
             if tell is not None:
                 tell(values)
