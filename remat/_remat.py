@@ -62,9 +62,8 @@ class Remat(Generic[P, R]):
     __wrapped__: Callable[P, R]
 
     def __init__(self, fun: Callable[P, R], options: _Options) -> None:
-        has_attributes = (
-            isinstance(fun, types.FunctionType) and not _compile.tracing()
-        )  # dynamo can't copy a dict (2.11)
+        # Dynamo can't copy a dict of attributes (2.11).
+        has_attributes = isinstance(fun, types.FunctionType) and not _compile.tracing()
         functools.update_wrapper(self, fun, updated=("__dict__",) if has_attributes else ())
         self._options = options
         self._name = function_name(fun)

@@ -492,6 +492,7 @@ def test_changes_in_place_inside() -> None:
             assert_same(run(WS[:1], X), COMPILED[what](lambda ws, x: fun(ws[0], x).sum(), UNCOMPILED)(WS[:1], X))
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch ends in an internal assert, an error of its own")
 def test_transforms_inside() -> None:
     """`torch.utils.checkpoint` can't do that."""
 
