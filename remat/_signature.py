@@ -50,10 +50,11 @@ class Signature:
     - `has_custom`: whether it was seen to call an autograd.Function.
     """
 
-    nests = shows_nodes = has_custom = False
+    __slots__ = ("calls", "has_custom", "hooks", "hooks_of_torch", "nests", "shows_nodes", "tail", "tail_call")
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, int]] = []
+        self.nests = self.shows_nodes = self.has_custom = False
         self.tail: int | None = None
         self.tail_call: Any = None
         self.hooks: list[tuple[tuple[int, ...], int]] = []
