@@ -65,8 +65,7 @@ class Look(NestedMode):
     """
 
     drew = False
-    sets_hooks = False
-    reads_unseen = False
+    sets_hooks = reads_unseen = False
     tail_number = 0
     tail_results: Sequence[weakref.ref[Tensor]] = ()
     _reader: Any = None
