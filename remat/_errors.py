@@ -34,6 +34,10 @@ CHANGES = (
     "remat: {} changes an argument or a captured tensor of shape {}, {} in place, at {}. Its rerun would start from "
     "the changed value. Change a copy instead: x = x.clone()."
 )
+DATA_OF_A_LEVEL = (
+    "remat: {} sets the .data of a tensor of shape {}, {} from outside to a tensor of a transform of torch.func, which "
+    "torch can't read later. Write in place: self.mean.copy_(...)."
+)
 
 _INSTEAD = "remat.nn.remat_module, or call the function through remat.checkpoint(..., use_reentrant=False)."
 SHARDED = (

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
 from remat._effects import Effects, as_given, effects_of, is_of_torch, reads_no_value, tensors_in, written_by
-from remat._errors import CHANGES, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, call_site
+from remat._errors import CHANGES, DATA_OF_A_LEVEL, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, call_site
 from remat._graph import is_made_since
 from remat._made import Made, Occasion, Read
 from remat._memory import memory_of
@@ -40,10 +40,6 @@ MADE_INSIDE = " If the function makes this parameter, or a module that has it, m
 _LAZY = (
     "remat: {} calls a lazy module that has yet to make its parameters, and a rerun would begin after that. Call it "
     "once before, in torch.no_grad()."
-)
-_DATA_OF_A_LEVEL = (
-    "remat: {} sets the .data of a tensor of shape {}, {} from outside to a tensor of a transform of torch.func, which "
-    "torch can't read later. Write in place: self.mean.copy_(...)."
 )
 
 
@@ -115,8 +111,8 @@ class Look(NestedMode):
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
         effects = effects_of(func)
-        if effects.is_metadata:  # the guard of a cache may ask in the rerun alone
-            return func(*args, **kwargs) if kwargs else func(*args)
+        if effects.is_metadata and args and self.has_survived(args[0]):  # the guard of a cache may ask only in reruns
+            return func(*args, **(kwargs or {}))
         known = self._known if stack_depth() <= self.depth else ()  # NOTE [inner wrappers]
         given = args
         plain = False
@@ -291,7 +287,7 @@ class Look(NestedMode):
         if is_lazy(tensor):
             raise RematError(_LAZY.format(self.name))
         if level_of(data) > max(level_of(tensor), 0):
-            raise RematError(_DATA_OF_A_LEVEL.format(self.name, list(tensor.shape), tensor.dtype))
+            raise RematError(DATA_OF_A_LEVEL.format(self.name, list(tensor.shape), tensor.dtype))
         if not internals.requires_grad_at_any_level(tensor):
             self.before_write(tensor)
 
@@ -413,6 +409,10 @@ class Look(NestedMode):
     def stands_for(self, tensor: Tensor) -> bool:
         """Whether a rerun replaces this tensor by an operand."""
         return id(tensor) in self._swaps
+
+    def has_survived(self, tensor: Tensor) -> bool:
+        """Whether a forward has made and read this tensor, and this is its rerun, or in it."""
+        return self.outer is not None and self.outer.has_survived(tensor)
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run made this tensor."""

@@ -141,6 +141,9 @@ class RerunLook(Look):
         self._known.add(key)
         return tensor
 
+    def has_survived(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._plan.survivors
+
     def has_made(self, tensor: Tensor) -> bool:
         return super().has_made(tensor) and id(tensor) not in self._suspects
 

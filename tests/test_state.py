@@ -657,6 +657,23 @@ def test_a_table_whose_guard_asks_what_it_is(guard: str, transform: str) -> None
         assert_same(gradient(lambda ck, x: ck(fun)(x), ck, transform), numbers(3).cos() * table[0])
 
 
+@CHECKED
+def test_the_shape_of_a_tensor_is_a_state(transform: str) -> None:
+    """A tensor that the forward has made and never read, but for its shape."""
+
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        past: list[Tensor] = [torch.ones(0)]
+
+        def fun(x: Tensor) -> Tensor:
+            n = len(past[0])
+            past[0] = torch.ones(n + len(x))
+            return x.sin() * torch.arange(n, n + len(x))
+
+        return ck(fun)(x)
+
+    right_or_error(lambda ck: gradient(program, ck, transform))
+
+
 def test_data_of_a_transform() -> None:
     mean = torch.zeros(3, dtype=torch.float64)
 
