@@ -124,8 +124,8 @@ class RerunLook(Look):
     def _read_other(self, tensor: Tensor, is_inner: bool) -> Tensor:
         """Handle a read of a tensor that the forward was not seen to read."""
         key = id(tensor)
-        if kept.get(key) is tensor:
-            raise CheckpointError(self._stranger(tensor))
+        if kept.get(key) is tensor or internals.level_of(tensor) > internals.stack_depth():
+            raise CheckpointError(self._stranger(tensor))  # or the forward put it where it is, a level above
         if is_inner:
             inner = internals.unwrapped(tensor)
             if self.read(inner, handed_on=True) is not inner:

@@ -232,6 +232,25 @@ EACH_PLACE = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__
 
 @CHECKED
 @EACH_PLACE
+@pytest.mark.parametrize("kept", [lambda y: y, lambda y: y[:], lambda y: y.detach(), lambda y: (y > 0).double()])
+def test_a_state_that_is_replaced_by_a_result(place: Any, kept: Any, transform: str) -> None:
+    def run(ck: Decorator) -> Any:
+        put, get = place()
+        put(numbers(3))
+
+        def step(x: Tensor) -> Tensor:
+            y = x.sin() * get()
+            put(kept(y))
+            return y
+
+        return gradient(lambda ck, x: ck(step)(x), ck, transform)
+
+    with pytest.raises(CheckpointError, match="which its forward did not read|has made and put in the place"):
+        run(remat)
+
+
+@CHECKED
+@EACH_PLACE
 @pytest.mark.parametrize("alive", [True, False], ids=["alive", "gone"])
 @pytest.mark.parametrize("kind", ["mask", "constant", "leaf"])
 def test_a_tensor_that_is_replaced_before_the_backward(place: Any, kind: str, alive: bool, transform: str) -> None:
