@@ -245,7 +245,7 @@ def test_a_state_that_is_replaced_by_a_result(place: Any, kept: Any, transform: 
 
         return gradient(lambda ck, x: ck(step)(x), ck, transform)
 
-    with pytest.raises(CheckpointError, match="which its forward did not read|has made and put in the place"):
+    with pytest.raises(CheckpointError, match=r"which its forward did not read|has made and put in the place"):
         run(remat)
 
 
