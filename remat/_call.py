@@ -33,11 +33,6 @@ from remat.policies._policy import policy_around
 from remat.random._keyed import Position, resumed, running, suspended
 
 _OTHER_OPERANDS = "remat: the rerun of {} {} on {}, unlike its forward run. {}"
-_DEAD = (
-    "remat: the rerun of {} found a tensor of a transform that is over. It is in a place where remat does not look (an "
-    "object with __slots__, a class attribute), or in a cache that the forward has filled (use_cache=True). Pass it as "
-    "an argument, or switch the cache off."
-)
 _SWAPS_SAVED = (
     "remat: {} runs with a policy under allow_mutation_on_saved_tensors, which replaces what the graph has saved: a "
     "rerun with a policy can't see that. Use no policy there, or change a copy: x = x.clone()."
@@ -379,8 +374,6 @@ class Call:
                 try:
                     out = fun(*args, **kwargs)
                 except Exception as error:
-                    if isinstance(error, RuntimeError) and "INTERNAL ASSERT" in str(error):
-                        raise RematError(_DEAD.format(self.name)) from error
                     note_rerun(error, self.name)
                     raise
         plan.swaps.clear()

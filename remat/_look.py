@@ -259,9 +259,10 @@ class Look(NestedMode):
 
     def _known_value(self, tensor: Tensor) -> Tensor | None:
         """The tensor to read in the place of one that the run has made or has read before. None: it is from outside."""
-        if id(tensor) in self._known or self._reads_own(tensor):
+        below = internals.unwrap_dead(tensor)  # a transform inside the function may have wrapped it
+        if id(below) in self._known or self._reads_own(below):
             return tensor
-        return None if (read := self.outside.get(id(tensor))) is None else read.value
+        return read.value if (read := self.outside.get(id(tensor))) else None
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
         self.outside[id(tensor)] = Read(tensor, value, internals.version(value), self._count(), self._reader)
@@ -343,8 +344,8 @@ class Look(NestedMode):
             differentiated |= requires_grad
             if id(t) in self._swaps or self._is_from_outside(t):
                 continue  # a call returned it unchanged: its layers are not the run's
-            if not requires_grad and level_of(t) <= self.depth:
-                self._add_own(t)
+            if not requires_grad:
+                self._add_own(next(layer for layer in internals.layers(t) if level_of(layer) <= self.depth))
                 continue
             self._know_layers(t)
             if self.outer is not None:

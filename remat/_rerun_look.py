@@ -124,19 +124,20 @@ class RerunLook(Look):
     def _read_other(self, tensor: Tensor, is_inner: bool) -> Tensor:
         """Handle a read of a tensor that the forward was not seen to read."""
         key = id(tensor)
-        if kept.get(key) is tensor or internals.level_of(tensor) > internals.stack_depth():
-            raise CheckpointError(self._stranger(tensor))  # or the forward put it where it is, a level above
-        if is_inner:
+        wraps = is_inner or internals.is_dead(tensor)
+        is_new = is_made_since(tensor, self.since) or isinstance(tensor, internals.FakeTensor)
+        has_graph = tensor.grad_fn is not None if wraps else internals.nodes_of(tensor)
+        is_above = internals.level_of(tensor) > internals.stack_depth()  # only the forward ran there
+        if kept.get(key) is tensor or is_above or (has_graph and not is_new):
+            raise CheckpointError(self._stranger(tensor))
+        if wraps:
             inner = internals.unwrapped(tensor)
-            if self.read(inner, handed_on=True) is not inner:
+            value = self.read(inner, handed_on=True)
+            if value is not inner and is_inner:
                 reader = name_of(self._reader)
                 raise RematError(HANDED_ON.format(self.name, reader, list(inner.shape), inner.dtype))
-            return tensor
-        if id(internals.unwrap_dead(tensor)) in self._known:
-            return tensor  # a transform inside the function has wrapped it, and is over
-        if not (is_made_since(tensor, self.since) or isinstance(tensor, internals.FakeTensor)):
-            if internals.nodes_of(tensor):  # its graph is older than the rerun
-                raise CheckpointError(self._stranger(tensor))
+            return tensor if value is inner else value
+        if not is_new:
             self._suspects[key] = weakref.ref(tensor), self._stranger(tensor)
         self._known.add(key)
         return tensor

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import stateful_programs
 import torch
-from helpers import CountOps, assert_same, at_an_address_of, leaf, numbers, plain
+from helpers import TRANSFORMS, CountOps, assert_same, at_an_address_of, leaf, numbers, plain
 from stateful_programs import Stateful
 from torch import Tensor, nn
-from torch.func import grad, vjp, vmap
+from torch.func import grad, jvp, vjp, vmap
 from torch.nn import functional as F
 
 from remat import CheckpointError, RematError, checkpoint, policies, remat
@@ -230,9 +230,18 @@ PLACES = [a_list, a_dict_in_a_list, a_tuple_in_a_list, an_attribute, a_module, a
 EACH_PLACE = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 
 
+KEPT = {
+    "result": lambda y: y,
+    "view": lambda y: y[:],
+    "constant": lambda y: y.detach(),
+    "mask": lambda y: (y > 0).double(),
+}
+EACH_KEPT = pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+
+
 @CHECKED
 @EACH_PLACE
-@pytest.mark.parametrize("kept", [lambda y: y, lambda y: y[:], lambda y: y.detach(), lambda y: (y > 0).double()])
+@EACH_KEPT
 def test_a_state_that_is_replaced_by_a_result(place: Any, kept: Any, transform: str) -> None:
     def run(ck: Decorator) -> Any:
         put, get = place()
@@ -247,6 +256,30 @@ def test_a_state_that_is_replaced_by_a_result(place: Any, kept: Any, transform: 
 
     with pytest.raises(CheckpointError, match=r"which its forward did not read|has made and put in the place"):
         run(remat)
+
+
+INSIDE: dict[str, Any] = {
+    "vmap": lambda fun: lambda x: vmap(fun)(x.expand(2, *x.shape))[0],
+    "grad": lambda fun: grad(lambda x: fun(x).sum()),
+    "jvp": lambda fun: lambda x: jvp(fun, (x,), (x.cos(),))[1],
+    "vjp": lambda fun: lambda x: vjp(fun, x)[1](x.cos())[0],
+}
+
+
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "grad(grad)", "jacrev"])
+@pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
+@EACH_KEPT
+def test_a_state_that_is_replaced_inside_a_transform(kept: Any, inside: Any, transform: str) -> None:
+    """Its wrapper is of a transform that is over when the rerun finds it."""
+    held = SimpleNamespace(t=numbers(3))
+
+    def step(x: Tensor) -> Tensor:
+        y = x.sin() * held.t
+        held.t = kept(y)
+        return y.cos()
+
+    with pytest.raises(CheckpointError, match=r"which its forward did not read|earlier than its forward did|differs"):
+        TRANSFORMS[transform](remat(inside(step)), numbers(3))
 
 
 @CHECKED
