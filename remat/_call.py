@@ -370,6 +370,7 @@ class Call:
         with self._ambient.restored(), random, draws, keys, modes, filled(plan.fill), replay:
             args, kwargs = _tree.unflatten_call(self._spec, [rebuild(x) for x in self._leaves])
             fun = rebuild(self._fun)
+            look.objects = fun, args, kwargs
             with OwnCasts(), look:
                 try:
                     out = fun(*args, **kwargs)

@@ -131,6 +131,11 @@ def search(
                 yield value, (holder, key)
 
 
+def is_in_reach(tensor: Tensor, objects: Iterable[Any]) -> bool:
+    """Whether one of the objects, or of those in reach, holds the tensor. Bounded."""
+    return any(near is tensor for obj in _in_reach(objects, *_FAR) for near in _near(obj))
+
+
 def script_module_near(objects: Iterable[Any]) -> Any:
     """Search the objects, and those in reach, for a ScriptModule. Bounded."""
     found = (obj for obj in _in_reach(objects, _FAR[0], _NEAR[1]) if isinstance(obj, torch.jit.ScriptModule))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from remat._look import MADE_INSIDE, Look
 from remat._made import kept
 from remat._memory import memory_of
 from remat._operands import HANDED_ON, Plan
+from remat._places import is_in_reach
 from remat._signature import ELSEWHERE, NO_LEVEL, Signature, name_of
 from remat._tail import without_products
 
@@ -55,11 +56,13 @@ class RerunLook(Look):
 
     **Attributes:**
 
+    - `objects`: the function and its arguments: where to search for tensors that it has not made.
     - `spares_tail`: whether the product or nested call that begins the tail may be skipped.
     """
 
     is_rerun = True
     spares_tail = False
+    objects: Iterable[Any] = ()
 
     def __init__(
         self, name: str, forward: Signature, plan: Plan, operands: Sequence[Tensor], level: int | None
@@ -128,7 +131,8 @@ class RerunLook(Look):
         is_new = is_made_since(tensor, self.since) or isinstance(tensor, internals.FakeTensor)
         has_graph = tensor.grad_fn is not None if wraps else internals.nodes_of(tensor)
         is_above = internals.level_of(tensor) > internals.stack_depth()  # only the forward ran there
-        if kept.get(key) is tensor or is_above or (has_graph and not is_new):
+        is_kept = kept.get(key) is tensor or (not (wraps or is_new) and is_in_reach(tensor, self.objects))
+        if is_above or (has_graph and not is_new) or is_kept:
             raise CheckpointError(self._stranger(tensor))
         if wraps:
             inner = internals.unwrapped(tensor)
@@ -203,6 +207,7 @@ class RerunLook(Look):
 
     def finish(self) -> None:
         """Check that the rerun made all calls and writes of the forward, and did not read survivors more often."""
+        self.objects = ()
         for t in self._plan.to_write.values():
             raise CheckpointError(_NOT_WRITTEN.format(self.name, list(t.shape), t.dtype))
         for how, (times, shape, dtype) in self._revived.items():

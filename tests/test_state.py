@@ -258,6 +258,29 @@ def test_a_state_that_is_replaced_by_a_result(place: Any, kept: Any, transform: 
         run(remat)
 
 
+@CHECKED
+@pytest.mark.parametrize("place", [p for p in PLACES if p not in (a_slot, a_class)])
+@EACH_KEPT
+def test_a_state_that_is_reset_before_the_backward(place: Any, kept: Any, transform: str) -> None:
+    """The rerun puts another in its place, so that nothing holds it at the end."""
+
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        put, get = place()
+        put(numbers(3))
+
+        def step(x: Tensor) -> Tensor:
+            y = x.sin() * get()
+            put(kept(y))
+            return y.cos()
+
+        out = ck(step)(x)
+        put(numbers(3, seed=1))
+        return out
+
+    with pytest.raises(CheckpointError, match=r"which its forward did not read"):
+        gradient(program, remat, transform)
+
+
 INSIDE: dict[str, Any] = {
     "vmap": lambda fun: lambda x: vmap(fun)(x.expand(2, *x.shape))[0],
     "grad": lambda fun: grad(lambda x: fun(x).sum()),
