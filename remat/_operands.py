@@ -240,15 +240,16 @@ class Operands:
                 if key in constants:
                     self._capture(constants.pop(key))
                 self.originals[index[key]].set_in_modules(places)
-            for tensor, place in search(self.objects, captured, far=False) if captured else ():
+            for tensor, place in search(self.objects, captured.keys() - look.handed_on, far=False) if captured else ():
                 self._add_place(tensor, place)
-            for key in look.handed_on & captured.keys():
-                self._must_have_place(key, look)
-        also = (look.handed_on & index.keys()) - captured.keys()
-        far = not all(self.originals[index[key]].places for key in also)
-        for tensor, place in search(self.objects, also, far) if also else ():
-            self._add_place(tensor, place)  # a transform may have found it there
+        handed_on = look.handed_on & index.keys()
+        for tensor, place in (
+            search(self.objects, handed_on) if handed_on else ()
+        ):  # a transform may have found it there
+            self._add_place(tensor, place)
             self.originals[index[id(tensor)]].handed_on = True
+        for key in look.handed_on & captured.keys():
+            self._must_have_place(key, look)
 
     def _add_place(self, tensor: Tensor, place: Place) -> None:
         original = self.originals[self._index[id(tensor)]]

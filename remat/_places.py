@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
+import itertools
 import threading
 import types
 import weakref
@@ -27,9 +27,11 @@ Place = tuple[Any, Any]
 """A dict, list or deque, and a key of it."""
 
 MISSING: Any = object()
-_NEAR = 2, 300
-_FAR = 6, 20_000
+_NEAR = 3, 2_000
+_FAR = 7, 50_000
 """How deep a search goes, and how many objects it looks at."""
+_MOST_HELD = 1_000
+"""How many objects of a container it looks at: a vocabulary or a list of samples is not searched to its end."""
 _MOST_NEAR = 100
 _CONTAINERS: tuple[Any, ...] = (list, tuple, dict, deque, set, frozenset)
 
@@ -101,21 +103,13 @@ def places_in_modules(objects: Iterable[Any], tensors: Iterable[Tensor]) -> dict
 def _modules_near(objects: Iterable[Any]) -> Iterator[torch.nn.Module]:
     """The outermost modules among the objects and among those that these hold."""
     for obj in objects:
-        for near in (obj,) if isinstance(obj, torch.nn.Module) else (obj, *_near(obj)):
+        for near in (obj,) if isinstance(obj, torch.nn.Module) else (obj, *(held for _, held in _near(obj))):
             if isinstance(near, torch.jit.ScriptModule):
                 continue  # its tensors are not in Python
             if isinstance(near, torch.nn.Module):
                 yield near
-            else:
-                yield from (m for m in _items(near, _MOST_NEAR) if isinstance(m, torch.nn.Module))
-
-
-def _items(obj: Any, most: float = math.inf) -> list[Any]:
-    """What a container with less than `most` items holds. Methods of the user's classes are not called."""
-    for kind in _CONTAINERS:
-        if isinstance(obj, kind) and kind.__len__(obj) < most:
-            return list(dict.values(obj) if kind is dict else kind.__iter__(obj))
-    return []
+            elif isinstance(near, _CONTAINERS):
+                yield from (held for _, held in _near(near)[:_MOST_NEAR] if isinstance(held, torch.nn.Module))
 
 
 def search(
@@ -125,59 +119,65 @@ def search(
 
     `wanted`: identities of those to find. Without it, all are.
     """
-    for obj in _in_reach(objects, *(_FAR if far else _NEAR)):
-        for holder, key, value in _slots(obj):
-            if isinstance(value, Tensor) and (wanted is None or id(value) in wanted):
-                yield value, (holder, key)
+    for place, obj in _in_reach(objects, *(_FAR if far else _NEAR)):
+        if place is not None and isinstance(obj, Tensor) and (wanted is None or id(obj) in wanted):
+            yield obj, place
 
 
 def is_in_reach(tensor: Tensor, objects: Iterable[Any]) -> bool:
     """Whether one of the objects, or of those in reach, holds the tensor. Bounded."""
-    return any(near is tensor for obj in _in_reach(objects, *_FAR) for near in _near(obj))
+    return any(obj is tensor for _, obj in _in_reach(objects, *_FAR))
 
 
 def script_module_near(objects: Iterable[Any]) -> Any:
     """Search the objects, and those in reach, for a ScriptModule. Bounded."""
-    found = (obj for obj in _in_reach(objects, _FAR[0], _NEAR[1]) if isinstance(obj, torch.jit.ScriptModule))
+    found = (obj for _, obj in _in_reach(objects, _FAR[0], _NEAR[1]) if isinstance(obj, torch.jit.ScriptModule))
     return next(found, None)
 
 
-def _in_reach(objects: Iterable[Any], depth: int, most: int) -> Iterator[Any]:
-    """The objects, and those that they hold or are made of, the nearest first."""
+def _in_reach(objects: Iterable[Any], depth: int, most: int) -> Iterator[tuple[Place | None, Any]]:
+    """The objects, and those that they hold or are made of, the nearest first: each with its place, if it has one."""
     seen: set[int] = set()
-    todo = deque((obj, depth) for obj in objects)
-    while todo and len(seen) < most:
-        obj, depth = todo.popleft()
-        if type(obj) in ATOMS or isinstance(obj, (Tensor, type, types.ModuleType)) or id(obj) in seen:
-            continue
-        seen.add(id(obj))
-        yield obj
-        if depth:
-            todo += [(x, depth - 1) for x in _near(obj)]
+    todo: deque[tuple[Place | None, Any, int]] = deque((None, obj, depth) for obj in objects)
+    while todo and most:
+        place, obj, depth = todo.popleft()
+        yield place, obj
+        most -= 1
+        is_leaf = type(obj) in ATOMS or isinstance(obj, (Tensor, type, types.ModuleType))
+        if depth and not is_leaf and id(obj) not in seen:
+            seen.add(id(obj))
+            todo += [(near, held, depth - 1) for near, held in _near(obj)]
 
 
-def _slots(obj: Any) -> list[tuple[Any, Any, Any]]:
-    """The places in one object that can be given other values: each a dict, list or deque, a key and the value."""
-    if isinstance(obj, dict):
-        return [(obj, key, value) for key, value in list(dict.items(obj))]
-    if isinstance(obj, (list, deque)):
-        return [(obj, i, value) for i, value in enumerate(_items(obj))]
-    if type(obj) is types.FunctionType:
-        names = names_in(obj.__code__) & obj.__globals__.keys()
-        return [(obj.__globals__, name, obj.__globals__[name]) for name in names]
-    attributes = getattr(obj, "__dict__", None)
-    return [(attributes, key, value) for key, value in list(attributes.items())] if type(attributes) is dict else []
-
-
-def _near(obj: Any) -> list[Any]:
-    """The objects that one object holds or is made of."""
-    found = [value for _, _, value in _slots(obj)]
+def _near(obj: Any) -> list[tuple[Place | None, Any]]:
+    """The objects that one object holds or is made of, each with its place, if it can be given another value."""
+    parts = [*parts_of(obj)]
     if isinstance(obj, (tuple, set, frozenset)):
-        found += _items(obj)
+        parts += _items(obj)
     method = vars(type(obj)).get("forward" if isinstance(obj, torch.nn.Module) else "__call__")
     if type(method) is types.FunctionType:
-        found.append(method)
-    return [*found, *parts_of(obj)]
+        parts.append(method)
+    return [*_slots(obj), *((None, part) for part in parts)]
+
+
+def _slots(obj: Any) -> list[tuple[Place, Any]]:
+    """The places in one object, with what they hold."""
+    if isinstance(obj, (list, deque)):
+        return [((obj, i), held) for i, held in enumerate(_items(obj))]
+    if type(obj) is types.FunctionType:
+        names = names_in(obj.__code__) & obj.__globals__.keys()
+        return [((obj.__globals__, name), obj.__globals__[name]) for name in names]
+    holder = obj if isinstance(obj, dict) else getattr(obj, "__dict__", None)
+    return [((holder, key), held) for key, held in _items(holder)] if isinstance(holder, dict) else []
+
+
+def _items(obj: Any) -> list[Any]:
+    """The items of a container, the first of many. Methods of the user's classes are not called."""
+    for kind in _CONTAINERS:
+        if isinstance(obj, kind):
+            items = dict.items(obj) if kind is dict else kind.__iter__(obj)
+            return [*itertools.islice(items, _MOST_HELD)]
+    return []
 
 
 @functools.cache

@@ -6,6 +6,7 @@
 import collections
 import dataclasses
 import functools
+import tracemalloc
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -926,6 +927,29 @@ def test_an_argument_of_an_inner_function_that_it_finds_in_a_container_too() -> 
 
     x = numbers(3)
     assert_same(grad(lambda x: loss(remat, x))(x), grad(lambda x: loss(plain, x))(x))
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap(grad)", "grad(grad)"])
+def test_an_inner_gradient_of_a_tensor_that_is_in_a_second_container_farther_away(transform: str) -> None:
+    def fun(ck: Any, x: Tensor) -> Tensor:
+        w = x.cos()
+        held = Holder(w=[w], far={"a": {"b": {"c": [w]}}})
+        return ck(lambda x: x * grad(lambda w: (w.sin() * x).sum())(held.far["a"]["b"]["c"][0]))(x)
+
+    actual, expected = (TRANSFORMS[transform](lambda x, ck=ck: fun(ck, x), numbers(3)) for ck in (remat, plain))
+    assert_same(actual, expected)
+
+
+def test_the_search_for_captured_tensors_ends_in_a_long_list() -> None:
+    held = Holder(samples=list(range(200_000)), vocabulary={str(i): i for i in range(200_000)}, w=leaf(numbers(3)))
+    fun = remat(lambda x: (x * held.w).sin())
+    fun(leaf(numbers(3))).sum().backward()
+    tracemalloc.start()
+    try:
+        fun(leaf(numbers(3))).sum().backward()
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000  # to list the samples once takes ten times as much
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_an_inner_function_finds_in_a_tuple_and_returns_as_it_is() -> None:
