@@ -223,7 +223,7 @@ class Look(NestedMode):
     def _seen_in(self, arg: Any) -> Any:
         if isinstance(arg, Tensor):
             return self.read(arg)
-        if isinstance(arg, (list, tuple)) and any(isinstance(a, (Tensor, list, tuple, dict)) for a in arg):
+        if isinstance(arg, (list, tuple)) and HOLDER in map(kind_of, {*map(type, arg)}):
             items = [self._seen_in(a) for a in arg]
             return type(arg)(*items) if hasattr(arg, "_fields") else type(arg)(items)
         if type(arg) is dict:

@@ -144,7 +144,7 @@ def _in_reach(objects: Iterable[Any], depth: int, most: int) -> Iterator[tuple[P
         yield place, obj
         most -= 1
         is_leaf = type(obj) in ATOMS or isinstance(obj, (Tensor, type, types.ModuleType))
-        if depth and not is_leaf and id(obj) not in seen:
+        if depth and len(todo) < most and not is_leaf and id(obj) not in seen:
             seen.add(id(obj))
             todo += [(near, held, depth - 1) for near, held in _near(obj)]
 
