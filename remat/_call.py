@@ -239,12 +239,14 @@ class Call:
         found += [(ref, ()) for ref, *_ in operands.constants]
         if any((t := ref()) is not None and outer.has_made(t) for ref, _ in found):  # a rerun makes another
             return None
+        cells = [ref for ref, *_ in operands.cell_constants if (t := ref()) is None or not outer.has_made(t)]
         unused = self.leaves - self._reached - self._ambiguous
         unread = [i for i, original in enumerate(given) if original.position == NEVER]
         reached = [i for i, position in enumerate(operands.positions) if position not in unused and i not in unread]
         return Remembered(
             [o.ref for o in given],
             found,
+            cells,
             operands.survivors,
             self.signature,
             unread,
@@ -263,6 +265,8 @@ class Call:
         originals = [*operands.tensors, *(t for ref, _ in forward.found if (t := ref()) is not None)]
         given = len(forward.given)
         if len(operands.tensors) != given or len(originals) != given + len(forward.found):
+            return None
+        if not {id(ref()) for ref in forward.cells} <= {id(t) for t, _ in operands.in_cells}:
             return None
         look = Look(self.name, operands.tensors[: operands.given], None)
         look.begin(outer)

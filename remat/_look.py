@@ -27,7 +27,7 @@ from remat._dispatch_mode import tell_of_access
 from remat._effects import Effects, as_given, effects_of, is_of_torch, reads_no_value, tensors_in, written_by
 from remat._errors import CHANGES, DATA_OF_A_LEVEL, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, call_site
 from remat._graph import is_made_since
-from remat._made import Made, Occasion, Read
+from remat._made import Made, Read, Survivor
 from remat._memory import memory_of
 from remat._nested_mode import NestedMode, current_look
 from remat._saved import is_of_user
@@ -239,7 +239,7 @@ class Look(NestedMode):
         """
         key = id(tensor)
         _, value = self._swaps.get(key, (tensor, tensor))  # in an outer rerun, which may run below the original's level
-        if value is tensor and level_of(tensor) > self.depth:
+        if value is tensor and self.depth < level_of(tensor) <= stack_depth():
             self.read(internals.unwrapped(tensor), handed_on=True)
             return tensor
         known = self._known_value(tensor)
@@ -419,8 +419,8 @@ class Look(NestedMode):
         """Whether the run made this tensor."""
         return not self._is_from_outside(tensor) and (id(tensor) in self._known or self._own.has(tensor))
 
-    def survivors(self) -> list[tuple[weakref.ref[Tensor], dict[Occasion, int]]]:
-        """The tensors that the run made without a derivative and read, and that are still alive: NOTE [survivors]."""
+    def survivors(self) -> list[Survivor]:
+        """The tensors that the run made without a derivative and read, and that are still alive."""
         return self._own.survivors(self.outside.values())
 
 

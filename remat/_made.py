@@ -3,9 +3,10 @@
 NOTE [survivors]: a function may keep a tensor that it makes, and a rerun then finds it. That is right for a table that
 is made on first use. It is wrong for a running average, `self.mean = 0.9 * self.mean + x`: the rerun would go on from
 the new mean. The reads tell them apart. An *occasion* is a position in the signature and the torch function that reads
-there. The rerun may read a survivor only on an occasion on which the forward read it: the forward reads the new mean
-later than the old one. If both have the same occasion, the reads are counted: the rerun reads one tensor more there.
-All tensors that a run makes are counted together, because the rerun makes other tensors than the forward.
+there. The rerun may read a survivor only on an occasion on which the forward read it as it is now: the forward reads
+the new mean later than the old one, and changes an accumulator after it has read it. If both have the same occasion,
+the reads are counted, beginning with the survivor's: the rerun reads one tensor more there. All tensors that a run
+makes are counted together, because the rerun makes other tensors than the forward.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from remat import _torch_internals as internals
 from remat._signature import hash_of
 
 Occasion = tuple[int, Any]
@@ -40,6 +42,15 @@ class Read(NamedTuple):
     """The torch function that read it."""
 
 
+class Survivor(NamedTuple):
+    """A tensor that a run made without a derivative and read, and that is still alive: NOTE [survivors]."""
+
+    ref: weakref.ref[Tensor]
+    version: int
+    times: dict[Occasion, int]
+    """On each occasion, how often a tensor was read, beginning with this one."""
+
+
 class Made:
     """Holds the tensors by weak references, and notes the occasions on which they are read."""
 
@@ -48,8 +59,8 @@ class Made:
         """By identity."""
         self.times: defaultdict[Occasion, int] = defaultdict(int)
         """How often one of the tensors was read on each occasion."""
-        self._occasions: dict[int, set[Occasion]] = {}
-        """By identity."""
+        self._occasions: dict[int, dict[Occasion, tuple[int, int]]] = {}
+        """By identity: on each occasion, how many reads came before that of the tensor; its version then."""
 
     def add(self, tensor: Tensor) -> None:
         """Note a tensor that was made."""
@@ -64,19 +75,23 @@ class Made:
 
     def count(self, tensor: Tensor, occasion: Occasion) -> None:
         """Note that the run reads a tensor that it made."""
-        self._occasions.setdefault(id(tensor), set()).add(occasion)
+        occasions, version = self._occasions.setdefault(id(tensor), {}), internals.version(tensor)
+        if occasions.get(occasion, (0, None))[1] != version:
+            occasions[occasion] = self.times[occasion], version
         self.times[occasion] += 1
 
     def adopt(self, inner: Made, position: int) -> None:
         """Take over the notes of a nested run, which has ended at this position of the signature."""
         self.refs.update(inner.refs)
         for key, occasions in inner._occasions.items():
-            self._occasions.setdefault(key, set()).update((position, occasion) for occasion in occasions)
+            of_tensor = self._occasions.setdefault(key, {})
+            for occasion, (before, version) in occasions.items():
+                of_tensor[position, occasion] = before + self.times[position, occasion], version
         for occasion, times in inner.times.items():
             self.times[position, occasion] += times
 
-    def survivors(self, outside: Iterable[Read]) -> list[tuple[weakref.ref[Tensor], dict[Occasion, int]]]:
-        """The tensors that are read and still alive, with their occasions and how often one was read on each.
+    def survivors(self, outside: Iterable[Read]) -> list[Survivor]:
+        """The tensors that are read and still alive.
 
         **Arguments:**
 
@@ -89,10 +104,11 @@ class Made:
             if tensor is None:
                 continue
             kept[key] = tensor
-            occasions = self._occasions.get(key)
+            occasions, now = self._occasions.get(key), internals.version(tensor)
             if occasions is not None:
                 shape = hash_of(tensor)
                 alike = {(r.position, r.reader) for r in outside if hash_of(r.tensor) == shape}
                 if alike.isdisjoint(occasions):
-                    found.append((ref, {occasion: self.times[occasion] for occasion in occasions}))
+                    times = {o: self.times[o] - before for o, (before, version) in occasions.items() if version == now}
+                    found.append(Survivor(ref, now, times))
         return found

@@ -20,7 +20,7 @@ from remat._closure import Operand
 from remat._errors import CHANGES, CheckpointError, RematError
 from remat._graph import Stranger, edges_of, is_from_before, layers_and_tangents
 from remat._look import Look
-from remat._made import Read
+from remat._made import Occasion, Read, Survivor
 from remat._memory import memory_of, two_that_share_memory
 from remat._places import Place, item, places_in_modules, script_module_near, search
 from remat._signature import name_of
@@ -112,8 +112,8 @@ class Plan(NamedTuple):
     """By memory, the operands that the rerun must write to, as the forward did."""
     reads: dict[int, int]
     """By identity, tensors that the rerun may read, and the length of the signature when the forward first did."""
-    survivors: dict[int, dict[tuple[int, Any], int]]
-    """By identity, tensors that the forward made and that are still alive, and how it read them."""
+    survivors: dict[int, dict[Occasion, int]]
+    """By identity, tensors that the forward made and that are still alive, and how often it read them when."""
     alive: list[Tensor]
     """All tensors that are known by identity, kept alive so that no other tensor can get the identity of one."""
 
@@ -131,7 +131,7 @@ class Operands:
     - `objects`: where to search for captured tensors: the objects in reach of the function.
     - `stands_in`: whether the call is skipped: see `Call.stand_in`.
     - `known_places`: by identity, places that are known from the forward of an outer function.
-    - `survivors`: tensors that the forward made without a derivative and that are still alive, and how it read them.
+    - `survivors`: tensors that the forward made without a derivative and read, and that are still alive.
     """
 
     given = held = 0
@@ -146,12 +146,12 @@ class Operands:
         self.positions: list[int] = []
         self.known_places: dict[int, Sequence[Place]] = {}
         self._index: dict[int, int] = {}
-        self._in_cells: list[tuple[Tensor, int]] = []
+        self.in_cells: list[tuple[Tensor, int]] = []
         """Tensors in cells that are not operands, and their versions."""
         self.constants: list[tuple[weakref.ref[Tensor], int, int]] = []
-        self._cell_constants: list[tuple[weakref.ref[Tensor], int, int]] = []
+        self.cell_constants: list[tuple[weakref.ref[Tensor], int, int]] = []
         """Both: outside tensors that are not operands, with version and signature length at the first read."""
-        self.survivors: list[tuple[weakref.ref[Tensor], Any]] = []
+        self.survivors: list[Survivor] = []
 
     def add(self, tensor: Tensor) -> Operand:
         """Make an operand of a tensor, unless it is one."""
@@ -165,7 +165,7 @@ class Operands:
     def operand_of(self, tensor: Tensor) -> Any:
         if matters(tensor):
             return self.add(tensor)
-        self._in_cells.append((tensor, internals.version(tensor)))
+        self.in_cells.append((tensor, internals.version(tensor)))
         return tensor
 
     def find(self, look: Look, tape: Tape | None, since: int) -> None:
@@ -188,11 +188,11 @@ class Operands:
         self.constants += [(weakref.ref(r.tensor), r.version, r.position) for r in constants.values()]
 
     def _note_cells(self, look: Look) -> None:
-        for tensor, version in self._in_cells:
+        for tensor, version in self.in_cells:
             written = id(tensor) in look.copies
             read: Read | None = None if written else look.outside.pop(id(tensor), None)
             if read is not None or self.stands_in:
-                self._cell_constants.append((weakref.ref(tensor), version, 0 if read is None else read.position))
+                self.cell_constants.append((weakref.ref(tensor), version, 0 if read is None else read.position))
             if read is not None and internals.version(tensor) != version:
                 raise self._changed(read)
 
@@ -326,20 +326,23 @@ class Operands:
                 vars(operand).update(original.attributes)
             if original.handed_on and not original.places:
                 raise RematError(HANDED_ON.format(self.name, "an op", list(operand.shape), operand.dtype))
-        alive = [*self.still_there(), *(t for ref, _ in self.survivors if (t := ref()) is not None)]
-        for ref, version, position in (*self.constants, *self._cell_constants):
-            constant = ref()
-            if constant is not None:
-                if internals.version(constant) != version:
-                    raise CheckpointError(_CHANGED_SINCE.format(list(constant.shape), constant.dtype, self.name))
-                reads[id(constant)] = position
-        survivors = {id(t): how for ref, how in self.survivors if (t := ref()) is not None}
+        alive = [*self.still_there(), *(t for survivor in self.survivors if (t := survivor.ref()) is not None)]
+        for ref, version, position in (*self.constants, *self.cell_constants):
+            if self._is_alive(ref(), version):
+                reads[id(ref())] = position
+        survivors = {id(s.ref()): s.times for s in self.survivors if self._is_alive(s.ref(), s.version)}
         return Plan(swaps, fill, to_write, reads, survivors, alive)
+
+    def _is_alive(self, tensor: Tensor | None, version: int) -> bool:
+        """Whether a tensor is still alive. If it has been changed in place, that is an error."""
+        if tensor is not None and internals.version(tensor) != version:
+            raise CheckpointError(_CHANGED_SINCE.format(list(tensor.shape), tensor.dtype, self.name))
+        return tensor is not None
 
     def still_there(self) -> list[Tensor]:
         """The originals, and the other outside tensors that reruns read, if they are still alive."""
         refs = [original.ref for original in self.originals] + [ref for ref, *_ in self.constants]
-        refs += [ref for ref, *_ in self._cell_constants]
+        refs += [ref for ref, *_ in self.cell_constants]
         return [t for ref in refs if (t := ref()) is not None]
 
     def let_go(self, look: Look, reached: set[int]) -> None:
@@ -356,5 +359,5 @@ class Operands:
         for i in range(self.given, self.held):
             if id(self.tensors[i]) not in look.outside and self.positions[i] not in reached:
                 self.originals[i].position = NEVER
-        self.objects, self.tensors, self._in_cells = [], [], []
+        self.objects, self.tensors, self.in_cells = [], [], []
         self._index = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,8 +15,8 @@ from remat import _torch_internals as internals
 from remat._effects import Effects
 from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._graph import is_made_since
-from remat._look import MADE_INSIDE, Look
-from remat._made import kept
+from remat._look import MADE_INSIDE, Look, level_of, stack_depth
+from remat._made import Occasion, kept
 from remat._memory import memory_of
 from remat._operands import HANDED_ON, Plan
 from remat._places import is_in_reach
@@ -84,8 +85,8 @@ class RerunLook(Look):
         self._hooks: Counter[tuple[int, ...]] = Counter()
         """How many hooks it has set at each position of the signature."""
         self._level = level
-        self._revived: dict[tuple[int, Any], tuple[int, torch.Size, torch.dtype]] = {}
-        """By occasion on which it read survivors: how often the forward did so; shape and dtype of one of them."""
+        self._revived: dict[tuple[int, Occasion], tuple[int, str]] = {}
+        """By identity of a survivor, and occasion of a read: how many reads there may be by then; else the error."""
         self._suspects: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         """By identity, tensors that it may have made unseen, each with the error message if it has not."""
 
@@ -98,16 +99,21 @@ class RerunLook(Look):
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
-        is_inner = internals.level_of(tensor) > self.depth  # NOTE [inner wrappers]
+        is_inner = level_of(tensor) > self.depth  # NOTE [inner wrappers]
         if not is_inner and (key in self._known or self._reads_own(tensor)):
             return tensor
         if (occasions := self._plan.survivors.get(key)) is not None:
             how = self._position, self._reader
             if how not in occasions:
                 raise self._too_early(tensor)
+            error = _REPLACED.format(self.name, list(tensor.shape), tensor.dtype, PURITY)
+            self._revived.setdefault((key, how), (self._own.times[how] + occasions[how], error))
             self._own.times[how] += 1
-            self._revived[how] = occasions[how], tensor.shape, tensor.dtype
-            return internals.below_grad_levels(tensor)
+            value = internals.below_grad_levels(tensor)
+            if internals.is_wrapper(value) and level_of(value) not in (level for level, *_ in internals.vmap_levels()):
+                raise CheckpointError(self._stranger(tensor))
+            self._known.add(id(value))
+            return value
         position = self._plan.reads.get(key)
         if position is None:
             return self._read_other(tensor, is_inner)
@@ -128,11 +134,14 @@ class RerunLook(Look):
         """Handle a read of a tensor that the forward was not seen to read."""
         key = id(tensor)
         wraps = is_inner or internals.is_dead(tensor)
-        is_new = is_made_since(tensor, self.since) or isinstance(tensor, internals.FakeTensor)
+        # The sequence numbers of each thread are its own.
+        tells_age = self._forward.thread == threading.get_ident()
+        is_new = isinstance(tensor, internals.FakeTensor) or (tells_age and is_made_since(tensor, self.since))
         has_graph = tensor.grad_fn is not None if wraps else internals.nodes_of(tensor)
-        is_above = internals.level_of(tensor) > internals.stack_depth()  # only the forward ran there
-        is_kept = kept.get(key) is tensor or (not (wraps or is_new) and is_in_reach(tensor, self.objects))
-        if is_above or (has_graph and not is_new) or is_kept:
+        is_old = tells_age and has_graph and not is_new
+        is_above = level_of(tensor) > stack_depth()  # only the forward ran there
+        is_kept = kept.get(key) is tensor or (not (is_inner or is_new) and is_in_reach(tensor, self.objects))
+        if is_above or is_old or is_kept:
             raise CheckpointError(self._stranger(tensor))
         if wraps:
             inner = internals.unwrapped(tensor)
@@ -210,9 +219,9 @@ class RerunLook(Look):
         self.objects = ()
         for t in self._plan.to_write.values():
             raise CheckpointError(_NOT_WRITTEN.format(self.name, list(t.shape), t.dtype))
-        for how, (times, shape, dtype) in self._revived.items():
+        for (_, how), (times, error) in self._revived.items():
             if self._own.times[how] > times:
-                raise CheckpointError(_REPLACED.format(self.name, list(shape), dtype, PURITY))
+                raise CheckpointError(error)
         for position, level in self._forward.hooks:
             missing = sum(p == position for p, _ in self._forward.hooks) - self._hooks[position]
             if level == self._level and not 0 <= missing <= self._forward.hooks_of_torch.count(position):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import numbers
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -48,13 +49,25 @@ class Signature:
     - `nests`: whether the function makes nested calls of functions under remat.
     - `shows_nodes`: whether the user's code got a node of the graph, and may put a hook on that.
     - `has_custom`: whether it was seen to call an autograd.Function.
+    - `thread`: the thread of the forward.
     """
 
-    __slots__ = ("calls", "has_custom", "hooks", "hooks_of_torch", "nests", "shows_nodes", "tail", "tail_call")
+    __slots__ = (
+        "calls",
+        "has_custom",
+        "hooks",
+        "hooks_of_torch",
+        "nests",
+        "shows_nodes",
+        "tail",
+        "tail_call",
+        "thread",
+    )
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, int]] = []
         self.nests = self.shows_nodes = self.has_custom = False
+        self.thread = threading.get_ident()
         self.tail: int | None = None
         self.tail_call: Any = None
         self.hooks: list[tuple[tuple[int, ...], int]] = []

@@ -19,6 +19,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._dispatch_mode import DispatchMode
+from remat._made import Survivor
 from remat._ops import plain, tensors
 from remat._places import Place
 from remat._saved import saves_tensors
@@ -76,7 +77,9 @@ class Remembered(NamedTuple):
     """The tensors from arguments and cells."""
     found: list[tuple[weakref.ref[Tensor], Sequence[Place]]]
     """The other outside tensors that it read, and their places in modules."""
-    survivors: list[tuple[weakref.ref[Tensor], Any]]
+    cells: list[weakref.ref[Tensor]]
+    """The other tensors from cells, unless the outer function makes them."""
+    survivors: list[Survivor]
     signature: Signature
     unread: list[int]
     """Positions in `given` of the tensors from cells that it did not read."""

@@ -6,6 +6,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +14,13 @@ import numpy as np
 import pytest
 import stateful_programs
 import torch
-from helpers import TRANSFORMS, CountOps, assert_same, at_an_address_of, leaf, numbers, plain
+from helpers import TRANSFORMS, CountOps, assert_same, at_an_address_of, in_turn, leaf, numbers, plain
 from stateful_programs import Stateful
 from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 from torch.nn import functional as F
 
-from remat import CheckpointError, RematError, checkpoint, policies, remat
+from remat import CheckpointError, RematError, checkpoint, fori_loop, policies, remat, scan
 from remat.debug import LiveBytes
 from remat.random import key, keyed
 
@@ -279,6 +280,130 @@ def test_a_state_that_is_reset_before_the_backward(place: Any, kept: Any, transf
 
     with pytest.raises(CheckpointError, match=r"which its forward did not read"):
         gradient(program, remat, transform)
+
+
+def halve(held: Any) -> None:
+    held.t = held.t * 0.5
+
+
+def halve_in_place(held: Any) -> None:
+    held.t.mul_(0.5)
+
+
+def count_up(held: Any) -> None:
+    held.t += 1
+
+
+def exchange_two(held: Any) -> None:
+    held.t, held.other = held.other, held.t
+
+
+@CHECKED
+@pytest.mark.parametrize("after", [False, True], ids=["read_later", "read_before"])
+@pytest.mark.parametrize("change", [halve, halve_in_place, count_up, exchange_two])
+def test_a_state_that_is_made_on_first_use_and_changed(change: Any, after: bool, transform: str) -> None:
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        held = SimpleNamespace(t=None)
+
+        def step(x: Tensor) -> Tensor:
+            if held.t is None:
+                held.t, held.other = torch.full((3,), 2.0).double(), torch.full((3,), 3.0).double()
+            before = held.t.clone() * held.other
+            change(held)
+            return x.sin() * (before if after else held.t.clone())
+
+        return ck(step)(x)
+
+    with pytest.raises(CheckpointError, match=r"step (reads a tensor of shape|goes on from a tensor)"):
+        gradient(program, remat, transform)
+
+
+@CHECKED
+def test_a_table_that_is_made_on_first_use_and_changed_before_the_backward(transform: str) -> None:
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        held = SimpleNamespace(t=None)
+
+        def step(x: Tensor) -> Tensor:
+            if held.t is None:
+                held.t = torch.full((3,), 2.0).double()
+            return x.sin() * held.t
+
+        out = ck(step)(x)
+        held.t.mul_(2)
+        return out.cos()
+
+    with pytest.raises(CheckpointError, match=r"step reads from outside has been modified by an inplace operation"):
+        gradient(program, remat, transform)
+
+
+BODIES: dict[str, Any] = {
+    "alone": remat,
+    "remat in remat": lambda fun: remat(lambda x: remat(fun)(x) * 1),
+    "remat three times": lambda fun: remat(remat(remat(fun))),
+    "checkpoint in remat": lambda fun: remat(lambda x: checkpoint(fun, x, use_reentrant=False)),
+    "scan": lambda fun: lambda x: scan(lambda c, _: (fun(c), None), x, length=3)[0],
+    "fori_loop": lambda fun: lambda x: fori_loop(0, 3, lambda _, c: fun(c), x),
+}
+
+
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "grad(vmap)", "grad(grad)", "jacrev"])
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_a_table_that_is_made_on_first_use(body: Any, transform: str) -> None:
+    held = SimpleNamespace()
+
+    def step(x: Tensor) -> Tensor:
+        if held.t is None:
+            held.t = torch.zeros(3).double()
+            held.t[1:] = torch.arange(2).double() * 2
+        return (x * held.t + x).sin()
+
+    def run(body: Any) -> Any:
+        held.t = None
+        return TRANSFORMS[transform](body(step), numbers(3))
+
+    steps = 3 if body in (BODIES["scan"], BODIES["fori_loop"]) else 1
+    assert_same(run(body), run(lambda fun: in_turn(*[fun] * steps)))
+
+
+def test_a_state_with_a_graph_that_is_replaced_is_found_by_a_backward_in_another_thread() -> None:
+    """The sequence numbers of that thread begin at 0."""
+    held = SimpleNamespace(t=numbers(3))
+
+    def step(x: Tensor) -> Tensor:
+        held.t = x.sin() * held.t
+        return held.t.cos()
+
+    out = remat(step)(leaf(numbers(3))).sum()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(CheckpointError, match=r"which its forward did not read"):
+        pool.submit(out.backward).result()
+
+
+@pytest.mark.parametrize("end", [lambda y: y, lambda y: y * 2], ids=["skipped", "run"])
+def test_a_cell_of_an_inner_call_that_is_replaced_before_the_backward(end: Any) -> None:
+    scale = numbers(3)
+    held = SimpleNamespace(block=remat(lambda x: (x * scale).sin()))
+    out = remat(lambda x: end(held.block(x.exp())))(leaf(numbers(3)))
+    scale = numbers(3, seed=1)
+    with pytest.raises(CheckpointError, match=r"which its forward did not read"):
+        out.sum().backward()
+
+
+def test_a_state_that_a_rerun_replaces_after_the_caller_has_restored_it() -> None:
+    first = numbers(3)
+    held = SimpleNamespace(t=first)
+
+    def step(x: Tensor) -> Tensor:
+        y = x.sin() * held.t
+        held.t = y.detach()
+        return y.cos()
+
+    def loss(x: Tensor) -> Tensor:
+        out = remat(step, policy=policies.everything_saveable)(x).sum()
+        held.t = first
+        return out
+
+    with pytest.raises(CheckpointError, match=r"which its forward did not read"):
+        grad(lambda x: grad(loss)(x).sin().sum())(numbers(3))
 
 
 INSIDE: dict[str, Any] = {
