@@ -26,7 +26,7 @@ from remat._tail import without_products
 _TOO_EARLY = (
     "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, earlier than its forward did: the "
     "function has replaced a tensor, or made one on first use and changed it, or tensors have changed places since. "
-    "Make it outside of the function and write in place (self.mean.copy_(...)), which happens once, or pass it as an "
+    "Write in place (self.mean.copy_(...)), which happens once, to a tensor that is made outside, or pass it as an "
     "argument. {}"
 )
 _REPLACED = (
