@@ -52,17 +52,7 @@ class Signature:
     - `thread`: the thread of the forward.
     """
 
-    __slots__ = (
-        "calls",
-        "has_custom",
-        "hooks",
-        "hooks_of_torch",
-        "nests",
-        "shows_nodes",
-        "tail",
-        "tail_call",
-        "thread",
-    )
+    __slots__ = "calls", "has_custom", "hooks", "hooks_of_torch", "nests", "shows_nodes", "tail", "tail_call", "thread"
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, int]] = []
