@@ -60,8 +60,7 @@ class Look(NestedMode):
     - `tail_number`, `tail_results`: of the call at `signature.tail`: the sequence number after it, and its results.
     """
 
-    drew = False
-    sets_hooks = reads_unseen = False
+    drew = sets_hooks = reads_unseen = False
     tail_number = 0
     tail_results: Sequence[weakref.ref[Tensor]] = ()
     _reader: Any = None

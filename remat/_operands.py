@@ -22,7 +22,7 @@ from remat._graph import Stranger, edges_of, is_from_before, layers_and_tangents
 from remat._look import Look
 from remat._made import Occasion, Read, Survivor
 from remat._memory import memory_of, two_that_share_memory
-from remat._places import Place, item, places_in_modules, script_module_near, search
+from remat._places import Place, is_in_reach, item, places_in_modules, script_module_near, search
 from remat._signature import name_of
 from remat._tape import Origin, Tape
 
@@ -213,11 +213,15 @@ class Operands:
                 original.origin = None if tape is None else tape.origin(read.tensor)
             elif internals.version(value) != read.version:
                 raise self._changed(read)
-            elif key in known or value is not read.tensor or (matters(value) and is_from_before(value, since)):
+            elif key in known or value is not read.tensor or (matters(value) and self._is_outside(value, since)):
                 self._capture(read)
             else:
                 constants[key] = read
         return constants
+
+    def _is_outside(self, tensor: Tensor, since: int) -> bool:
+        """Whether the run did not make this tensor, out of sight. One of another thread may have any number."""
+        return is_from_before(tensor, since) or is_in_reach(tensor, self.objects)
 
     def _capture(self, read: Read) -> Original:
         """Make an operand of a tensor that the run has read from outside."""
@@ -243,9 +247,8 @@ class Operands:
             for tensor, place in search(self.objects, captured.keys() - look.handed_on, far=False) if captured else ():
                 self._add_place(tensor, place)
         handed_on = look.handed_on & index.keys()
-        for tensor, place in (
-            search(self.objects, handed_on) if handed_on else ()
-        ):  # a transform may have found it there
+        # A transform may have found it in any place.
+        for tensor, place in search(self.objects, handed_on) if handed_on else ():
             self._add_place(tensor, place)
             self.originals[index[id(tensor)]].handed_on = True
         for key in look.handed_on & captured.keys():

@@ -9,6 +9,7 @@ import functools
 import tracemalloc
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import optree
@@ -938,6 +939,19 @@ def test_an_inner_gradient_of_a_tensor_that_is_in_a_second_container_farther_awa
 
     actual, expected = (TRANSFORMS[transform](lambda x, ck=ck: fun(ck, x), numbers(3)) for ck in (remat, plain))
     assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("nest", [remat, lambda fun: remat(lambda x: remat(fun)(x))])
+def test_a_replica_runs_forward_in_a_thread_of_its_own(nest: Any) -> None:
+    """As in `nn.DataParallel`. The sequence numbers of the weights are of another thread, and may be any."""
+    w, x = leaf(numbers(3, 3)), leaf(numbers(3))
+    for _ in range(1000):
+        w * 2
+    replica = Holder(w=w.exp())
+    with ThreadPoolExecutor(1) as pool:
+        out = pool.submit(nest(replica.method), x).result()
+    expected = torch.autograd.grad(replica.method(x).sum(), [x, w], retain_graph=True)
+    assert_same(torch.autograd.grad(out.sum(), [x, w]), expected)
 
 
 def test_the_search_for_captured_tensors_ends_in_a_long_list() -> None:
