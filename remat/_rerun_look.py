@@ -133,6 +133,8 @@ class RerunLook(Look):
 
     def _read_other(self, tensor: Tensor, is_inner: bool) -> Tensor:
         """Handle a read of a tensor that the forward was not seen to read."""
+        if self._has_tangents and internals.inside_jvp_of_function():  # a tangent of an operand
+            return tensor
         key = id(tensor)
         wraps = is_inner or internals.is_dead(tensor)
         # The sequence numbers of each thread are its own.
