@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._effects import Effects
+from remat._effects import Effects, tensors_in
 from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._graph import is_made_since
 from remat._look import MADE_INSIDE, Look, level_of, stack_depth
@@ -133,6 +133,8 @@ class RerunLook(Look):
 
     def _read_other(self, tensor: Tensor, is_inner: bool) -> Tensor:
         """Handle a read of a tensor that the forward was not seen to read."""
+        if self._has_tangents and internals.inside_jvp_of_function():  # a tangent of an operand
+            return tensor
         key = id(tensor)
         wraps = is_inner or internals.is_dead(tensor)
         # The sequence numbers of each thread are its own.
@@ -167,8 +169,10 @@ class RerunLook(Look):
         return self.spares_tail and self._position == self._forward.tail
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        if self._at_tail and func is self._forward.calls[self._position][0]:
-            return without_products(func, args, kwargs)
+        if self._at_tail and func is self._forward.calls[self._position][0] and torch.is_grad_enabled():
+            given = tensors_in((*args, *kwargs.values()))
+            if any(map(internals.requires_grad_at_any_level, given)):  # else it comes before the tail: `x + a @ b @ x`
+                return without_products(func, args, kwargs)
         return func(*args, **kwargs)
 
     def spared_call(self) -> Any:

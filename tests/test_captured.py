@@ -473,6 +473,15 @@ def test_straight_into_an_autograd_function_at_the_base(hold: Any, function: Any
     assert_same(*grads)
 
 
+@pytest.mark.parametrize("transform", [t for t in TRANSFORMS if "forward AD" in t])
+def test_an_autograd_function_with_a_jvp(transform: str) -> None:
+    def fun(x: Tensor) -> Tensor:
+        return New.apply(x, 2 * x).cos()
+
+    x = numbers(3, 3)
+    assert_same(TRANSFORMS[transform](remat(fun), x), TRANSFORMS[transform](fun, x))
+
+
 AROUND_ADJOINT = {
     "remat": remat,
     "a policy": remat(policy=policies.dots_saveable),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import CountOps, assert_same, leaf, numbers, plain
+from helpers import TRANSFORMS, CountOps, assert_same, leaf, numbers, plain
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 from torch.nn import functional as F
@@ -182,6 +182,49 @@ def test_a_rerun_that_reads_what_its_forward_did_not_is_loud(args: list[Tensor])
 
     assert_same(by_backward(fun)(*args), by_backward(mlp)(*args))
     assert kept[0].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, a, b: x + a @ b @ x,
+        lambda x, a, b: x + F.linear(x, F.linear(a, b)),
+        lambda x, a, b: x + torch.mm(torch.no_grad()(torch.mm)(x, a), x),
+    ],
+)
+@pytest.mark.parametrize("transform", [".backward()", "grad"])
+def test_products_before_the_last_that_are_not_differentiated(fun: Fun, transform: str, args: list[Tensor]) -> None:
+    def derivative(ck: Any) -> Any:
+        x, a, b = args
+        return TRANSFORMS[transform](ck(lambda x: fun(x, a, b)), x)
+
+    assert products(derivative, remat) == products(derivative, plain) + 1
+    assert_same(derivative(remat), derivative(plain))
+
+
+def test_the_last_convolution_runs_once() -> None:
+    def fun(x: Tensor, w: Tensor) -> Tensor:
+        return x + F.conv2d(x.sin(), w, padding=1)
+
+    def derivative(ck: Any) -> Any:
+        leaves = leaf(numbers(2, 4, 256, 256)), leaf(numbers(4, 4, 3, 3, seed=1))
+        with CountOps() as count:
+            out = ck(fun)(*leaves)
+            out.square().sum().backward()
+        return out, [t.grad for t in leaves], count["convolution"]
+
+    assert_same(derivative(remat), derivative(plain))
+
+
+@pytest.mark.parametrize("forward", ["a product", "a call inside"])
+def test_a_rerun_that_ends_in_another_call_is_an_error(forward: str, args: list[Tensor]) -> None:
+    @remat
+    def fun(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        y = torch.tanh(x @ v)
+        return x + (remat(torch.mm)(y, w) if is_rerunning() is (forward == "a product") else y @ w)
+
+    with pytest.raises(CheckpointError, match=r"the rerun of .*fun differs .* at call 3 it calls .*mm"):
+        by_backward(fun)(*args)
 
 
 def test_a_rerun_that_goes_by_a_value_that_its_forward_did_not_read_is_an_error(args: list[Tensor]) -> None:

@@ -24,7 +24,7 @@ from torch.func import (
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from remat import RematError, checkpoint, policies, remat
+from remat import RematError, checkpoint, is_rerunning, policies, remat
 from remat.debug import LiveBytes
 
 Decorator = Callable[[Any], Any]
@@ -576,6 +576,18 @@ def test_hooks_of_a_nested_call_are_told_apart() -> None:
 def test_hooks_that_would_be_called_for_both_orders(transform: str) -> None:
     with pytest.raises(RematError, match=r"sets_a_hook puts a hook on a tensor that it has made, and .* both orders"):
         TRANSFORMS[transform](remat(sets_a_hook), numbers(3, 3))
+
+
+@pytest.mark.parametrize("transform", [".backward()", "grad"])
+def test_a_hook_that_only_the_forward_sets(transform: str) -> None:
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin()
+        if not is_rerunning():
+            y.register_hook(lambda g: 3 * g)
+        return y * y
+
+    with pytest.raises(RematError, match=r"the rerun of .*fun puts hooks on other tensors than its forward"):
+        TRANSFORMS[transform](remat(fun), numbers(3))
 
 
 # Around and inside.
