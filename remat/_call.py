@@ -277,8 +277,10 @@ class Call:
         self.since = internals.next_sequence_number()
         values = [look.read(originals[i]) for i in forward.reached]
         values = [t for t in values if matters(t) and (t.is_floating_point() or t.is_complex())]
-        if not values or any(t.layout is not torch.strided or t.is_nested for t in values):
-            return None  # another call of the same name, not differentiated; or tensors that `flatten` can't take
+        if not any(map(internals.requires_grad_at_any_level, values)):
+            return None  # another call of the same name
+        if any(t.layout is not torch.strided or t.is_nested for t in values):
+            return None  # `flatten` can't take it
         zeros = [t.flatten()[:0].sum() for t in values]
         self._look = look
         operands.stands_in = True

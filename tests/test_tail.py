@@ -316,15 +316,16 @@ def test_a_call_inside_that_hands_on_more_than_its_results() -> None:
     assert_same(*grads)
 
 
-def test_a_call_of_the_same_name_that_is_not_differentiated() -> None:
-    z = numbers(3, seed=1)
-
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "grad(vmap)", "jvp(grad)"])
+def test_a_call_of_the_same_name_that_is_not_differentiated(transform: str) -> None:
     def fun(x: Tensor, ck: Any) -> Tensor:
-        ck(torch.sin)(z)
-        return ck(torch.sin)(x)
+        scale = ck(torch.mul)(x.detach(), numbers(3, seed=1))
+        return ck(torch.mul)(x, scale)
 
-    actual = grad(lambda x: remat(fun, static_argnums=1)(x, remat).sum())(numbers(3))
-    assert_same(actual, grad(lambda x: fun(x, plain).sum())(numbers(3)))
+    actual, expected = (
+        TRANSFORMS[transform](lambda x, ck=ck: ck(lambda x: fun(x, ck))(x), numbers(3)) for ck in (remat, plain)
+    )
+    assert_same(actual, expected)
 
 
 def test_a_function_of_an_extension_in_cpp_may_read_and_save_anything() -> None:
