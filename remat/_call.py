@@ -277,10 +277,8 @@ class Call:
         self.since = internals.next_sequence_number()
         values = [look.read(originals[i]) for i in forward.reached]
         values = [t for t in values if matters(t) and (t.is_floating_point() or t.is_complex())]
-        if not any(map(internals.requires_grad_at_any_level, values)):
-            return None  # another call of the same name
-        if any(t.layout is not torch.strided or t.is_nested for t in values):
-            return None  # `flatten` can't take it
+        if not values or any(t.layout is not torch.strided or t.is_nested for t in values):
+            return None  # `flatten` can't take these
         zeros = [t.flatten()[:0].sum() for t in values]
         self._look = look
         operands.stands_in = True
@@ -342,7 +340,7 @@ class Call:
     @property
     def hands_on(self) -> bool:
         """Whether its derivative runs inner backward passes, out of the user's sight: NOTE [handed on]."""
-        handed_on = self.signature.nests and not self.signature.shows_nodes
+        handed_on = self.signature.nests > 0 and not self.signature.shows_nodes
         return handed_on and self.tape is None and not internals.tracing()
 
     @property

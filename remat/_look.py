@@ -322,7 +322,7 @@ class Look(NestedMode):
         """
         signature = self.signature
         position = len(signature.calls)
-        signature.nests, signature.tail = True, None
+        signature.nests, signature.tail = signature.nests + 1, None
         self.add_results((name, hash(tuple(calls))), out)
         if remembered is not None and len(signature.calls) > position:
             signature.tail, signature.tail_call = position, remembered

@@ -176,7 +176,8 @@ class RerunLook(Look):
         return func(*args, **kwargs)
 
     def spared_call(self) -> Any:
-        return self._forward.tail_call if self._at_tail else None
+        is_last = self.signature.nests + 1 == self._forward.nests
+        return self._forward.tail_call if self._at_tail and is_last else None
 
     def before_write(self, written: Tensor) -> None:
         """Note that the rerun wrote to an operand. It is a copy already."""

@@ -46,7 +46,7 @@ class Signature:
     - `hooks`: for each hook that the function sets on a tensor of its own, the length of `calls` at that time (and, in
         a nested call, the lengths there), and the level of the tensor, or `ELSEWHERE` or `NO_LEVEL`.
     - `hooks_of_torch`: these lengths for the hooks of torch's own tools, some of which set none in a backward pass.
-    - `nests`: whether the function makes nested calls of functions under remat.
+    - `nests`: how many nested calls of functions under remat it has made. The one at the tail is the last.
     - `shows_nodes`: whether the user's code got a node of the graph, and may put a hook on that.
     - `has_custom`: whether it was seen to call an autograd.Function.
     - `thread`: the thread of the forward.
@@ -56,7 +56,8 @@ class Signature:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, int]] = []
-        self.nests = self.shows_nodes = self.has_custom = False
+        self.nests = 0
+        self.shows_nodes = self.has_custom = False
         self.thread = threading.get_ident()
         self.tail: int | None = None
         self.tail_call: Any = None

@@ -330,6 +330,19 @@ def test_a_call_of_the_same_name_that_is_not_differentiated(transform: str) -> N
     assert_same(actual, expected)
 
 
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)"])
+@pytest.mark.parametrize("kind", [lambda x: x > 0, lambda x: x.argmax(-1, keepdim=True), lambda x: x.detach().abs()])
+def test_a_call_without_a_derivative_right_before_the_last(kind: Any, transform: str) -> None:
+    def fun(x: Tensor, ck: Any) -> Tensor:
+        scale = ck(kind)(x)
+        return ck(lambda x: x.sin() * scale)(x)
+
+    actual, expected = (
+        TRANSFORMS[transform](lambda x, ck=ck: ck(lambda x: fun(x, ck))(x), numbers(3)) for ck in (remat, plain)
+    )
+    assert_same(actual, expected)
+
+
 def test_a_function_of_an_extension_in_cpp_may_read_and_save_anything() -> None:
     """Torch gives the nodes of all of them this class, which shows nothing of what they save."""
     kind = type("CppFunction", (), {"name": lambda self: "torch::autograd::CppNode<Kernel>"})

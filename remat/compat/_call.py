@@ -146,7 +146,7 @@ class Call:
         if len(look.outside) > self.arguments or look.copies:
             self._note_reads(look)
         look.outside.clear()
-        self._needs_look = look.signature.nests or look.sets_hooks
+        self._needs_look = look.signature.nests > 0 or look.sets_hooks
         self._objects, self.operands = [], []
 
     def _note_reads(self, look: CheckpointLook) -> None:

@@ -149,7 +149,7 @@ class CheckpointLook(Look):
             self._memory.setdefault(memory_of(value), []).append(id(tensor))
 
     def add_call(self, name: str, out: Any, calls: Iterable[Any] = (), remembered: Any = None) -> None:
-        self.signature.nests = True
+        self.signature.nests += 1
         self.add_results(name, out)
 
     def add_results(self, func: Any, out: Any, args: Iterable[Any] = (), listed: bool = True) -> None:
