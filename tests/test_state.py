@@ -1,6 +1,7 @@
 """What a function reads and writes outside changes between forward and rerun: right, or an error, never silent."""
 
 import contextlib
+import functools
 import gc
 import itertools
 import random
@@ -823,6 +824,16 @@ def unseen(fun: Any) -> Any:
             return fun(*args)
 
     return called
+
+
+@pytest.mark.parametrize("transform", [".backward()", "grad", "jvp(grad)"])
+def test_a_result_in_an_attribute_that_no_torch_function_reads(transform: str) -> None:
+    def fun(x: Tensor, ck: Any) -> Tensor:
+        held = SimpleNamespace(w=x.cos())
+        return ck(lambda x: unseen(lambda x: x.sin() * held.w)(x))(x)
+
+    results = [TRANSFORMS[transform](functools.partial(fun, ck=ck), numbers(3)) for ck in (remat, plain)]
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("inside", [unseen, vmap])
