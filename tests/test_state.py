@@ -836,6 +836,16 @@ def test_a_result_in_an_attribute_that_no_torch_function_reads(transform: str) -
     assert_same(*results)
 
 
+@pytest.mark.parametrize("transform", [".backward()", "grad", "jvp(grad)"])
+def test_a_cell_that_no_torch_function_reads_in_a_call_that_the_rerun_skips(transform: str) -> None:
+    def fun(w: Tensor, ck: Any) -> Tensor:
+        inner = ck(lambda x: unseen(lambda x: x.sin() * w)(x))
+        return ck(lambda x: x + inner(x))(w.cos())
+
+    results = [TRANSFORMS[transform](functools.partial(fun, ck=ck), numbers(3)) for ck in (remat, plain)]
+    assert_same(*results)
+
+
 @pytest.mark.parametrize("inside", [unseen, vmap])
 @pytest.mark.parametrize("outside", [plain, grad])
 def test_a_captured_leaf_out_of_reach(inside: Any, outside: Any) -> None:
