@@ -49,7 +49,7 @@ class Look(NestedMode):
     **Attributes:**
 
     - `outside`: by identity, the tensors that the run was given or has read from outside.
-    - `handed_on`: those that a transform inside the function has wrapped, or that an autograd.Function was given.
+    - `handed_on`: those that a transform inside the function has wrapped.
     - `read_quietly`: those that are differentiated but were first read in `no_grad`, perhaps in an autograd.Function.
     - `copies`: by identity, copies of those that the run wrote to, with their earlier values.
     - `made`: the differentiated tensors that the run computed. Only noted if it is nested in another run.
@@ -169,7 +169,6 @@ class Look(NestedMode):
             if effects.is_custom:
                 self.signature.has_custom = True
                 self.reads_unseen |= is_of_user(args[0])
-                self.handed_on.update(id(a) for a in args if id(a) in self.outside)
                 args = (_watched(args[0]), *args[1:])
             if effects.reads_memory:
                 tell_of_access(func, args, kwargs)

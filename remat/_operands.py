@@ -323,12 +323,8 @@ class Operands:
                 reads[id(t)] = min(original.position, reads.get(id(t), NEVER))  # it may belong to two originals
                 if t is not operand:
                     swaps[id(t)] = t, operand
-            if tensor is operand:
-                continue
-            if original.attributes:
+            if tensor is not operand and original.attributes:
                 vars(operand).update(original.attributes)
-            if original.handed_on and not original.places:
-                raise RematError(HANDED_ON.format(self.name, "an op", list(operand.shape), operand.dtype))
         alive = [*self.still_there(), *(t for survivor in self.survivors if (t := survivor.ref()) is not None)]
         for ref, version, position in (*self.constants, *self.cell_constants):
             if self._is_alive(ref(), version):

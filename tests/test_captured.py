@@ -6,6 +6,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import tracemalloc
 import types
 from collections.abc import Callable, Iterator
@@ -558,6 +559,17 @@ def test_straight_into_an_autograd_function_from_below_a_transform(hold: Any, ar
         around(ck(hold(New.apply, w)), numbers(3, 3, seed=1)).square().sum().backward()
         grads.append(w.grad)
     assert_same(*grads)
+
+
+@pytest.mark.parametrize("transform", ["grad", "grad(grad)", "vmap(grad)", "jvp(grad)"])
+def test_straight_into_an_autograd_function_out_of_reach(transform: str) -> None:
+    def fun(w: Tensor, ck: Any) -> Tensor:
+        held = itertools.repeat(w)
+        return ck(lambda x: New.apply(x, next(held)))(x)
+
+    x, w = numbers(3, 3, seed=1), numbers(3, 3)
+    results = [TRANSFORMS[transform](functools.partial(fun, ck=ck), w) for ck in (remat, plain)]
+    assert_same(*results)
 
 
 # As they were when the function was called.

@@ -375,15 +375,16 @@ def test_a_constant_that_is_changed(
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_change_by_an_op_whose_name_does_not_say_so(captured: bool) -> None:
-    weight, indices = leaf(numbers(5, 3) + 2), torch.arange(2)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_change_by_an_op_whose_name_does_not_say_so(captured: bool, frozen: bool) -> None:
+    weight, indices = (numbers(5, 3) + 2).requires_grad_(not frozen), torch.arange(2)
 
-    def f(w: Tensor) -> Tensor:
-        return F.embedding(indices, weight if captured else w, max_norm=1.0)
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return x * F.embedding(indices, weight if captured else w, max_norm=1.0)
 
     reader = r" \(torch.nn.functional.embedding was the first to read it\)" if captured else ""
     with pytest.raises(RematError, match=rf"an unknown line{reader}, by an op .* \(an embedding with max_norm\?\)"):
-        remat(f)(weight.clone() if captured else weight)
+        remat(f)(leaf(numbers(2, 3)), weight.clone() if captured else weight)
 
 
 def test_a_change_by_an_op_over_a_list() -> None:

@@ -1,5 +1,7 @@
 """What a function reads and writes outside changes between forward and rerun: right, or an error, never silent."""
 
+import contextlib
+import functools
 import gc
 import itertools
 import random
@@ -814,6 +816,54 @@ def test_a_captured_tensor_out_of_reach() -> None:
         match=r"lambda.* reads a tensor of shape \[3\].* hands straight to a transform.* Pass it as an argument",
     ):
         grad(loss)(numbers(3))
+
+
+def unseen(fun: Any) -> Any:
+    def called(*args: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # as an extension does it
+            return fun(*args)
+
+    return called
+
+
+@pytest.mark.parametrize("transform", [".backward()", "grad", "jvp(grad)"])
+def test_a_result_in_an_attribute_that_no_torch_function_reads(transform: str) -> None:
+    def fun(x: Tensor, ck: Any) -> Tensor:
+        held = SimpleNamespace(w=x.cos())
+        return ck(lambda x: unseen(lambda x: x.sin() * held.w)(x))(x)
+
+    results = [TRANSFORMS[transform](functools.partial(fun, ck=ck), numbers(3)) for ck in (remat, plain)]
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("transform", [".backward()", "grad", "jvp(grad)"])
+def test_a_cell_that_no_torch_function_reads_in_a_call_that_the_rerun_skips(transform: str) -> None:
+    def fun(w: Tensor, ck: Any) -> Tensor:
+        inner = ck(lambda x: unseen(lambda x: x.sin() * w)(x))
+        return ck(lambda x: x + inner(x))(w.cos())
+
+    results = [TRANSFORMS[transform](functools.partial(fun, ck=ck), numbers(3)) for ck in (remat, plain)]
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("inside", [unseen, vmap])
+@pytest.mark.parametrize("outside", [plain, grad])
+def test_a_captured_leaf_out_of_reach(inside: Any, outside: Any) -> None:
+    """A rerun finds the leaf itself, which is not the operand under hooks on saved tensors or below a transform."""
+
+    def gradients(ck: Any) -> Any:
+        w, x = leaf(numbers(3)), leaf(numbers(3, seed=1))
+        held = itertools.repeat(w)
+        with torch.autograd.graph.save_on_cpu() if outside is plain else contextlib.nullcontext():
+            out = outside(ck(lambda x: inside(lambda w, x: w * x.sin())(next(held), x).sum()))(x).sum()
+        return torch.autograd.grad(out, w)
+
+    if (inside, outside) == (unseen, plain):
+        assert_same(gradients(remat), gradients(plain))
+        return
+    how = "it from outside, and no torch function is seen to read it" if inside is unseen else "hands straight to a"
+    with pytest.raises(RematError, match=rf"reads a tensor of shape \[3\].* {how}"):
+        gradients(remat)
 
 
 MASKS: dict[int, Tensor] = {}
