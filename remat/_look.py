@@ -201,7 +201,7 @@ class Look(NestedMode):
         self.call = func, args, kwargs
         out = func(*args, **kwargs)
         self.call = None
-        if effects.multiplies and is_large(out, args) and "out" not in kwargs and torch.is_grad_enabled():
+        if effects.multiplies and is_large(out, args) and internals.requires_grad_at_any_level(out):
             signature.tail, signature.tail_call = position, None
             self._begin_tail(out)
         return out
