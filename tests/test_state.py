@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 from torch.nn import functional as F
 
-from remat import CheckpointError, RematError, checkpoint, fori_loop, policies, remat, scan
+from remat import CheckpointError, RematError, checkpoint, fori_loop, is_rerunning, policies, remat, scan
 from remat.debug import LiveBytes
 from remat.random import key, keyed
 
@@ -826,7 +826,7 @@ def unseen(fun: Any) -> Any:
     return called
 
 
-@pytest.mark.parametrize("transform", [".backward()", "grad", "jvp(grad)"])
+@pytest.mark.parametrize("transform", [".backward()", "grad", "jvp(grad)", "backward over forward AD"])
 def test_a_result_in_an_attribute_that_no_torch_function_reads(transform: str) -> None:
     def fun(x: Tensor, ck: Any) -> Tensor:
         held = SimpleNamespace(w=x.cos())
@@ -844,6 +844,40 @@ def test_a_cell_that_no_torch_function_reads_in_a_call_that_the_rerun_skips(tran
 
     results = [TRANSFORMS[transform](functools.partial(fun, ck=ck), numbers(3)) for ck in (remat, plain)]
     assert_same(*results)
+
+
+def test_a_backward_in_another_thread_reads_a_result_that_no_torch_function_made() -> None:
+    """Sequence numbers of another thread do not tell that the rerun made it."""
+    x = leaf(numbers(3))
+    y = remat(lambda x: unseen(torch.sin)(x).cos())(x).sum()
+    thread = threading.Thread(target=y.backward)
+    thread.start()
+    thread.join()
+    assert_same(x.grad, torch.autograd.grad(x.sin().cos().sum(), x)[0])
+
+
+@pytest.mark.parametrize("then", [lambda y: y[:2], lambda y: y.float()])
+@pytest.mark.parametrize("transform", [".backward()", "grad"])
+def test_another_result_of_an_op_that_no_torch_function_sees(then: Any, transform: str) -> None:
+    fun = remat(lambda x: unseen(lambda x: then(x.sin()) if is_rerunning() else x.sin())(x))
+    with pytest.raises(CheckpointError, match="returned another structure"):
+        TRANSFORMS[transform](fun, numbers(3))
+
+
+@pytest.mark.parametrize("transform", [".backward()", "grad", "grad(grad)", "vmap(grad)"])
+def test_a_state_that_is_taken_out_and_replaced(transform: str) -> None:
+    def fun(x: Tensor) -> Tensor:
+        state = [x.cos()]
+
+        def step(x: Tensor) -> Tensor:
+            before = state.pop()
+            state.append(x.sin())
+            return x + before
+
+        return remat(step)(x)
+
+    with pytest.raises(CheckpointError, match=r"reads a tensor of shape .* which its forward did not read"):
+        TRANSFORMS[transform](fun, numbers(3))
 
 
 @pytest.mark.parametrize("inside", [unseen, vmap])
