@@ -277,9 +277,9 @@ class Call:
         self.since = internals.next_sequence_number()
         values = [look.read(originals[i]) for i in forward.reached]
         values = [t for t in values if matters(t) and (t.is_floating_point() or t.is_complex())]
-        if not values or any(t.layout is not torch.strided or t.is_nested for t in values):
+        if not values or any(t.layout is not torch.strided for t in values):
             return None  # `flatten` can't take these
-        zeros = [t.flatten()[:0].sum() for t in values]
+        zeros = [t.flatten()[:0].sum().real for t in values]
         self._look = look
         operands.stands_in = True
         operands.known_places = {id(ref()): places for ref, places in forward.found}
@@ -290,7 +290,7 @@ class Call:
         for i, shape, dtype in forward.returned:
             value = torch.full((), float("nan"), dtype=dtype, device=zeros[0].device)
             for zero in zeros:  # derivatives of every order must depend on all operands
-                value = value * torch.exp(zero if dtype.is_complex or not zero.is_complex() else zero.real).to(dtype)
+                value = value * torch.exp(zero).to(dtype)
             leaves[i] = value.expand(shape).clone(memory_format=torch.contiguous_format)
         return _tree.unflatten(spec, leaves)
 

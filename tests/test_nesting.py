@@ -505,6 +505,25 @@ def test_a_nested_call_under_vmap_returns_a_constant() -> None:
     assert_same(grad(functools.partial(loss, remat))(x), grad(functools.partial(loss, plain))(x))
 
 
+@pytest.mark.parametrize("end", [Tensor.abs, Tensor.exp, lambda z: 2 * z.real])
+def test_a_call_at_the_end_of_complex_numbers_is_skipped(end: Any) -> None:
+    runs = []
+
+    def orders(ck: Any) -> list[Any]:
+        def inner(z: Tensor) -> Tensor:
+            runs.append(ck)
+            return end(z)
+
+        z = leaf(torch.complex(numbers(3), numbers(3, seed=1)))
+        (first,) = torch.autograd.grad(ck(lambda z: ck(inner)(z.sin()))(z).abs().sum(), z, create_graph=True)
+        before = len(runs)
+        return [before, first, torch.autograd.grad(first.abs().sum(), z)]
+
+    (before, *found), (_, *expected) = orders(remat), orders(plain)
+    assert_same(found, expected)
+    assert before == 2
+
+
 def test_hooks_on_the_node_of_a_nest_see_its_cotangents() -> None:
     def seen(ck: Any) -> list[Tensor]:
         found: list[Tensor] = []
