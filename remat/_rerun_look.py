@@ -169,7 +169,7 @@ class RerunLook(Look):
         return self.spares_tail and self._position == self._forward.tail
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        if self._at_tail and func is self._forward.calls[self._position][0] and torch.is_grad_enabled():
+        if self._at_tail and torch.is_grad_enabled():
             given = tensors_in((*args, *kwargs.values()))
             if any(map(internals.requires_grad_at_any_level, given)):  # else it comes before the tail: `x + a @ b @ x`
                 return without_products(func, args, kwargs)
