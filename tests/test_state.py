@@ -846,6 +846,35 @@ def test_a_cell_that_no_torch_function_reads_in_a_call_that_the_rerun_skips(tran
     assert_same(*results)
 
 
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)"])
+def test_a_result_out_of_reach_that_is_read_without_a_derivative(transform: str) -> None:
+    def fun(x: Tensor, ck: Any) -> Tensor:
+        held = itertools.repeat(x.cos())
+
+        def scaled(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = next(held).sum()
+            return x * scale
+
+        return ck(scaled)(x)
+
+    results = [TRANSFORMS[transform](functools.partial(fun, ck=ck), numbers(3)) for ck in (remat, plain)]
+    assert_same(*results)
+
+
+def test_a_call_at_the_end_that_writes() -> None:
+    def results(ck: Any) -> Any:
+        count = torch.zeros(()).double()
+
+        def inner(x: Tensor) -> Tensor:
+            count.add_(1)
+            return x.sin() * count
+
+        return TRANSFORMS[".backward()"](ck(lambda x: ck(inner)(x.cos())), numbers(3)), count
+
+    assert_same(results(remat), results(plain))
+
+
 def test_a_backward_in_another_thread_reads_a_result_that_no_torch_function_made() -> None:
     """Sequence numbers of another thread do not tell that the rerun made it."""
     x = leaf(numbers(3))
