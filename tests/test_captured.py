@@ -1615,10 +1615,19 @@ def test_a_parameter_is_one_in_reruns(transform: str, nested: bool) -> None:
     w, run = nn.Parameter(numbers(3, 3, seed=1)), TRANSFORMS[transform]
 
     def fun(x: Tensor) -> Tensor:
-        return (x @ w).sin() if isinstance(w, nn.Parameter) else x
+        return (x @ w).sin() if isinstance(w, nn.Parameter) and not isinstance(x, nn.Parameter) else x
 
     again = remat(lambda x: remat(fun)(x.cos()).sin()) if nested else remat(fun)
     assert_same(run(again, numbers(3, 3)), run(lambda x: fun(x.cos()).sin() if nested else fun(x), numbers(3, 3)))
+
+
+def test_an_attribute_that_is_set_after_the_forward() -> None:
+    w = nn.Parameter(numbers(3))
+    w.steps = 0
+    y = remat(lambda x: x * w)(numbers(3, seed=1))
+    w.steps = 1
+    y.sum().backward()
+    assert w.steps == 1
 
 
 # What no torch-function mode sees: a rerun has operands in the places of modules.
