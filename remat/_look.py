@@ -112,7 +112,8 @@ class Look(NestedMode):
         effects = effects_of(func)
         if effects.is_metadata and args and self.has_survived(args[0]):  # the guard of a cache may ask only in reruns
             return func(*args, **(kwargs or {}))
-        known = self._known if stack_depth() <= self.depth else ()  # NOTE [inner wrappers]
+        at_depth = stack_depth() <= self.depth
+        known = self._known if at_depth else ()  # NOTE [inner wrappers]
         given = args
         plain = False
         for a in args:
@@ -136,17 +137,17 @@ class Look(NestedMode):
         if effects.multiplies:
             out = self._maybe_tail(effects, func, args, {})
         else:
-            if not (effects.operands and reads_no_value(effects, args) and torch.is_grad_enabled()):
-                self.signature.tail = None
+            if self.signature.tail is not None:
+                self._continue_tail(effects, args)
             self.call = func, args, {}
             out = func(*args)
             self.call = None
-        if type(out) is Tensor and out.requires_grad and level_of(out) <= self.depth:
+        if at_depth and type(out) is Tensor and out.requires_grad:
             self._known.add(id(out))
             if self.outer is not None:
                 self.made.append(weakref.ref(out))
             self._note(func, hash_of(out, args if plain else ()))
-        elif type(out) is Tensor and not internals.is_wrapper(out):
+        elif type(out) is Tensor and not (out.requires_grad or internals.is_wrapper(out)):
             self._add_own(out)
         elif kind_of(out.__class__) is HOLDER:
             with internals.DisableTorchFunction():
@@ -196,8 +197,8 @@ class Look(NestedMode):
         """Call a function, and note whether it begins or ends the tail: see `_tail.py`."""
         signature = self.signature
         position = len(signature.calls)
-        if not (reads_no_value(effects, args, kwargs) and torch.is_grad_enabled()):
-            signature.tail = None
+        if signature.tail is not None:
+            self._continue_tail(effects, args, kwargs)
         self.call = func, args, kwargs
         out = func(*args, **kwargs)
         self.call = None
@@ -205,6 +206,11 @@ class Look(NestedMode):
             signature.tail, signature.tail_call = position, None
             self._begin_tail(out)
         return out
+
+    def _continue_tail(self, effects: Effects, args: Any, kwargs: Any = None) -> None:
+        """Note that the tail is over, if a call with these effects reads values."""
+        if not (reads_no_value(effects, args, kwargs) and torch.is_grad_enabled()):
+            self.signature.tail = None
 
     def _begin_tail(self, out: Any) -> None:
         self.tail_number = internals.next_sequence_number()

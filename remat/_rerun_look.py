@@ -181,7 +181,8 @@ class RerunLook(Look):
 
     def before_write(self, written: Tensor) -> None:
         """Note that the rerun wrote to an operand. It is a copy already."""
-        self._plan.to_write.pop(memory_of(written), None)
+        if self._plan.to_write:
+            self._plan.to_write.pop(memory_of(written), None)
 
     def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
         if id(args[0]) in self.outside:  # the forward has put it on the tensor itself

@@ -80,13 +80,11 @@ def hash_of(tensor: Tensor, args: Iterable[Any] = ()) -> int:
 
     The shape is left out if a length is symbolic (nested tensors, or compiled for any shape).
     """
-    plain = [p for p in map(_plain_in, args) if p] if args else ()
-    if tensor.is_nested:
-        return hash((tensor.dtype, *plain))
+    plain = tuple([p for p in map(_plain_in, args) if p]) if args else ()
     try:
-        return hash((tensor.shape, tensor.dtype, *plain))
+        return hash((None if tensor.is_nested else tensor.shape, tensor.dtype, plain))
     except TypeError:  # torch.SymInt
-        return hash((tensor.dtype, *plain))
+        return hash((tensor.dtype, plain))
 
 
 def name_of(func: Any) -> str:
