@@ -25,7 +25,7 @@ Occasion = tuple[int, Any]
 """A position in the signature, and the torch function that reads: or, in a nested call, the occasion there."""
 
 kept: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-"""By identity, living tensors that forwards made without a derivative. Reruns of other calls must not read them."""
+"""By identity, living tensors that runs made without a derivative. Reruns of other calls must not read them."""
 
 
 class Read(NamedTuple):
@@ -90,6 +90,12 @@ class Made:
         for occasion, times in inner.times.items():
             self.times[position, occasion] += times
 
+    def keep(self) -> list[tuple[int, Tensor]]:
+        """The tensors that are still alive, by identity. Reruns of other calls must not read them."""
+        alive = {key: tensor for key, ref in self.refs.items() if (tensor := ref()) is not None}
+        kept.update(alive)
+        return [*alive.items()]
+
     def survivors(self, outside: Iterable[Read]) -> list[Survivor]:
         """The tensors that are read and still alive.
 
@@ -99,16 +105,12 @@ class Made:
             occasion: it may have replaced that one.
         """
         found = []
-        for key, ref in self.refs.items():
-            tensor = ref()
-            if tensor is None:
-                continue
-            kept[key] = tensor
+        for key, tensor in self.keep():
             occasions, now = self._occasions.get(key), internals.version(tensor)
             if occasions is not None:
                 shape = hash_of(tensor)
                 alike = {(r.position, r.reader) for r in outside if hash_of(r.tensor) == shape}
                 if alike.isdisjoint(occasions):
                     times = {o: self.times[o] - before for o, (before, version) in occasions.items() if version == now}
-                    found.append(Survivor(ref, now, times))
+                    found.append(Survivor(self.refs[key], now, times))
         return found

@@ -224,6 +224,7 @@ class RerunLook(Look):
     def finish(self) -> None:
         """Check that the rerun made all calls and writes of the forward, and did not read survivors more often."""
         self.objects = ()
+        self._own.keep()
         for t in self._plan.to_write.values():
             raise CheckpointError(_NOT_WRITTEN.format(self.name, list(t.shape), t.dtype))
         for (_, how), (times, error) in self._revived.items():

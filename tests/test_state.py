@@ -432,6 +432,23 @@ def test_a_state_that_is_replaced_inside_a_transform(kept: Any, inside: Any, tra
         TRANSFORMS[transform](remat(inside(step)), numbers(3))
 
 
+def test_a_state_that_the_first_of_two_backwards_replaces_inside_a_vmap() -> None:
+    held = SimpleNamespace(t=numbers(3))
+    first = held.t
+
+    def step(x: Tensor) -> Tensor:
+        y = x.sin() * held.t
+        held.t = y.detach()
+        return y.cos()
+
+    x = leaf(numbers(3))
+    y = remat(INSIDE["vmap"](step))(x).sum()
+    held.t = first
+    torch.autograd.grad(y, x, retain_graph=True)
+    with pytest.raises(CheckpointError, match="which its forward did not read"):
+        torch.autograd.grad(y, x)
+
+
 @CHECKED
 @EACH_PLACE
 @pytest.mark.parametrize("alive", [True, False], ids=["alive", "gone"])
