@@ -92,9 +92,10 @@ class Made:
 
     def keep(self) -> list[tuple[int, Tensor]]:
         """The tensors that are still alive, by identity. Reruns of other calls must not read them."""
-        alive = {key: tensor for key, ref in self.refs.items() if (tensor := ref()) is not None}
-        kept.update(alive)
-        return [*alive.items()]
+        alive = [(key, tensor) for key, ref in self.refs.items() if (tensor := ref()) is not None]
+        for key, tensor in alive:
+            kept[key] = tensor
+        return alive
 
     def survivors(self, outside: Iterable[Read]) -> list[Survivor]:
         """The tensors that are read and still alive.
