@@ -200,10 +200,6 @@ class Call:
         A captured tensor that only the proof finds becomes an operand. Then `attach` is called again.
         """
         look = self._look
-        if look.tail_results or look.made:
-            own = {*map(id, results.tensors), *(id(t._base) for t in results.tensors)}
-            look.tail_results = [ref for ref in look.tail_results if id(ref()) not in own]
-            look.made = [ref for ref in look.made if id(ref()) not in own]
         self._returned = [(i, t.shape, t.dtype) for i, t in zip(results.positions, results.tensors, strict=True)]
         others = [x for i, x in enumerate(results.leaves) if i not in results.positions]
         if not any(isinstance(x, Tensor) or type(x) not in ATOMS for x in others):

@@ -284,17 +284,19 @@ def test_a_number_that_a_product_gives_is_read() -> None:
     assert_same(derivative(remat(fun)), derivative(fun))
 
 
+@pytest.mark.parametrize("end", [lambda x, y: x + y, lambda x, y: y, lambda x, y: (x, y), lambda x, y: y.view(-1)])
 @pytest.mark.parametrize("kind", ["a product", "a call inside"])
-def test_a_value_that_the_function_keeps_is_computed(kind: str) -> None:
+def test_a_value_that_the_function_keeps_is_computed(kind: str, end: Fun) -> None:
     kept = []
     w = torch.randn(128, 128)
 
-    def fun(x: Tensor) -> Tensor:
+    def fun(x: Tensor) -> Any:
         y = x.tanh() @ w if kind == "a product" else remat(torch.tanh)(x)
         kept.append(y)
-        return x + y
+        return end(x, y)
 
-    remat(fun)(torch.randn(128, 128, requires_grad=True)).sum().backward()
+    out = remat(fun)(torch.randn(128, 128, requires_grad=True))
+    (out[1] if isinstance(out, tuple) else out).sum().backward()
     assert_same(kept[0], kept[1])
 
 
