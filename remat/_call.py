@@ -25,7 +25,7 @@ from remat._recorder import Recorder
 from remat._replay import Replay
 from remat._rerun_look import RerunLook
 from remat._saved import forget_saved, is_custom
-from remat._tail import Remembered, keep_no_tensors
+from remat._tail import Remembered, Returned, expanded, keep_no_tensors, returned
 from remat._tape import Tape
 from remat._traced import Traced
 from remat.policies import nothing_saveable
@@ -75,6 +75,7 @@ class Call:
     _key = 0
     _recorder: Recorder | None = None
     _result: tuple[list[Any], _tree.PyTreeSpec] | None = None
+    _like: Sequence[Returned | None] = ()
     _look: Look
 
     def __init__(self, fun: Callable[..., Any], name: str, leaves: list[Any], spec: _tree.PyTreeSpec | None) -> None:
@@ -201,6 +202,8 @@ class Call:
         """
         look = self._look
         self._returned = [(i, t.shape, t.dtype) for i, t in zip(results.positions, results.tensors, strict=True)]
+        if look.outer is not None:
+            self._like = [*map(returned, results.tensors)]
         others = [x for i, x in enumerate(results.leaves) if i not in results.positions]
         if not any(isinstance(x, Tensor) or type(x) not in ATOMS for x in others):
             self._result = [None if isinstance(x, Tensor) else x for x in results.leaves], results.spec
@@ -224,6 +227,9 @@ class Call:
         if self._result is None or self.random is not None or self.tape is not None or self._drew_from is not None:
             return None
         if self.signature.hooks or any(original.written for original in self.operands.originals):
+            return None
+        like = [r for r in self._like if r is not None]
+        if len(like) < len(self._like):
             return None
         operands = self.operands
         given, captured = operands.originals[: operands.held], operands.originals[operands.held :]
@@ -249,6 +255,7 @@ class Call:
             reached,
             self._result,
             self._returned,
+            like,
             self._followed,
         )
 
@@ -276,18 +283,20 @@ class Call:
         if not values or any(t.layout is not torch.strided for t in values):
             return None  # `flatten` can't take these
         zeros = [t.flatten()[:0].sum().real for t in values]
+        leaves, spec = forward.result
+        leaves = list(leaves)
+        for (i, shape, dtype), like in zip(forward.returned, forward.like, strict=True):
+            value = torch.full((), float("nan"), dtype=dtype, device=zeros[0].device)
+            for zero in zeros:  # derivatives of every order must depend on all operands
+                value = value * torch.exp(zero).to(dtype)
+            leaves[i] = expanded(value, shape, like)
+            if leaves[i] is None:
+                return None
         self._look = look
         operands.stands_in = True
         operands.known_places = {id(ref()): places for ref, places in forward.found}
         operands.survivors = [*forward.survivors]
         self.signature, self._followed = forward.signature, forward.followed
-        leaves, spec = forward.result
-        leaves = list(leaves)
-        for i, shape, dtype in forward.returned:
-            value = torch.full((), float("nan"), dtype=dtype, device=zeros[0].device)
-            for zero in zeros:  # derivatives of every order must depend on all operands
-                value = value * torch.exp(zero).to(dtype)
-            leaves[i] = value.expand(shape).clone(memory_format=torch.contiguous_format)
         return _tree.unflatten(spec, leaves)
 
     def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor], since: int) -> set[int]:

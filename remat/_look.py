@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -57,12 +57,12 @@ class Look(NestedMode):
     - `sets_hooks`: whether the run put a hook on a tensor.
     - `reads_unseen`: whether the run called an autograd.Function of the user's, which may read memory unseen.
     - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
-    - `tail_number`, `tail_results`: of the call at `signature.tail`: the sequence number after it, and its results.
+    - `tail_number`, `tail_results`: the sequence number after the call at `signature.tail`; its results, and those of
+        the calls after it.
     """
 
     drew = sets_hooks = reads_unseen = False
     tail_number = 0
-    tail_results: Sequence[weakref.ref[Tensor]] = ()
     _reader: Any = None
     _memory: dict[int, list[int]] | None = None
 
@@ -77,6 +77,7 @@ class Look(NestedMode):
         self.copies: dict[int, Tensor] = {}
         self.signature = Signature()
         self.made: list[weakref.ref[Tensor]] = []
+        self.tail_results: list[weakref.ref[Tensor]] = []
         self._given = given
         self._known: set[int] = set()
         self._swaps: dict[int, tuple[Tensor, Tensor]] = {}
@@ -134,11 +135,9 @@ class Look(NestedMode):
             self._reader = func
             named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
             return self._call(effects, func, args, named, (given, kwargs))
-        if effects.multiplies:
+        if effects.multiplies or self.signature.tail is not None:
             out = self._maybe_tail(effects, func, args, {})
         else:
-            if self.signature.tail is not None:
-                self._continue_tail(effects, args)
             self.call = func, args, {}
             out = func(*args)
             self.call = None
@@ -197,20 +196,18 @@ class Look(NestedMode):
         """Call a function, and note whether it begins or ends the tail: see `_tail.py`."""
         signature = self.signature
         position = len(signature.calls)
-        if signature.tail is not None:
-            self._continue_tail(effects, args, kwargs)
+        if signature.tail is not None and not (reads_no_value(effects, args, kwargs) and torch.is_grad_enabled()):
+            signature.tail = None
         self.call = func, args, kwargs
         out = func(*args, **kwargs)
         self.call = None
-        if effects.multiplies and is_large(out, args) and internals.requires_grad_at_any_level(out):
+        begins = effects.multiplies and is_large(out, args) and not self._is_in_jvp()
+        if begins and internals.requires_grad_at_any_level(out):
             signature.tail, signature.tail_call = position, None
             self._begin_tail(out)
+        elif signature.tail is not None:
+            self.tail_results += map(weakref.ref, tensors_in(out))
         return out
-
-    def _continue_tail(self, effects: Effects, args: Any, kwargs: Any = None) -> None:
-        """Note that the tail is over, if a call with these effects reads values."""
-        if not (reads_no_value(effects, args, kwargs) and torch.is_grad_enabled()):
-            self.signature.tail = None
 
     def _begin_tail(self, out: Any) -> None:
         self.tail_number = internals.next_sequence_number()
@@ -317,8 +314,12 @@ class Look(NestedMode):
     # What it makes.
 
     def _note(self, func: Any, shape: int) -> None:
-        if not (self._has_tangents and internals.inside_jvp_of_function()):  # ops of its `jvp`
+        if not self._is_in_jvp():
             self.signature.calls.append((func, shape))
+
+    def _is_in_jvp(self) -> bool:
+        """Whether the `jvp` of an autograd.Function is running. Its calls do not belong to the signature."""
+        return self._has_tangents and internals.inside_jvp_of_function()
 
     def add_call(self, name: str, out: Any, calls: Iterable[Any] = (), remembered: Any = None) -> None:
         """Note a nested call of a function under remat, which returned `out`. `calls`: its signature.

@@ -133,7 +133,7 @@ class RerunLook(Look):
 
     def _read_other(self, tensor: Tensor, is_inner: bool) -> Tensor:
         """Handle a read of a tensor that the forward was not seen to read."""
-        if self._has_tangents and internals.inside_jvp_of_function():  # a tangent of an operand
+        if self._is_in_jvp():  # a tangent of an operand
             return tensor
         key = id(tensor)
         wraps = is_inner or internals.is_dead(tensor)
@@ -169,7 +169,8 @@ class RerunLook(Look):
         return self.spares_tail and self._position == self._forward.tail
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
-        if self._at_tail and torch.is_grad_enabled():
+        at_product = self._at_tail and self._forward.tail_call is None
+        if at_product and effects.multiplies and torch.is_grad_enabled() and not self._is_in_jvp():
             given = tensors_in((*args, *kwargs.values()))
             if any(map(internals.requires_grad_at_any_level, given)):  # else it comes before the tail: `x + a @ b @ x`
                 return without_products(func, args, kwargs)
@@ -197,7 +198,7 @@ class RerunLook(Look):
         return args
 
     def _note(self, func: Any, shape: int) -> None:
-        if self._has_tangents and internals.inside_jvp_of_function():
+        if self._is_in_jvp():
             return
         position = self._position
         calls = self._forward.calls

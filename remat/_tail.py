@@ -3,8 +3,8 @@
 A transformer block ends in a product and a sum: `x + linear(h)`. The backward of a product reads its operands. The
 backward of a sum reads nothing. So a rerun needs the graph of both but the values of neither: these calls are the
 *tail*. In a rerun its product returns memory filled with NaN, so that a mistake would be loud. The forward notes, call
-by call, whether anything after a product reads values, and its graph confirms it. A nested call at the end of a
-function is skipped in the same way.
+by call, whether anything after a product reads values, and its graph confirms it. The function must not keep a value of
+the tail either: none is alive after the call. A nested call at the end of a function is skipped in the same way.
 """
 
 from __future__ import annotations
@@ -67,6 +67,35 @@ def keep_no_tensors(nodes: Iterable[Any]) -> bool:
     return not any(map(saves_tensors, {type(node) for node in nodes}))
 
 
+class Returned(NamedTuple):
+    """A differentiated tensor that a nested call returned."""
+
+    kind: type[Tensor]
+    stride: list[int]
+    """Of the dimensions that are not 1: the stride of others may be anything."""
+    batched: list[int]
+    """The positions of the vmaps that map over it, among the active ones."""
+
+
+def returned(tensor: Tensor) -> Returned | None:
+    """Describe a result. None: nothing can stand in for it."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    stride = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
+    return Returned(type(tensor), stride, internals.batched_at(tensor))
+
+
+def expanded(value: Tensor, shape: torch.Size, like: Returned) -> Tensor | None:
+    """A tensor of this shape that is full of a value. None if it can't be like the result in all other respects."""
+    strides = iter(like.stride)
+    stride = [1 if n == 1 else next(strides) for n in shape]
+    order = sorted(range(len(shape)), key=stride.__getitem__, reverse=True)
+    full = value.expand([shape[d] for d in order]).clone(memory_format=torch.contiguous_format)
+    if order != sorted(order):
+        full = full.permute([order.index(d) for d in range(len(order))])
+    return full if returned(full) == like else None
+
+
 class Remembered(NamedTuple):
     """A nested call, as recorded by the outer forward, so that an outer rerun can skip it.
 
@@ -89,5 +118,7 @@ class Remembered(NamedTuple):
     """The leaves that it returned, with None for each tensor, and their structure."""
     returned: list[tuple[int, torch.Size, torch.dtype]]
     """Position, shape and dtype of each differentiated tensor that it returned."""
+    like: list[Returned]
+    """What else a rerun may ask of these."""
     followed: Any
     """The policy that the rules of `custom_remat` were given."""

@@ -153,6 +153,12 @@ def vmap_levels() -> tuple[tuple[int, int, str], ...]:
     return tuple((v.level, v.batch_size(), v.randomness()) for v in vmaps)
 
 
+def batched_at(tensor: Tensor) -> list[int]:
+    """The positions of the vmaps that map over a tensor, among the active ones, outermost first."""
+    levels = [*map(_C.maybe_get_level, layers(tensor))]
+    return [i for i, (level, *_) in enumerate(vmap_levels()) if level in levels]
+
+
 def no_transforms() -> contextlib.AbstractContextManager[Any]:
     """A context in which ops run as if no transform were active."""
     return temporarily_clear_interpreter_stack() if transforms_active() else _NOTHING

@@ -715,3 +715,25 @@ def test_y_is_a_captured_tensor_and_the_last_carry_is_dropped() -> None:
         return [*out, first[2], torch.autograd.grad(first[2].sin().sum(), inputs[2])[0]]
 
     assert_same(run(remat.remat, remat.scan), run(lambda f: f, plain_scan))
+
+
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "jvp(grad)"])
+def test_what_a_while_loop_writes_to_is_written_once_under_transforms(transform: str) -> None:
+    def derivative(loop: Any) -> Any:
+        counts = torch.zeros(3)
+
+        def body(value: Any) -> Any:
+            n, x = value
+            with torch.no_grad():
+                torch.add(counts, 1.0, out=counts)
+            return n + 1, x.sin() * counts.clone()
+
+        gradient = TRANSFORMS[transform](lambda x: loop(lambda value: value[0] < 3, body, (0, x))[1], numbers(3))
+        return gradient, counts
+
+    def plain_loop(cond: Any, body: Any, value: Any) -> Any:
+        while cond(value):
+            value = body(value)
+        return value
+
+    assert_same(derivative(remat.while_loop), derivative(plain_loop))

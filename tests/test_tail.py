@@ -285,19 +285,85 @@ def test_a_number_that_a_product_gives_is_read() -> None:
 
 
 @pytest.mark.parametrize("end", [lambda x, y: x + y, lambda x, y: y, lambda x, y: (x, y), lambda x, y: y.view(-1)])
+@pytest.mark.parametrize("keep", [lambda x, y: y, lambda x, y: x + y, lambda x, y: y.view(-1), lambda x, y: y.mT - x])
 @pytest.mark.parametrize("kind", ["a product", "a call inside"])
-def test_a_value_that_the_function_keeps_is_computed(kind: str, end: Fun) -> None:
+def test_a_value_that_the_function_keeps_is_computed(kind: str, keep: Fun, end: Fun) -> None:
     kept = []
     w = torch.randn(128, 128)
 
     def fun(x: Tensor) -> Any:
         y = x.tanh() @ w if kind == "a product" else remat(torch.tanh)(x)
-        kept.append(y)
+        kept.append(keep(x, y))
         return end(x, y)
 
     out = remat(fun)(torch.randn(128, 128, requires_grad=True))
     (out[1] if isinstance(out, tuple) else out).sum().backward()
     assert_same(kept[0], kept[1])
+
+
+class SinThenProduct(torch.autograd.Function):
+    """A sine, with a product in `jvp`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].cos()
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Tensor) -> Tensor:
+        x = ctx.saved_tensors[0]
+        return (dx * x.cos()) @ torch.eye(N, dtype=x.dtype)
+
+
+class Product(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return g @ w.mT, x.mT @ g
+
+
+def inner_gradient(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    h = x.detach().requires_grad_()
+    (g,) = torch.autograd.grad((h @ v).square().sum(), h)
+    return g @ w
+
+
+@pytest.mark.parametrize(
+    ("fun", "transform"),
+    [
+        (inner_gradient, ".backward()"),
+        (lambda x, v, w: x.sin() + grad(lambda x: (x @ v).sum())(x.detach()) @ w, ".backward()"),
+        (lambda x, v, w: Product.apply(w, v) @ w, "grad"),
+        (lambda x, v, w: Product.apply(w, v) @ w, "vmap(grad)"),
+        (lambda x, v, w: SinThenProduct.apply(w) @ v, "jvp(grad)"),
+        (lambda x, v, w: SinThenProduct.apply(w) @ w, "grad(jvp)"),
+        (lambda x, v, w: remat(torch.matmul)(SinThenProduct.apply(w), w), "jvp(grad)"),
+    ],
+)
+def test_only_the_last_product_is_skipped(fun: Fun, transform: str, args: list[Tensor]) -> None:
+    x, v, w = args
+    actual, expected = (TRANSFORMS[transform](ck(lambda w: fun(x, v, w)), w) for ck in (remat, plain))
+    assert_same(actual, expected)
 
 
 def test_a_call_inside_that_hands_on_more_than_its_results() -> None:
@@ -357,3 +423,54 @@ def test_a_foreach_op_is_no_function_of_an_extension() -> None:
     (y,) = torch._foreach_mul([leaf(numbers(3))], 2.0)
     assert type(y.grad_fn).__name__ == "CppFunction"
     assert not is_custom(y.grad_fn)
+
+
+MAPPED: dict[str, Fun] = {
+    "an index": lambda w, i: w[i],
+    "a lookup": lambda w, i: F.embedding(i, w),
+    "a mask": lambda w, i: torch.where(i[:, None] > 1, w[:2], 0.0),
+    "a detached value": lambda w, i: w * i.to(w.dtype).sum().detach(),
+    "two results": lambda w, i: ((w * i.sum()).sum(0), w.square().sum()),
+}
+
+
+@pytest.mark.parametrize("inner", MAPPED.values(), ids=MAPPED)
+def test_a_mapped_argument_without_a_derivative(inner: Fun) -> None:
+    """A stand-in for the result of a call inside is mapped where the result is."""
+
+    def loss(w: Tensor, ck: Fun) -> Tensor:
+        outer = ck(lambda w, i: ck(inner)(w.tanh(), i))
+        out = vmap(lambda i: outer(w, i))(torch.tensor([[0, 2], [1, 4], [2, 2]]))
+        return sum(x.sin().sum() for x in (out if isinstance(out, tuple) else (out,)))
+
+    for transform in (".backward()", "grad"):
+        w = numbers(5, 3)
+        actual, expected = (TRANSFORMS[transform](lambda w, ck=ck: loss(w, ck), w) for ck in (remat, plain))
+        assert_same(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("inner", "skipped"),
+    [
+        (lambda x: x.tanh().permute(2, 0, 1), True),
+        (lambda x: x.tanh().transpose(1, 2), True),
+        (lambda x: x.tanh()[:, :1], False),
+        (lambda x: x.tanh()[:, :, ::2], False),
+        (lambda x: x.tanh()[:, :1].expand(4, 3, 2), False),
+    ],
+)
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)"])
+def test_strides_of_the_result_of_a_call_inside(inner: Fun, skipped: bool, transform: str) -> None:
+    strides = []
+
+    def outer(x: Tensor) -> Tensor:
+        y = remat(inner)(x.sin())
+        strides.append(y.stride())
+        return y
+
+    x = numbers(4, 3, 2)
+    with CountOps() as count:
+        actual = TRANSFORMS[transform](lambda x: x + remat(outer)(x).sum(), x)
+    assert_same(actual, TRANSFORMS[transform](lambda x: x + inner(x.sin()).sum(), x))
+    assert count["tanh"] == (2 if skipped else 3)
+    assert len({*strides}) == 1

@@ -106,6 +106,6 @@ def trial(who: str, args: Any) -> Iterator[None]:
             yield
     finally:
         random.put_back()
-        with torch.no_grad(), internals.DisableTorchFunction():
+        with torch.no_grad(), internals.DisableTorchFunction(), internals.no_transforms():
             for key, before in look.copies.items():
-                look.outside[key].value.copy_(before)
+                internals.innermost(look.outside[key].value).copy_(internals.innermost(before))
