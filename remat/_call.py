@@ -98,7 +98,7 @@ class Call:
         self._ambient = Ambient.current()
         self._modes = modes_of_user()
         self._variables = Variables()
-        self._under_transforms = internals.transforms_active()
+        self._was_differentiating = internals.differentiating()
         self._has_tangents = internals.forward_ad_active()
         self._returned: list[tuple[int, torch.Size, torch.dtype]] = []
         self._rebuilders: list[Rebuilder] = []
@@ -350,12 +350,12 @@ class Call:
 
     @property
     def needs_level(self) -> bool:
-        """Whether reruns must run under a transform, because the forward did.
+        """Whether reruns must run under a transform that differentiates, because the forward did.
 
         Only there do they run exactly the ops of the forward, call a hook for one order of derivatives, and not see
         inside an autograd.Function.
         """
-        if not self._under_transforms:
+        if not self._was_differentiating:
             return False
         return self.random is not None or self.tape is not None or bool(self.hooked) or self.signature.has_custom
 

@@ -441,6 +441,9 @@ class _InnerLook(Look):
         self._add(tensor, value)
         return value
 
+    def before_write(self, written: Tensor) -> None:
+        self.outer.before_write(written)
+
 
 @functools.lru_cache(maxsize=256)
 def _watched(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:

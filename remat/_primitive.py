@@ -201,9 +201,16 @@ def attach(fn: Derived, values: Values, operands: Values) -> Values:
     return _RULES[kind](top, fn, values, operands)
 
 
-def _connected(operands: Values, reached: Container[int], cut: Callable[[Tensor], Tensor]) -> Values:
-    """The operands that a node saves. `cut` detaches those that its values do not depend on."""
-    return [t if i in reached or not t.requires_grad else cut(t) for i, t in enumerate(operands)]
+def _connected(operands: Values, reached: Container[int], level: int = 0) -> Values:
+    """The operands that a node saves. Those that its values do not depend on are cut off their graph at its level."""
+    return [t if i in reached or not t.requires_grad else _cut(t, level) for i, t in enumerate(operands)]
+
+
+def _cut(tensor: Tensor, level: int) -> Tensor:
+    """Take a tensor off its graph at a level, but keep its tangent, which a value computed in no_grad may have used."""
+    primal, tangent = forward_ad.unpack_dual(tensor) if internals.forward_ad_active() else (tensor, None)
+    primal = internals.wrap_grad(internals.unwrap_grad(primal, level), level) if level else primal.detach()
+    return primal if tangent is None else forward_ad.make_dual(primal, tangent)
 
 
 def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) -> Values:
@@ -213,10 +220,10 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
     kept = [values[i] for i in outs]
     reached = fn.prove(kept, operands)
     link = Link(fn, outs, operands)
+    saved = _connected(operands, reached)
+    if not any(t.requires_grad for t in saved):
+        return values  # they depend only on leaves that the function made
     with internals.forward_ad_disabled():  # for the node, the tangents of its operands are constants
-        saved = _connected(operands, reached, Tensor.detach)
-        if not any(t.requires_grad for t in saved):
-            return values  # they depend only on leaves that the function made
         link.cut = {i for i, (t, s) in enumerate(zip(operands, saved, strict=True)) if t is not s}
         nodes = RematNode.apply(link, [v.detach() for v in kept], sharing_memory(kept, operands), *saved)
     return _replace(values, outs, nodes)
@@ -234,7 +241,7 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
     lifted = [internals.wrap_grad(v, level) for v in inner]
     lifted_operands = [internals.wrap_grad(t, level) for t in operands]
     reached = fn.prove([values[i] for i in outs], lifted_operands) if outs else ()
-    saved = _connected(lifted_operands, reached, lambda t: internals.wrap_grad(internals.unwrap_grad(t, level), level))
+    saved = _connected(lifted_operands, reached, level)
     if not any(t.requires_grad for t in saved):
         return lifted
     link = Link(fn, outs, lifted_operands, level)

@@ -438,7 +438,10 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
     """`get_gradient_edge`, without a token that holds the graph, for which it would make one more node."""
     node = tensor.grad_fn
     if node is None:
-        return get_gradient_edge(tensor)
+        try:
+            return get_gradient_edge(tensor)
+        except AssertionError:  # a view that was made in no_grad, in forward-mode AD: no gradient flows through it
+            return get_gradient_edge(torch.empty_like(tensor, requires_grad=True))
     if _NODES_ARE_HELD or not isinstance(node, torch._C._FunctionBase):
         return GradientEdge(node, tensor.output_nr)
     return GradientEdge(get_gradient_edge(tensor).ownership_token, 0)  # the node of a view

@@ -575,3 +575,20 @@ def test_a_differentiated_argument_that_the_result_does_not_depend_on() -> None:
         return first, torch.autograd.grad(first.sum(), x)
 
     assert_same(both_orders(remat), both_orders(plain))
+
+
+@pytest.mark.parametrize("differentiated", [True, False])
+def test_a_tangent_that_only_no_grad_reads(differentiated: bool) -> None:
+    def fun(w: Tensor, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = w.cos()
+        return scale * x
+
+    def tangents(fun: Fun) -> list[Tensor | None]:
+        with forward_ad.dual_level():
+            w, x = numbers(3).requires_grad_(differentiated), leaf(numbers(3, seed=1))
+            y = fun(forward_ad.make_dual(w, numbers(3, seed=2)), x)
+            (g,) = torch.autograd.grad(y.sin().sum(), x)
+            return [*forward_ad.unpack_dual(y), *forward_ad.unpack_dual(g)]
+
+    assert_same(tangents(remat(fun)), tangents(fun))

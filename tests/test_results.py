@@ -506,3 +506,18 @@ def test_a_class_of_tensors_whose_backward_is_called(way: Decorator) -> None:
         return [t.grad.as_subclass(Tensor) for t in (x, captured) if t.grad is not None]
 
     assert_same(run(way), run(plain))
+
+
+@pytest.mark.parametrize("view", [lambda y: y.view(-1), lambda y: y.t()])
+@pytest.mark.parametrize("transform", [".backward()", "grad", "jvp(grad)", "grad(jvp)", "jvp(jvp)"])
+def test_a_view_that_is_made_in_no_grad(view: Fun, transform: str) -> None:
+    def fun(x: Tensor) -> Any:
+        y = x @ x
+        with torch.no_grad():
+            v = view(y)
+        return y.tanh(), v
+
+    def total(ck: Any) -> Fun:
+        return lambda x: sum(r.sin().sum() for r in ck(fun)(x)) + x
+
+    assert_same(TRANSFORMS[transform](total(remat), numbers(3, 3)), TRANSFORMS[transform](total(plain), numbers(3, 3)))

@@ -1257,3 +1257,46 @@ def test_a_view_of_what_is_captured_under_vmap_and_a_policy() -> None:
         vmap(lambda row, ck=ck, fun=fun: ck(fun)(row), in_dims=1)(x).sum().backward()
         grads.append(x.grad)
     assert_same(*grads)
+
+
+@pytest.mark.parametrize("transform", [".backward()", "grad"])
+def test_an_intermediate_result_that_a_function_marks_dirty(transform: str) -> None:
+    def fun(x: Tensor) -> Tensor:
+        y = x @ x
+        return UnseenInPlace.apply(y).sin() + y
+
+    def derivative(fun: Fun) -> Any:
+        return TRANSFORMS[transform](lambda x: grad(lambda x: fun(x).sum())(x), numbers(3, 3))
+
+    assert_same(derivative(remat(fun)), derivative(fun))
+
+
+@torch.library.custom_op("remat_tests::times_sine", mutates_args=())
+def times_sine(x: Tensor, y: Tensor) -> Tensor:
+    return x.sin() * y
+
+
+times_sine.register_autograd(
+    lambda ctx, g: (g * ctx.saved_tensors[0].cos() * ctx.saved_tensors[1], g * ctx.saved_tensors[0].sin()),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+times_sine.register_vmap(lambda info, in_dims, x, y: (times_sine(x.movedim(in_dims[0], 0), y.expand_as(x)), 0))
+
+
+def in_inference_mode(x: Tensor, y: Tensor) -> Tensor:
+    with torch.inference_mode():
+        total = (x.detach() * 2).sum()
+    return torch.tanh(x @ y) + total
+
+
+@pytest.mark.parametrize("policy", [None, *KEEPING.values()])
+@pytest.mark.parametrize("fun", [lambda x, y: times_sine(x @ y, y), in_inference_mode])
+def test_a_vmap_inside_of_a_backward_pass(fun: Fun, policy: Any) -> None:
+    """Its reruns run under the vmap alone."""
+
+    def gradient(fun: Fun) -> Tensor | None:
+        y = leaf(numbers(3, 3))
+        vmap(lambda x: fun(x, y))(numbers(2, 3, 3, seed=1)).sum().backward()
+        return y.grad
+
+    assert_same(gradient(remat(fun, policy=policy)), gradient(fun))
