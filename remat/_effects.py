@@ -39,6 +39,10 @@ READS_MEMORY = {
     Tensor.untyped_storage,
     Tensor.tensor_split,
     torch.ctc_loss,
+    torch.gru,
+    torch.lstm,
+    torch.rnn_relu,
+    torch.rnn_tanh,
     torch.tensor_split,
 }
 """Functions that read memory without an op, or are asked for it by what does: a kernel, numpy, pickle."""

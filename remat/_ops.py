@@ -108,8 +108,8 @@ def plain(tensor: Tensor) -> bool:
 
 
 def storages(found: Iterable[Tensor]) -> list[Any]:
-    """The storages of the tensors that have one, plain or not."""
-    return [t.untyped_storage() for t in found if t.layout is torch.strided]
+    """The storages of the tensors that have one, plain or not, and of the tensors inside of subclasses."""
+    return [t.untyped_storage() for x in found for t in internals.inner_tensors(x) if t.layout is torch.strided]
 
 
 class Layout(NamedTuple):

@@ -37,6 +37,10 @@ Pullback = Callable[[Sequence[Batch]], Derived]
 """The derivative of a node, for cotangents that are batched in this way."""
 
 
+_HOOKED_TANGENTS = (
+    "remat: {} is called under saved_tensors_hooks, with an argument or captured tensor that has a tangent, which the "
+    "hooks would lose. Call it outside of the hooks."
+)
 _CHANGED = (
     "remat: {} that {} was given or captured has been modified by an inplace operation between its forward run and the "
     "backward, where it runs again. Change a copy instead: x = x.clone()."
@@ -208,9 +212,15 @@ def _connected(operands: Values, reached: Container[int], level: int = 0) -> Val
 
 def _cut(tensor: Tensor, level: int) -> Tensor:
     """Take a tensor off its graph at a level, but keep its tangent, which a value computed in no_grad may have used."""
-    primal, tangent = forward_ad.unpack_dual(tensor) if internals.forward_ad_active() else (tensor, None)
-    primal = internals.wrap_grad(internals.unwrap_grad(primal, level), level) if level else primal.detach()
-    return primal if tangent is None else forward_ad.make_dual(primal, tangent)
+    tangent = _tangent_of(tensor)
+    if tangent is not None:
+        tensor = forward_ad.unpack_dual(tensor).primal
+    tensor = internals.wrap_grad(internals.unwrap_grad(tensor, level), level) if level else tensor.detach()
+    return tensor if tangent is None else forward_ad.make_dual(tensor, tangent)
+
+
+def _tangent_of(tensor: Tensor) -> Tensor | None:
+    return forward_ad.unpack_dual(tensor).tangent if internals.forward_ad_active() else None
 
 
 def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) -> Values:
@@ -223,6 +233,8 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
     saved = _connected(operands, reached)
     if not any(t.requires_grad for t in saved):
         return values  # they depend only on leaves that the function made
+    if internals.saved_tensors_hooks() is not None and any(_tangent_of(t) is not None for t in saved):
+        raise RematError(_HOOKED_TANGENTS.format(fn.call.name))
     with internals.forward_ad_disabled():  # for the node, the tangents of its operands are constants
         link.cut = {i for i, (t, s) in enumerate(zip(operands, saved, strict=True)) if t is not s}
         nodes = RematNode.apply(link, [v.detach() for v in kept], sharing_memory(kept, operands), *saved)

@@ -41,7 +41,7 @@ from torch.utils import _cxx_pytree as _cxx_pytree
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext as DeviceContext  # the mode behind `with torch.device(...)`
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented, its path is private
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as create_selective_checkpoint_contexts
 
@@ -229,6 +229,15 @@ def layers(tensor: Tensor) -> Iterator[Tensor]:
     while _C.is_functorch_wrapped_tensor(tensor):
         tensor = _C.get_unwrapped(tensor)
         yield tensor
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors of which a subclass consists (nested tensors, DTensor); else the tensor itself."""
+    if type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    held = (getattr(tensor, name) for name in names)  # also other objects: a DeviceMesh
+    return [inner for x in held if isinstance(x, Tensor) for inner in inner_tensors(x)]
 
 
 def requires_grad_at_any_level(tensor: Tensor, lowest: int = -2) -> bool:

@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from remat import remat
+from remat import RematError, remat
 from remat.debug import LiveBytes
 from remat.policies import everything_saveable
 
@@ -592,3 +592,10 @@ def test_a_tangent_that_only_no_grad_reads(differentiated: bool) -> None:
             return [*forward_ad.unpack_dual(y), *forward_ad.unpack_dual(g)]
 
     assert_same(tangents(remat(fun)), tangents(fun))
+
+
+def test_hooks_on_what_is_saved_would_lose_tangents() -> None:
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(leaf(numbers(3)), numbers(3, seed=1))
+        with torch.autograd.graph.save_on_cpu(), pytest.raises(RematError, match="outside of the hooks"):
+            remat(torch.sin)(x)

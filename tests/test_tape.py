@@ -1300,3 +1300,29 @@ def test_a_vmap_inside_of_a_backward_pass(fun: Fun, policy: Any) -> None:
         return y.grad
 
     assert_same(gradient(remat(fun, policy=policy)), gradient(fun))
+
+
+GRU = nn.GRU(3, 3, dtype=torch.float64)
+
+
+def with_packed_sequences(x: Tensor) -> Tensor:
+    packed = nn.utils.rnn.pack_padded_sequence(x[:, None].expand(3, 2, 3), torch.tensor([3, 2]))
+    return nn.utils.rnn.pad_packed_sequence(GRU(packed)[0])[0].sum(1)
+
+
+def with_a_jagged_tensor(x: Tensor) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(x @ x, torch.tensor([0, 1, 3])).sin().values()
+
+
+@pytest.mark.parametrize("policy", [*KEEPING.values(), save_ops("sin")])
+@pytest.mark.parametrize("inner_policy", [None, save_ops("sin")])
+@pytest.mark.parametrize("fun", [with_packed_sequences, with_a_jagged_tensor])
+def test_memory_that_an_inner_call_reads_without_an_op(fun: Fun, inner_policy: Any, policy: Any) -> None:
+    def gradient(ck: Fun, inner_ck: Fun) -> Tensor | None:
+        x = leaf(numbers(3, 3))
+        ck(lambda x: inner_ck(fun)(x.cos() * 2).sin())(x).sum().backward()
+        return x.grad
+
+    expected = gradient(plain, plain)
+    actual = gradient(functools.partial(remat, policy=policy), functools.partial(remat, policy=inner_policy))
+    assert_same(actual, expected)

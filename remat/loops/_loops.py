@@ -175,8 +175,9 @@ def while_loop(
         while cond_fun(val):
             val = body_fun(val)
 
-    If grad mode is on, a first run without autograd counts the steps. It holds one value, and costs one run of each
-    step. Its random draws and its changes in place are undone; its prints are not. Under `vmap` the loop runs until it
+    If grad mode is on, a first run under `torch.no_grad()` counts the steps. It holds one value, and costs one run of
+    each step. Its random draws and its changes in place are undone; its prints are not. A body that differentiates
+    needs `torch.func.grad`: `torch.autograd.grad` does not work in `no_grad`. Under `vmap` the loop runs until it
     is over for all elements. An element that is done keeps its value: `body_fun` then runs on its first value, and the
     result is not used.
 
