@@ -26,7 +26,6 @@ from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
 from remat._effects import Effects, as_given, effects_of, is_of_torch, reads_no_value, tensors_in, written_by
 from remat._errors import CHANGES, DATA_OF_A_LEVEL, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, call_site
-from remat._graph import is_made_since
 from remat._made import Made, Read, Survivor
 from remat._memory import memory_of
 from remat._nested_mode import NestedMode, current_look
@@ -189,7 +188,8 @@ class Look(NestedMode):
 
     def _check_graph(self, outputs: Any) -> None:
         """The run is about to differentiate these."""
-        if any(internals.nodes_of(t) and not is_made_since(t, self.since) for t in tensors_in(outputs)):
+        nodes = [t.grad_fn for t in tensors_in(outputs)]
+        if any(node is not None and internals.sequence_number(node) < self.since for node in nodes):
             raise RematError(OTHER_GRAPH.format(self.name))
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:

@@ -667,6 +667,17 @@ OF_OTHER_GRAPHS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)"])
+def test_the_derivative_of_an_argument_that_is_returned(transform: str) -> None:
+    """It has an older graph, but not at the level of the derivative."""
+
+    def fun(x: Tensor) -> Tensor:
+        return vjp(lambda z: z, x)[1](x.cos())[0] + x.sin()
+
+    actual, expected = (TRANSFORMS[transform](lambda x, ck=ck: ck(fun)(x.exp()), numbers(3)) for ck in (remat, plain))
+    assert_same(actual, expected)
+
+
 @pytest.mark.parametrize("kind", OF_OTHER_GRAPHS)
 def test_a_graph_from_outside_is_not_differentiated(kind: str) -> None:
     fun = remat(OF_OTHER_GRAPHS[kind])
