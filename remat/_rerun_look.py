@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._effects import Effects, tensors_in
+from remat._effects import Effects, effects_of, tensors_in
 from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._graph import is_made_since
 from remat._look import MADE_INSIDE, Look, level_of, stack_depth
@@ -118,10 +118,11 @@ class RerunLook(Look):
         position = self._plan.reads.get(key)
         if position is None:
             return self._read_other(tensor, is_inner)
-        if self._position < position:
-            raise self._too_early(tensor)
         _, operand = self._swaps.get(key, (tensor, tensor))
-        self._known.add(id(operand))
+        if self._position >= position:
+            self._known.add(id(operand))
+        elif not effects_of(self._reader).is_metadata:  # what asks if a tensor is the same may ask only in reruns
+            raise self._too_early(tensor)
         return operand
 
     def _too_early(self, tensor: Tensor) -> CheckpointError:

@@ -1646,6 +1646,24 @@ def test_a_parameter_of_a_module_goes_straight_to_a_transform(transform: str, re
     assert_same(TRANSFORMS[transform](remat(fun), x), TRANSFORMS[transform](fun, x))
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("transform", ["grad", "grad(grad)", "jvp(grad)", "jacrev", ".backward()", "double backward"])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_a_module_that_asks_if_its_parameters_have_changed(kind: Any, transform: str, nested: bool) -> None:
+    """Its rerun finds operands in their places, renews its list of them, and asks these for dtype and device."""
+    module = kind(3, 3).double()
+
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        def fun(x: Tensor) -> Tensor:
+            return module(x)[0].sin()
+
+        return ck(lambda x: ck(fun)(x) * 2)(x) if nested else ck(fun)(x)
+
+    run, x = TRANSFORMS[transform], numbers(2, 3)
+    for _ in range(2):
+        assert_same(run(lambda x: program(remat, x), x), run(lambda x: program(plain, x), x))
+
+
 @SOME
 def test_buffers_that_are_the_bounds_of_a_slice(transform: str) -> None:
     def twice(make: Any, x: Tensor) -> Tensor:

@@ -987,6 +987,21 @@ def test_a_table_whose_guard_asks_what_it_is(guard: str, transform: str) -> None
         assert_same(gradient(lambda ck, x: ck(fun)(x), ck, transform), numbers(3).cos() * table[0])
 
 
+def test_a_tensor_that_is_read_too_early_after_its_shape_was_asked() -> None:
+    first, second = (nn.Parameter(numbers(3, seed=i)) for i in range(2))
+    now = [first]
+
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin() if now[0].shape == x.shape else x
+        y = y * now[0]
+        now[0] = second
+        return y * now[0]
+
+    y = remat(fun)(leaf(numbers(3)))
+    with pytest.raises(CheckpointError, match="earlier than its forward did"):
+        y.sum().backward()
+
+
 @CHECKED
 def test_the_shape_of_a_tensor_is_a_state(transform: str) -> None:
     """A tensor that the forward has made and never read, but for its shape."""
