@@ -144,8 +144,9 @@ class RerunLook(Look):
         has_graph = tensor.grad_fn is not None if wraps else internals.nodes_of(tensor)
         is_old = tells_age and has_graph and not is_new
         is_above = level_of(tensor) > stack_depth()  # only the forward ran there
-        is_kept = kept.get(key) is tensor or (not (is_inner or is_new) and is_in_reach(tensor, self.objects))
-        if is_above or is_old or is_kept:
+        is_kept = kept.get(key) is tensor and not self._own.has(tensor)  # else a nested call has returned it
+        is_found = not (is_inner or is_new) and is_in_reach(tensor, self.objects)
+        if is_above or is_old or is_kept or is_found:
             raise CheckpointError(self._stranger(tensor))
         if wraps:
             inner = internals.unwrapped(tensor)
