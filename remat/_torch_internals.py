@@ -449,7 +449,7 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
     if node is None:
         try:
             return get_gradient_edge(tensor)
-        except AssertionError:  # a view that was made in no_grad, in forward-mode AD: no gradient flows through it
+        except (AssertionError, RuntimeError):  # forward-mode AD gives results without a derivative, too
             return get_gradient_edge(torch.empty_like(tensor, requires_grad=True))
     if _NODES_ARE_HELD or not isinstance(node, torch._C._FunctionBase):
         return GradientEdge(node, tensor.output_nr)
