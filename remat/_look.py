@@ -240,8 +240,9 @@ class Look(NestedMode):
         """
         key = id(tensor)
         _, value = self._swaps.get(key, (tensor, tensor))  # in an outer rerun, which may run below the original's level
-        if value is tensor and self.depth < level_of(tensor) <= stack_depth():
-            self.read(internals.unwrapped(tensor), handed_on=True)
+        below = internals.unwrap_dead(tensor)
+        if value is tensor and self.depth < level_of(below) <= stack_depth():
+            self.read(internals.unwrapped(below), handed_on=True)
             return tensor
         known = self._known_value(tensor)
         if handed_on and (known is None or key in self.outside):  # its own may die, and others get their ids
