@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from helpers import SOME_TRANSFORMS, TRANSFORMS, UNIT, CountOps, Fun, activation, assert_same, leaf, numbers, plain
 from torch import Tensor, nn
-from torch.func import grad, jacfwd, jacrev, vmap
+from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.overrides import TorchFunctionMode
 
 from remat import CheckpointError, checkpoint, policies, remat
@@ -584,3 +584,34 @@ def test_a_nested_call_gives_back_an_operand_that_is_read_elsewhere_too() -> Non
         return found
 
     assert_same(orders(remat), orders(plain))
+
+
+def _tangent_of_constants(ck: Any) -> Fun:
+    w = numbers(3, 3, seed=1)
+    inner = ck(torch.sin)
+    return ck(lambda x: jvp(inner, (w,), (w,))[1] * x)
+
+
+def _reads_only_the_constant(ck: Any) -> Fun:
+    inner = ck(lambda x: (x.detach() * 2, x.sin()))
+    return ck(lambda x: x.sin() * grad(lambda z: (inner(z)[0].sin() * z).sum())(x))
+
+
+def _returns_a_constant_too(ck: Any) -> Fun:
+    inner = ck(lambda x: (x.sin(), x.detach() * 2))
+    return ck(lambda x: sum(inner(x.cos())))
+
+
+def _pulls_back_inside_vmap(ck: Any) -> Fun:
+    return ck(lambda x: vmap(lambda z: vjp(torch.sin, z)[1](z)[0])(x))
+
+
+@pytest.mark.parametrize("name", SOME_TRANSFORMS)
+@pytest.mark.parametrize(
+    "make", [_tangent_of_constants, _reads_only_the_constant, _returns_a_constant_too, _pulls_back_inside_vmap]
+)
+def test_what_an_inner_transform_wraps_without_a_derivative(name: str, make: Any) -> None:
+    if name == "forward AD" and make is _tangent_of_constants:
+        pytest.skip("torch can't nest the levels of forward-mode AD")
+    x = numbers(3, 3)
+    assert_same(TRANSFORMS[name](make(remat), x), TRANSFORMS[name](make(plain), x))
