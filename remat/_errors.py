@@ -38,6 +38,10 @@ DATA_OF_A_LEVEL = (
     "remat: {} sets the .data of a tensor of shape {}, {} from outside to a tensor of a transform of torch.func, which "
     "torch can't read later. Write in place: self.mean.copy_(...)."
 )
+LAZY = (
+    "remat: {} calls a lazy module that has yet to make its parameters, and a rerun would begin after that. Call it "
+    "once before, in torch.no_grad()."
+)
 
 _INSTEAD = "remat.nn.remat_module, or call the function through remat.checkpoint(..., use_reentrant=False)."
 SHARDED = (

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
 from remat._effects import Effects, as_given, effects_of, is_of_torch, reads_no_value, tensors_in, written_by
-from remat._errors import CHANGES, DATA_OF_A_LEVEL, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, call_site
+from remat._errors import CHANGES, DATA_OF_A_LEVEL, LAZY, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, call_site
 from remat._made import Made, Read, Survivor
 from remat._memory import memory_of
 from remat._nested_mode import NestedMode, current_look
@@ -36,10 +36,6 @@ from remat._tail import is_large
 level_of, stack_depth = internals.level_of, internals.stack_depth
 
 MADE_INSIDE = " If the function makes this parameter, or a module that has it, make that outside, and pass it."
-_LAZY = (
-    "remat: {} calls a lazy module that has yet to make its parameters, and a rerun would begin after that. Call it "
-    "once before, in torch.no_grad()."
-)
 
 
 class Look(NestedMode):
@@ -56,8 +52,7 @@ class Look(NestedMode):
     - `sets_hooks`: whether the run put a hook on a tensor.
     - `reads_unseen`: whether the run called an autograd.Function of the user's, which may read memory unseen.
     - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
-    - `tail_number`, `tail_results`: the sequence number after the call at `signature.tail`; its results, and those of
-        the calls after it.
+    - `tail_number`, `tail_results`: of the tail: the sequence number after its first call, and its results.
     """
 
     drew = sets_hooks = reads_unseen = False
@@ -188,8 +183,7 @@ class Look(NestedMode):
 
     def _check_graph(self, outputs: Any) -> None:
         """The run is about to differentiate these."""
-        nodes = [t.grad_fn for t in tensors_in(outputs)]
-        if any(node is not None and internals.sequence_number(node) < self.since for node in nodes):
+        if any(t.grad_fn and internals.sequence_number(t.grad_fn) < self.since for t in tensors_in(outputs)):
             raise RematError(OTHER_GRAPH.format(self.name))
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
@@ -203,13 +197,13 @@ class Look(NestedMode):
         self.call = None
         begins = effects.multiplies and is_large(out, args) and not self._is_in_jvp()
         if begins and internals.requires_grad_at_any_level(out):
-            signature.tail, signature.tail_call = position, None
-            self._begin_tail(out)
+            self._begin_tail(position, None, out)
         elif signature.tail is not None:
             self.tail_results += map(weakref.ref, tensors_in(out))
         return out
 
-    def _begin_tail(self, out: Any) -> None:
+    def _begin_tail(self, position: int, call: Any, out: Any) -> None:
+        self.signature.tail, self.signature.tail_call = position, call
         self.tail_number = internals.next_sequence_number()
         self.tail_results = [*map(weakref.ref, tensors_in(out))]
 
@@ -288,7 +282,7 @@ class Look(NestedMode):
     def _set_data(self, tensor: Tensor, data: Tensor) -> None:
         """The run is about to do `tensor.data = data`."""
         if is_lazy(tensor):
-            raise RematError(_LAZY.format(self.name))
+            raise RematError(LAZY.format(self.name))
         if level_of(data) > max(level_of(tensor), 0):
             raise RematError(DATA_OF_A_LEVEL.format(self.name, list(tensor.shape), tensor.dtype))
         if not internals.requires_grad_at_any_level(tensor):
@@ -332,8 +326,7 @@ class Look(NestedMode):
         signature.nests, signature.tail = signature.nests + 1, None
         self.add_results((name, hash(tuple(calls))), out)
         if remembered is not None and len(signature.calls) > position:
-            signature.tail, signature.tail_call = position, remembered
-            self._begin_tail(out)
+            self._begin_tail(position, remembered, out)
 
     def spared_call(self) -> Any:
         """The record of a nested call, if it can be skipped here. None: the call must run."""
@@ -342,8 +335,6 @@ class Look(NestedMode):
     def add_results(self, func: Any, out: Any, args: Iterable[Any] = (), listed: bool = True) -> None:
         """Note the tensors that a call returned. `listed`: whether the call belongs to the signature."""
         found = tensors_in(out)
-        if not found:
-            return
         differentiated = False
         for t in found:
             requires_grad = internals.requires_grad_at_any_level(t)
@@ -371,8 +362,7 @@ class Look(NestedMode):
 
     def _reads_own(self, tensor: Tensor) -> bool:
         """Whether the run made this tensor without a derivative. If so, count the read."""
-        found = self._own.has(tensor)
-        if found:
+        if found := self._own.has(tensor):
             self._own.count(tensor, (self._count(), self._reader))
         return found
 
