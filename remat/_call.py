@@ -326,7 +326,8 @@ class Call:
         """Check that a rerun depends on the operands of the forward. `complete`: whether all results were walked."""
         if self._has_tangents or internals.tracing():  # tangents have another graph, and `make_fx` keeps the forward's
             return
-        lost = self._reached - operands if complete else set()
+        # A stand-in depends on all operands that the call may depend on.
+        lost = self._reached - operands if complete and not self.operands.stands_in else set()
         # In a rerun, the results of a nested call share one node.
         new = set() if self.signature.nests else operands - self._reached
         if unlike := (lost | new) - self._ambiguous:

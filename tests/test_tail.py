@@ -474,3 +474,16 @@ def test_strides_of_the_result_of_a_call_inside(inner: Fun, skipped: bool, trans
     assert_same(actual, TRANSFORMS[transform](lambda x: x + inner(x.sin()).sum(), x))
     assert count["tanh"] == (2 if skipped else 3)
     assert len({*strides}) == 1
+
+
+def test_a_call_inside_that_gets_one_tensor_twice() -> None:
+    """In the forward, the graph can't tell two such operands apart; the rerun gets two tensors."""
+
+    def derivative(w: Tensor, ck: Fun) -> Tensor:
+        inner = ck(lambda z, _: z.sin())
+        outer = ck(lambda z, w: inner(z, w))
+        return grad(lambda z: outer(z, w).sin().sum())(w).sin().sum()
+
+    w = numbers(3)
+    actual, expected = (TRANSFORMS[".backward()"](lambda w, ck=ck: derivative(w, ck), w) for ck in (remat, plain))
+    assert_same(actual, expected)
