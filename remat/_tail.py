@@ -79,7 +79,7 @@ class Returned(NamedTuple):
 
 def returned(tensor: Tensor) -> Returned | None:
     """Describe a result. None: nothing can stand in for it."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.layout is not torch.strided or tensor.is_nested or not internals.requires_grad_at_any_level(tensor):
         return None
     stride = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
     return Returned(type(tensor), stride, internals.batched_at(tensor))

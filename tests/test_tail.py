@@ -487,3 +487,15 @@ def test_a_call_inside_that_gets_one_tensor_twice() -> None:
     w = numbers(3)
     actual, expected = (TRANSFORMS[".backward()"](lambda w, ck=ck: derivative(w, ck), w) for ck in (remat, plain))
     assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("transform", [".backward()", "grad", "hessian", "jvp(grad)"])
+def test_a_call_inside_that_also_returns_a_value_without_a_derivative(transform: str) -> None:
+    def loss(x: Tensor, ck: Fun) -> Tensor:
+        inner = ck(lambda x: (x.sin(), x.detach() * 2))
+        outer = ck(lambda x: tuple(y + 1 for y in inner(x.cos())))
+        return sum(y.sin().sum() for y in outer(x))
+
+    x = numbers(3)
+    actual, expected = (TRANSFORMS[transform](lambda x, ck=ck: loss(x, ck), x) for ck in (remat, plain))
+    assert_same(actual, expected)
