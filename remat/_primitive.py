@@ -145,10 +145,12 @@ def _differentiate(
     level = top.level
     if top.kind is internals.TransformType.Vmap and level >= link.level:
         pairs = [internals.unwrap_batched(internals.unwrap_dead(c), level) for c in cotangents]
-        batch = top.batch_size(), [d for _, d in pairs]
+        dims = [d for _, d in pairs]
+        batched = dims.count(None) < len(dims)
         with top.lower():
-            results = _differentiate(link, pullback, operands, [c for c, _ in pairs], (batch, *batches))
-        return [None if r is None else internals.wrap_batched(r, 0, level) for r in results]
+            batches = ((top.batch_size(), dims), *batches) if batched else batches
+            results = _differentiate(link, pullback, operands, [c for c, _ in pairs], batches)
+        return [r if r is None or not batched else internals.wrap_batched(r, 0, level) for r in results]
     at_own_level = top.kind is internals.TransformType.Grad and internals.level_of(operands[0]) == level
     if at_own_level and internals.called_by_grad_transform(link.thread):
         with top.lower():

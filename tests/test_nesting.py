@@ -617,3 +617,18 @@ _NESTED_TANGENTS = ("forward AD", _tangent_of_constants)  # torch can't nest the
 def test_what_an_inner_transform_wraps_without_a_derivative(name: str, make: Any) -> None:
     x = numbers(3, 3)
     assert_same(TRANSFORMS[name](make(remat), x), TRANSFORMS[name](make(plain), x))
+
+
+def test_a_gradient_that_no_vmap_around_it_maps() -> None:
+    def derivative(w: Tensor, ck: Any) -> Tensor:
+        inner = ck(torch.tanh)
+        outer = ck(lambda w: inner(w) * 2)
+        return grad(lambda w: outer(w).sin().sum())(w)
+
+    def loss(w: Tensor, ck: Any) -> Tensor:
+        return vmap(lambda x: derivative(w, ck) * x)(xs).sin().sum()
+
+    w, xs = numbers(3), numbers(2)
+    for transform in (".backward()", "grad", "hessian"):
+        actual, expected = (TRANSFORMS[transform](lambda w, ck=ck: loss(w, ck), w) for ck in (remat, plain))
+        assert_same(actual, expected)
