@@ -341,10 +341,11 @@ class Look(NestedMode):
             differentiated |= requires_grad
             if id(t) in self._swaps or self._is_from_outside(t):
                 continue  # a call returned it unchanged: its layers are not the run's
+            inside = [layer for layer in internals.layers(t) if level_of(layer) <= self.depth]
             if not requires_grad:
-                self._add_own(next(layer for layer in internals.layers(t) if level_of(layer) <= self.depth))
+                self._add_own(inside[0])
                 continue
-            self._know_layers(t)
+            self._known.update(map(id, inside))
             if self.outer is not None:
                 self.made.append(weakref.ref(t))
         if differentiated and listed:
@@ -369,12 +370,6 @@ class Look(NestedMode):
     def _count(self) -> int:
         """How many calls the signature has so far."""
         return len(self.signature.calls)
-
-    def _know_layers(self, tensor: Tensor) -> None:
-        """Note that the run made a tensor, and those that it wraps at the level of the run and below."""
-        for layer in internals.layers(tensor):
-            if level_of(layer) <= self.depth:
-                self._known.add(id(layer))
 
     def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
         """The arguments of `register_hook`. `inner`: of a hook that a nested run sets, the position there.
@@ -414,6 +409,10 @@ class Look(NestedMode):
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run made this tensor."""
         return not self._is_from_outside(tensor) and (id(tensor) in self._known or self._own.has(tensor))
+
+    def take_for_own(self, key: int) -> None:
+        """The run must have made the tensor with this identity, which it was seen to read."""
+        self._own.add(self.outside.pop(key).tensor)
 
     def survivors(self) -> list[Survivor]:
         """The tensors that the run made without a derivative and read, and that are still alive."""

@@ -205,7 +205,7 @@ class Operands:
         """Add each tensor that was read and must be an operand. Returns the other reads, by identity of the tensor."""
         constants = {}
         known = self._index.keys() | look.replacing()
-        for key, read in look.outside.items():
+        for key, read in [*look.outside.items()]:
             value = read.value
             if key in look.copies:
                 original = self._capture(read)
@@ -213,8 +213,13 @@ class Operands:
                 original.origin = None if tape is None else tape.origin(read.tensor)
             elif internals.version(value) != read.version:
                 raise self._changed(read)
-            elif key in known or value is not read.tensor or (matters(value) and self._is_outside(value, since)):
+            elif key in known or value is not read.tensor:
                 self._capture(read)
+            elif matters(value) and self._is_outside(value, since):
+                if key in look.handed_on and self._is_made_unseen(value):
+                    look.take_for_own(key)
+                else:
+                    self._capture(read)
             else:
                 constants[key] = read
         return constants
@@ -222,6 +227,13 @@ class Operands:
     def _is_outside(self, tensor: Tensor, since: int) -> bool:
         """Whether the run did not make this tensor, out of sight. One of another thread may have any number."""
         return is_from_before(tensor, since) or is_in_reach(tensor, self.objects)
+
+    def _is_made_unseen(self, tensor: Tensor) -> bool:
+        """Whether the run must have made a tensor that nothing differentiates: where `vmap` gives back a constant, say.
+
+        If it comes from outside, from a place that no search finds, reading it in a rerun is an error.
+        """
+        return not (internals.requires_grad_at_any_level(tensor) or is_in_reach(tensor, self.objects))
 
     def _capture(self, read: Read) -> Original:
         """Make an operand of a tensor that the run has read from outside."""

@@ -607,7 +607,21 @@ def _pulls_back_inside_vmap(ck: Any) -> Fun:
     return ck(lambda x: vmap(lambda z: vjp(torch.sin, z)[1](z)[0])(x))
 
 
-_WRAPS = [_tangent_of_constants, _reads_only_the_constant, _returns_a_constant_too, _pulls_back_inside_vmap]
+def _vmap_of_a_constant_inside_grad(ck: Any) -> Fun:
+    def mean(z: Tensor) -> Tensor:
+        both = vmap(lambda y: (y * z, z.detach() * 2))(torch.ones(2, dtype=z.dtype))
+        return sum(part.mean(0) for part in both)
+
+    return ck(lambda x: x.sin() + grad(lambda z: (mean(z) * z).sum())(x))
+
+
+_WRAPS = [
+    _tangent_of_constants,
+    _vmap_of_a_constant_inside_grad,
+    _reads_only_the_constant,
+    _returns_a_constant_too,
+    _pulls_back_inside_vmap,
+]
 _NESTED_TANGENTS = ("forward AD", _tangent_of_constants)  # torch can't nest the levels of forward-mode AD
 
 

@@ -835,6 +835,17 @@ def test_a_captured_tensor_out_of_reach() -> None:
         grad(loss)(numbers(3))
 
 
+def test_a_constant_out_of_reach() -> None:
+    """The forward takes it for a tensor that the function has made, and the rerun meets it again."""
+
+    def loss(w: Tensor) -> Tensor:
+        held = itertools.repeat(w.detach() * 2)
+        return remat(lambda x: grad(lambda v: (v.sin() * x).sum())(next(held)))(w).sum()
+
+    with pytest.raises(CheckpointError, match=r"reads a tensor of shape \[3\].*, which its forward did not read"):
+        jvp(grad(loss), (numbers(3),), (numbers(3),))
+
+
 def unseen(fun: Any) -> Any:
     def called(*args: Any) -> Any:
         with torch._C.DisableTorchFunction():  # as an extension does it
