@@ -473,6 +473,37 @@ def test_backward_inside_of_the_function_with_a_graph(api: Any, early_stop: bool
     compare(api, run)
 
 
+def test_backward_through_nested_calls_inside_of_the_function(api: Any) -> None:
+    """The nested calls capture what the outer function has computed."""
+
+    def run(checkpoint: Any) -> Any:
+        def fun(w: Tensor, x: Tensor) -> Tensor:
+            q, b = w.tanh(), x.cos()
+            y = checkpoint(lambda b: b.sin() * q, b)
+            z = checkpoint(lambda b: b.cos() * q * y, b)
+            (g,) = grad_of(z.sum(), b, retain_graph=True)
+            return y * g
+
+        w, x = leaf(numbers(3)), leaf(numbers(3, seed=1))
+        return grad_of(checkpoint(fun, w, x).sum(), [w, x])
+
+    compare(api, run)
+
+
+def test_a_reentrant_call_inside_captures_what_the_outer_function_computed(api: Any) -> None:
+    def run(checkpoint: Any) -> Any:
+        def fun(w: Tensor, x: Tensor) -> Tensor:
+            q = w.tanh()
+            inner = {} if checkpoint is plain else {"use_reentrant": True}
+            return checkpoint(lambda a: a.sin() * q, x.cos(), **inner)
+
+        w, x = leaf(numbers(3)), leaf(numbers(3, seed=1))
+        checkpoint(fun, w, x).sum().backward()
+        return w.grad, x.grad
+
+    compare(api, run)
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
 def test_nesting(api: Any, depth: int) -> None:
     def block(x: Tensor, w: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class Call:
     places: Mapping[int, list[Place]] = types.MappingProxyType({})
     _look: CheckpointLook | None = None
     """Of the forward, while it runs."""
-    _needs_look = False
+    _needs_look = True
 
     def __init__(self, fun: Any, args: Any, kwargs: Any, preserve_rng_state: bool, watches_cells: bool = False) -> None:
         """A call that is about to run.
@@ -137,19 +137,22 @@ class Call:
         self._look = CheckpointLook(self.name, self.operands, self.random)
         return self._look
 
-    def finish(self) -> None:
-        """Called when the forward is over. Notes the tensors that it read from outside, and those that it wrote to."""
+    def finish(self, packs: bool) -> None:
+        """Called when the forward is over. Notes the tensors that it read from outside, and those that it wrote to.
+
+        `packs`: whether those that an outer checkpointed function made are saved through its hooks.
+        """
         look, self._look = self._look, None
         assert look is not None
         if self.random is not None:
             self.random = self.random.drawn_since(look.drew)
         if len(look.outside) > self.arguments or look.copies:
-            self._note_reads(look)
+            self._note_reads(look, look.outer if packs else None)
         look.outside.clear()
         self._needs_look = look.signature.nests > 0 or look.sets_hooks
         self._objects, self.operands = [], []
 
-    def _note_reads(self, look: CheckpointLook) -> None:
+    def _note_reads(self, look: CheckpointLook, around: Any) -> None:
         shared = two_that_share_memory([look.outside[key].tensor for key in look.copies]) if look.copies else None
         if shared is not None:
             raise CheckpointError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
@@ -159,7 +162,7 @@ class Call:
         look.outside.clear()  # a tensor that dies here was made by the function, unseen
         for ref, value in found:
             if (t := ref()) is not None:
-                reads.append(Read(t, t if value is None else value, look.outer))
+                reads.append(Read(t, t if value is None else value, around))
 
     def _found(self, look: CheckpointLook, reads: list[Read]) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
         """The tensors that the forward read, each with the one that it read in its place, if any.

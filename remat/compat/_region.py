@@ -177,7 +177,7 @@ class Region:
                 self._options = self._options._replace(early_stop=False)
             if selective is not None:
                 selective.finish(look, out)
-            call.finish()
+            call.finish(packs=True)
             if look.outer is not None:
                 look.outer.add_call(call.name, out)
         self._is_complete = True
