@@ -526,6 +526,12 @@ def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(_detached, same)
 
 
+def hooks_set_inside() -> bool:
+    """Whether there are saved-tensor hooks besides those of `without_saved_tensors_hooks`."""
+    hooks = saved_tensors_hooks()
+    return hooks is not None and hooks[0] is not _detached
+
+
 @hook_of_checkpoint
 def _detached(tensor: Tensor) -> Tensor:
     """Pack a tensor. A node that packs its own output unchanged would hold itself."""

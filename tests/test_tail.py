@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from helpers import TRANSFORMS, CountOps, assert_same, leaf, numbers, plain
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
@@ -498,4 +499,16 @@ def test_a_call_inside_that_also_returns_a_value_without_a_derivative(transform:
 
     x = numbers(3)
     actual, expected = (TRANSFORMS[transform](lambda x, ck=ck: loss(x, ck), x) for ck in (remat, plain))
+    assert_same(actual, expected)
+
+
+def test_a_call_inside_of_torchs_checkpoint() -> None:
+    """The rerun by torch's checkpoint makes the call. So the one by remat must make it too."""
+    torchs = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+
+    def loss(x: Tensor, ck: Fun) -> Tensor:
+        return ck(lambda x: torchs(ck(lambda x: x.sin().exp()), x.cos()))(x)
+
+    x = numbers(3)
+    actual, expected = (TRANSFORMS[".backward()"](lambda x, ck=ck: loss(x, ck), x) for ck in (remat, plain))
     assert_same(actual, expected)
