@@ -6,8 +6,7 @@ function, its plain arguments and the shape of the result. Other calls are left 
 first use and keep it, and the rerun does not compute it again.
 
 NOTE [inner wrappers]: a transform inside the function wraps tensors unseen. A new wrapper may have the identity of
-a tensor that has died. So no identity is trusted at the levels of inner transforms: the look checks the tensor inside
-the wrapper.
+a tensor that has died. So at the levels of inner transforms, the look trusts no identity: it checks what is inside.
 """
 
 from __future__ import annotations

@@ -233,7 +233,8 @@ class Operands:
 
         If it comes from outside, from a place that no search finds, reading it in a rerun is an error.
         """
-        return not (internals.requires_grad_at_any_level(tensor) or is_in_reach(tensor, self.objects))
+        differentiated = internals.requires_grad_at_any_level(tensor)
+        return internals.is_wrapper(tensor) and not differentiated and not is_in_reach(tensor, self.objects)
 
     def _capture(self, read: Read) -> Original:
         """Make an operand of a tensor that the run has read from outside."""

@@ -615,8 +615,17 @@ def _vmap_of_a_constant_inside_grad(ck: Any) -> Fun:
     return ck(lambda x: x.sin() + grad(lambda z: (mean(z) * z).sum())(x))
 
 
+def _gradient_at_a_constant_deep_in_closures(ck: Any) -> Fun:
+    w = numbers(3, 3, seed=1)
+    fun: Any = {"call": ck(lambda x: grad(lambda z: (z * x).sin().sum())(w))}
+    for _ in range(5):
+        fun = {"call": ck(lambda x, fun=fun: fun["call"](x.sin()))}
+    return lambda x: fun["call"](x)
+
+
 _WRAPS = [
     _tangent_of_constants,
+    _gradient_at_a_constant_deep_in_closures,
     _vmap_of_a_constant_inside_grad,
     _reads_only_the_constant,
     _returns_a_constant_too,
