@@ -76,9 +76,9 @@ class _Index:
         self._holders = {}
         for module in root.modules():
             ref = weakref.ref(module)
-            for kind in ("_parameters", "_buffers"):
+            for kind in ("_parameters", "_buffers", "__dict__"):
                 for name, t in getattr(module, kind).items():
-                    if t is not None:
+                    if isinstance(t, Tensor):
                         self._holders.setdefault(id(t), []).append((ref, kind, name))
 
 

@@ -356,6 +356,22 @@ def test_hooks_change_what_they_change() -> None:
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("wrap", [remat, remat_module])
+@pytest.mark.parametrize("of_torch", ["spectral_norm", "weight_norm"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+def test_hooks_that_set_a_weight_for_each_call(of_torch: str, wrap: Any) -> None:
+    """A rerun finds the weight of its own call, although a later call has replaced it."""
+
+    def gradients(wrap: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = wrap(getattr(nn.utils, of_torch)(nn.Linear(4, 4).double()))
+        x = numbers(3, 4).requires_grad_()
+        (layer(x).sin().sum() + layer(x.cos()).sum()).backward()
+        return [x.grad, *(p.grad for p in layer.parameters())]
+
+    assert_same(gradients(wrap), gradients(lambda layer: layer))
+
+
 def test_parametrizations() -> None:
     results = []
     for first in (False, True):
