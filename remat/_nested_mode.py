@@ -79,6 +79,7 @@ class NestedMode(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self.call = None  # after an error: its arguments lead to the graph, and the graph of a checkpoint leads here
         _current.look, mode = self._before
         if self.outer is not None:
             self.outer.adopt(self)

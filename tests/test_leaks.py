@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 from torch.nn import functional as F
 
-from remat import CheckpointError, remat
+from remat import CheckpointError, checkpoint, remat
 from remat.debug import LiveBytes
 
 
@@ -244,6 +244,24 @@ def test_an_exception_leaves_nothing_alive(where: str, transform: str) -> None:
             pytest.fail("no exception")
         gc.collect()  # torch's own transforms leave frames in cycles
     assert meter.current == 0
+
+
+@pytest.mark.parametrize("wrap", [remat, lambda fun: functools.partial(checkpoint, fun, use_reentrant=False)])
+def test_an_error_in_a_torch_call_frees_its_arguments(wrap: Callable[[Fun], Fun]) -> None:
+    made = []
+
+    def fun(x: Tensor) -> Tensor:
+        h = x.sin()
+        made.append(weakref.ref(h))
+        return h @ torch.ones(7, dtype=h.dtype)
+
+    try:
+        wrap(fun)(leaf(numbers(3)))
+    except RuntimeError as error:
+        assert "inconsistent tensor size" in str(error)
+    else:
+        pytest.fail("no exception")
+    assert made[0]() is None
 
 
 def test_a_checkpoint_error_leaves_nothing_alive() -> None:
