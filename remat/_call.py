@@ -441,7 +441,7 @@ class Call:
         self.operands.let_go(look, self._reached)
         if any(ref() is not None for ref in look.tail_results):  # a result of the tail is still alive, and may be read
             look.signature.tail = None
-        if any(ref() is not None for ref in look.made):  # the outer function may read a living one
+        if look.outer is not None and look.has_kept():  # the outer function may read it
             self._result = None
         look.outside.clear()
         del self._look

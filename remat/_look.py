@@ -327,10 +327,6 @@ class Look(NestedMode):
         if remembered is not None and len(signature.calls) > position:
             self._begin_tail(position, remembered, out)
 
-    def spared_call(self) -> Any:
-        """The record of a nested call, if it can be skipped here. None: the call must run."""
-        return None
-
     def add_results(self, func: Any, out: Any, args: Iterable[Any] = (), listed: bool = True) -> None:
         """Note the tensors that a call returned. `listed`: whether the call belongs to the signature."""
         found = tensors_in(out)
@@ -412,6 +408,10 @@ class Look(NestedMode):
     def take_for_own(self, key: int) -> None:
         """The run must have made the tensor with this identity, which it was seen to read."""
         self._own.add(self.outside.pop(key).tensor)
+
+    def has_kept(self) -> bool:
+        """Whether a tensor that the run made is still alive, in a list or an attribute, say."""
+        return any(ref() is not None for ref in (*self.made, *self._own.refs.values()))
 
     def survivors(self) -> list[Survivor]:
         """The tensors that the run made without a derivative and read, and that are still alive."""

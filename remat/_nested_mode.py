@@ -98,6 +98,10 @@ class NestedMode(TorchFunctionMode):
         """Called when a nested run has ended."""
         raise NotImplementedError
 
+    def spared_call(self) -> Any:
+        """The record of a nested call, if it can be skipped here. None: the call must run."""
+        return None
+
 
 class unseen:  # noqa: N801
     """A context for torch calls of autograd or remat, which no look notes. A class is faster than a generator."""
