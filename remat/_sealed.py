@@ -21,6 +21,8 @@ def seal(cotangent: Any) -> Any:
     """Seal a cotangent, unless it is None, sealed already, or not a plain strided tensor."""
     if type(cotangent) is not Tensor or cotangent.layout is not torch.strided or hasattr(cotangent, "_remat_sealed"):
         return cotangent
+    if torch.is_anomaly_enabled():  # it looks for NaN
+        return cotangent
     with internals.DisableTorchFunction(), internals.DisableTorchDispatch():
         cover: Any = cotangent.new_full((), float("nan")).expand(cotangent.shape)
     cover._remat_sealed = cotangent

@@ -179,6 +179,18 @@ def test_anomaly_mode() -> None:
     assert_same(x.grad, grad(lambda x: x.sin().exp().sum())(x.detach()))
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_mode_finds_no_nan_in_a_nest() -> None:
+    def second(w: Tensor, ck: Any) -> Tensor:
+        inner = ck(lambda w, x: (x * w).tanh() * w)
+        outer = ck(lambda w, x: inner(w, inner(w, x)))
+        (g,) = torch.autograd.grad(outer(w, outer(w, w.cos())).square().sum(), w, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), w)[0]
+
+    with torch.autograd.detect_anomaly():
+        assert_same(*(second(leaf(numbers(3)), ck) for ck in (remat, plain)))
+
+
 def test_non_leaf_inputs_keep_their_grad_when_asked() -> None:
     results = []
     for ck in (remat, plain):
