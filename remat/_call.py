@@ -226,7 +226,7 @@ class Call:
         """The record with which a rerun of the outer function can skip this call. None if the call must run there."""
         if self._result is None or self.random is not None or self.tape is not None or self._drew_from is not None:
             return None
-        if self.signature.hooks or any(original.written for original in self.operands.originals):
+        if any(original.written for original in self.operands.originals):
             return None
         if internals.hooks_set_inside():  # torch.utils.checkpoint counts what they see
             return None
@@ -441,7 +441,8 @@ class Call:
         self.operands.let_go(look, self._reached)
         if any(ref() is not None for ref in look.tail_results):  # a result of the tail is still alive, and may be read
             look.signature.tail = None
-        if look.outer is not None and look.has_kept():  # the outer function may read it
+        # A rerun of the outer function may read what this call keeps, and has to set the hooks again.
+        if look.outer is not None and (look.sets_hooks or look.signature.shows_nodes or look.has_kept()):
             self._result = None
         look.outside.clear()
         del self._look

@@ -513,3 +513,30 @@ def test_a_call_inside_of_torchs_checkpoint() -> None:
     x = numbers(3)
     actual, expected = (TRANSFORMS[".backward()"](lambda x, ck=ck: loss(x, ck), x) for ck in (remat, plain))
     assert_same(actual, expected)
+
+
+def _by_tensor(z: Tensor) -> None:
+    z.register_hook(lambda g: g.clamp(-0.3, 0.3))
+
+
+def _by_node(z: Tensor) -> None:
+    if z.grad_fn is not None:  # in a rerun of the inner function, it is a leaf
+        z.grad_fn.register_prehook(lambda grads: tuple(g.clamp(-0.3, 0.3) for g in grads))
+
+
+@pytest.mark.parametrize("set_hook", [_by_tensor, _by_node])
+@pytest.mark.parametrize("of", ["an argument", "a captured tensor"])
+@pytest.mark.parametrize("transform", [".backward()", "grad"])
+def test_a_call_inside_puts_a_hook_on_what_the_outer_function_made(set_hook: Fun, of: str, transform: str) -> None:
+    def outer(x: Tensor, ck: Fun) -> Tensor:
+        z = x * 2
+
+        def inner(y: Tensor) -> Tensor:
+            set_hook(y if of == "an argument" else z)
+            return y.sin() * z
+
+        return ck(inner)(z if of == "an argument" else x)
+
+    x = numbers(3)
+    actual, expected = (TRANSFORMS[transform](ck(lambda x, ck=ck: outer(x, ck)), x) for ck in (remat, plain))
+    assert_same(actual, expected)
