@@ -76,6 +76,7 @@ class Call:
     _recorder: Recorder | None = None
     _result: tuple[list[Any], _tree.PyTreeSpec] | None = None
     _like: Sequence[Returned | None] = ()
+    _layers: AbstractSet[int] = frozenset()
     _look: Look
 
     def __init__(self, fun: Callable[..., Any], name: str, leaves: list[Any], spec: _tree.PyTreeSpec | None) -> None:
@@ -204,6 +205,7 @@ class Call:
         self._returned = [(i, t.shape, t.dtype) for i, t in zip(results.positions, results.tensors, strict=True)]
         if look.outer is not None:
             self._like = [*map(returned, results.tensors)]
+            self._layers = {id(layer) for t in results.tensors for layer in internals.layers(t)}
         others = [x for i, x in enumerate(results.leaves) if i not in results.positions]
         if not any(isinstance(x, Tensor) or type(x) not in ATOMS for x in others):
             self._result = [None if isinstance(x, Tensor) else x for x in results.leaves], results.spec
@@ -261,13 +263,14 @@ class Call:
             self._followed,
         )
 
-    def stand_in(self, forward: Remembered, outer: Look) -> Any:
+    def stand_in(self, forward: Remembered, outer: RerunLook) -> Any:
         """Stand-ins for the results, for an outer rerun that does not read their values. None: the call must run.
 
         They are filled with NaN, so that a mistake would be loud. They have the derivative of the call.
         """
         operands = self.operands
-        originals = [*operands.tensors, *(t for ref, _ in forward.found if (t := ref()) is not None)]
+        found = (t for ref, _ in forward.found if (t := ref()) is not None)
+        originals = [*operands.tensors, *filter(outer.expects, found)]
         given = len(forward.given)
         if len(operands.tensors) != given or len(originals) != given + len(forward.found):
             return None
@@ -442,7 +445,7 @@ class Call:
         if any(ref() is not None for ref in look.tail_results):  # a result of the tail is still alive, and may be read
             look.signature.tail = None
         # A rerun of the outer function may read what this call keeps, and has to set the hooks again.
-        if look.outer is not None and (look.sets_hooks or look.signature.shows_nodes or look.has_kept()):
+        if look.outer is not None and (look.sets_hooks or look.signature.shows_nodes or look.has_kept(self._layers)):
             self._result = None
         look.outside.clear()
         del self._look

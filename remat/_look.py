@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -409,9 +409,10 @@ class Look(NestedMode):
         """The run must have made the tensor with this identity, which it was seen to read."""
         self._own.add(self.outside.pop(key).tensor)
 
-    def has_kept(self) -> bool:
-        """Whether a tensor that the run made is still alive, in a list or an attribute, say."""
-        return any(ref() is not None for ref in (*self.made, *self._own.refs.values()))
+    def has_kept(self, results: Container[int]) -> bool:
+        """Whether a tensor that the run made is still alive, besides the layers of results with these identities."""
+        own = (ref for key, ref in self._own.refs.items() if key not in results)
+        return any(ref() is not None for ref in (*self.made, *own))
 
     def survivors(self) -> list[Survivor]:
         """The tensors that the run made without a derivative and read, and that are still alive."""

@@ -160,6 +160,10 @@ class RerunLook(Look):
         self._known.add(key)
         return tensor
 
+    def expects(self, tensor: Tensor) -> bool:
+        """Whether the forward has read this tensor, or the rerun has made it or read it already."""
+        return id(tensor) in self._plan.reads or id(tensor) in self._known
+
     def has_survived(self, tensor: Tensor) -> bool:
         return id(tensor) in self._plan.survivors
 

@@ -655,3 +655,22 @@ def test_a_gradient_that_no_vmap_around_it_maps() -> None:
     for transform in (".backward()", "grad", "hessian"):
         actual, expected = (TRANSFORMS[transform](lambda w, ck=ck: loss(w, ck), w) for ck in (remat, plain))
         assert_same(actual, expected)
+
+
+def test_a_call_inside_reads_an_operand_through_an_object_in_a_cycle(no_gc: None) -> None:
+    """The object of the forward is still there in the backward. The rerun makes another one."""
+
+    class Scale:
+        def __init__(self, w: Tensor) -> None:
+            self.w, self.me = w, self
+
+    def loss(w: Tensor, ck: Any) -> Tensor:
+        def middle(w: Tensor, x: Tensor) -> Tensor:
+            scale = Scale(w)
+            return ck(lambda x: x.sin() * scale.w)(x)
+
+        return ck(lambda w: ck(middle)(w.tanh(), w))(w)
+
+    w = numbers(3)
+    actual, expected = (TRANSFORMS[".backward()"](lambda w, ck=ck: loss(w, ck), w) for ck in (remat, plain))
+    assert_same(actual, expected)
