@@ -228,9 +228,8 @@ class Call:
         """The record with which a rerun of the outer function can skip this call. None if the call must run there."""
         if self._result is None or self.random is not None or self.tape is not None or self._drew_from is not None:
             return None
-        if any(original.written for original in self.operands.originals):
-            return None
-        if internals.hooks_set_inside():  # torch.utils.checkpoint counts what they see
+        # The hooks of torch.utils.checkpoint count what they see.
+        if internals.hooks_set_inside() or any(original.written for original in self.operands.originals):
             return None
         like = [r for r in self._like if r is not None]
         if len(like) < len(self._like):

@@ -336,7 +336,7 @@ class Look(NestedMode):
             differentiated |= requires_grad
             if id(t) in self._swaps or self._is_from_outside(t):
                 continue  # a call returned it unchanged: its layers are not the run's
-            inside = [layer for layer in internals.layers(t) if level_of(layer) <= self.depth]
+            inside = internals.layers_up_to(t, self.depth)
             if not requires_grad:
                 self._add_own(inside[0])
                 continue

@@ -231,6 +231,11 @@ def layers(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
+def layers_up_to(tensor: Tensor, level: int) -> list[Tensor]:
+    """The layers of a tensor at a level and below."""
+    return [layer for layer in layers(tensor) if _C.maybe_get_level(layer) <= level]
+
+
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
     """The tensors of which a subclass consists (nested tensors, DTensor); else the tensor itself."""
     if type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor):

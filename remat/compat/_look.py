@@ -154,7 +154,7 @@ class CheckpointLook(Look):
 
     def add_results(self, func: Any, out: Any, args: Iterable[Any] = (), listed: bool = True) -> None:
         for t in tensors_in(out):
-            self._known.update(id(layer) for layer in internals.layers(t) if internals.level_of(layer) <= self.depth)
+            self._known.update(map(id, internals.layers_up_to(t, self.depth)))
             self._add_own(t)
 
     def _add_own(self, tensor: Tensor) -> None:
