@@ -1,5 +1,6 @@
 """Settings of the tests: how many random programs the fuzzer tries."""
 
+import gc
 import os
 
 import pytest
@@ -19,3 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="try N new random programs instead of the same 300",
     )
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test lives to the end: no collection need look at it."""
+    gc.collect()
+    gc.freeze()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # torch imports it at the first `grad`, which leaves cycles
 from helpers import (
     SIZE,
     SOME_TRANSFORMS,
