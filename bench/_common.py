@@ -231,7 +231,7 @@ class Benchmark:
         """
         clock = CLOCKS[self.options.clock]
         if rounds:  # else only weighed
-            rounds = self.options.rounds or (min(rounds, 2) if self.fast else rounds)
+            rounds = self.options.rounds or (1 if self.fast else rounds)
             self._rounds.add(rounds)
         repeats = 1 if self.fast else repeats
         found: dict[str, dict[str, Row]] = {}

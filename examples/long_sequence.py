@@ -158,7 +158,7 @@ def draw(forces: dict[str, Params], plain: Measured, measured: dict[int, Measure
 
 def main() -> None:
     fast = parser("A neural ODE over 10,000 steps, with remat.").parse_args().fast
-    stages = {1: 2, 4: 2} if fast else {3: 60, 10: 40, 100: 4}  # segments, and evaluations of the gradient
+    stages = {1: 1, 2: 1} if fast else {3: 60, 10: 40, 100: 4}  # segments, and evaluations of the gradient
     long = max(stages)
 
     torch.set_num_threads(1)  # the tensors are small: a second thread would only wait
@@ -172,7 +172,7 @@ def main() -> None:
             error = make_loss(plain, seen)(params)
         console.print(f"the force {name}: mean square error {error:.4f} over all {long * SEGMENT:,} steps")
 
-    knob = [28, 9, 5] if fast else KNOB
+    knob = [20, 9, 5] if fast else KNOB
     loops = {"plain": plain} | {f"remat, {k} checkpoints": with_checkpoints(k) for k in knob}
     first, *others = compare(
         f"the gradient of {long * SEGMENT:,} steps",

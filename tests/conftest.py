@@ -2,9 +2,12 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
+from torch.func import grad
 
 settings.register_profile(
     "remat", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), print_blob=False
@@ -22,7 +25,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_finish() -> None:
-    """What is there before the first test lives to the end: no collection need look at it."""
+@pytest.fixture(scope="session")
+def first_transform() -> None:
+    """What torch imports then leaves cycles."""
+    grad(torch.sin)(torch.ones(()))
+
+
+@pytest.fixture
+def no_gc(first_transform: None) -> Iterator[None]:
+    """Without garbage collection: only reference counts free what a test makes. What was there before is left out."""
     gc.collect()
     gc.freeze()
+    gc.disable()
+    yield
+    gc.enable()

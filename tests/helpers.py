@@ -1,8 +1,11 @@
 """What the tests share: counting ops, comparing with the plain function, the transforms to compare under."""
 
 import os
+import subprocess
+import sys
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -351,3 +354,31 @@ def leave(store: dist.Store, rank: int) -> None:
     store.set(str(rank), "done")
     store.wait(["0", "1"])
     os._exit(0)
+
+
+_RUN_SCRIPTS = """
+import contextlib, pathlib, runpy, sys, traceback
+where, options, files = pathlib.Path(sys.argv[1]), sys.argv[2].split(), sys.argv[3:]
+for file in files:
+    sys.argv = [file, *options]
+    with (where / f"{pathlib.Path(file).stem}.out").open("w") as out:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            try:
+                runpy.run_path(file, run_name="__main__")
+            except BaseException:
+                traceback.print_exc()
+"""
+
+
+def run_scripts(files: Iterable[Path], options: str, where: Path) -> dict[str, str]:
+    """What each script prints. They run in this folder, all in one process: most of the time of one is its imports.
+
+    The warnings that users see are errors.
+    """
+    files = [*files]
+    paths = Path(__file__).parent.parent, files[0].parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error::UserWarning", "-c", _RUN_SCRIPTS, str(where), options, *map(str, files)]
+    done = subprocess.run(command, cwd=where, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {file.stem: (where / f"{file.stem}.out").read_text() for file in files}

@@ -7,24 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import run_scripts
 
 BENCH = Path(__file__).parent.parent / "bench"
 SCRIPTS = sorted(p.stem for p in BENCH.glob("*.py") if not p.stem.startswith("_") and p.stem != "check")
 sys.path.append(str(BENCH))  # they import what they share as scripts do
 check = pytest.importorskip("check", reason="the bench extra is not installed")
-
-
-# All in one process: most of the time of one is its imports.
-RUN_ALL = """
-import runpy, sys, traceback
-folder, *files = sys.argv[1:]
-for file in files:
-    sys.argv = [file, "--fast", "--results", folder]
-    try:
-        runpy.run_path(file, run_name="__main__")
-    except BaseException:
-        print(file, traceback.format_exc())
-"""
 
 
 def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -34,18 +22,17 @@ def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def fast_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Where the results of all scripts are, run with `--fast`, and what they printed."""
+def fast_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """Where the results of all scripts are, run with `--fast`, and what each printed."""
     folder = tmp_path_factory.mktemp("results")
-    done = python("-c", RUN_ALL, folder, *(BENCH / f"{script}.py" for script in SCRIPTS))
-    return folder, done.stdout + done.stderr
+    return folder, run_scripts((BENCH / f"{script}.py" for script in SCRIPTS), "--fast --results .", folder)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_benchmark(script: str, fast_results: tuple[Path, str]) -> None:
+def test_benchmark(script: str, fast_results: tuple[Path, dict[str, str]]) -> None:
     folder, printed = fast_results
     file = folder / f"{script}.json"
-    assert file.exists(), printed
+    assert file.exists(), printed[script]
     results = json.loads(file.read_text())
     rows = {(work, way): row for work, ways in results["sections"].items() for way, row in ways.items()}
     assert rows

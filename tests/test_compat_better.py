@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import functools
-import gc
 import logging
 import random
 import threading
@@ -830,26 +829,21 @@ def test_nothing_is_kept(variant: str) -> None:
 
 @both_variants
 @pytest.mark.parametrize("backward", [True, False])
-def test_a_region_is_freed_without_the_garbage_collector(variant: str, backward: bool) -> None:
+def test_a_region_is_freed_without_the_garbage_collector(variant: str, backward: bool, no_gc: None) -> None:
     _, checkpoint = VARIANTS[variant]
-    gc.collect()
-    gc.disable()
-    try:
-        x, big = leaf(numbers(3)), numbers(3)
-        ref = weakref.ref(big)
+    x, big = leaf(numbers(3)), numbers(3)
+    ref = weakref.ref(big)
 
-        def fun(x: Tensor, k: Tensor) -> Tensor:
-            return (x * k).sin().exp()
+    def fun(x: Tensor, k: Tensor) -> Tensor:
+        return (x * k).sin().exp()
 
-        y = checkpoint(fun, x, big).sum()
-        del big
-        assert ref() is not None
-        if backward:
-            y.backward()
-        del y
-        assert ref() is None
-    finally:
-        gc.enable()
+    y = checkpoint(fun, x, big).sum()
+    del big
+    assert ref() is not None
+    if backward:
+        y.backward()
+    del y
+    assert ref() is None
 
 
 # Groups.

@@ -558,25 +558,20 @@ class Keeps(nn.Module):
 
 @both_variants
 @pytest.mark.parametrize("retain", [False, True])
-def test_what_a_module_has_kept_in_a_list_is_free_after_the_backward(variant: str, retain: bool) -> None:
+def test_what_a_module_has_kept_in_a_list_is_free_after_the_backward(variant: str, retain: bool, no_gc: None) -> None:
     module, x = Keeps(), leaf(activation())
-    gc.collect()
-    gc.disable()
-    try:
-        with LiveBytes() as meter:
-            for _ in range(3):
-                module.kept = []
-                y = VARIANTS[variant][1](module, x * 1).sum()
-                if retain:
-                    y.backward(retain_graph=True)
+    with LiveBytes() as meter:
+        for _ in range(3):
+            module.kept = []
+            y = VARIANTS[variant][1](module, x * 1).sum()
+            if retain:
+                y.backward(retain_graph=True)
+            y.backward()
+            with pytest.raises(RuntimeError, match="second time"):
                 y.backward()
-                with pytest.raises(RuntimeError, match="second time"):
-                    y.backward()
-                del y
-            module.kept, x.grad = [], None
-            assert meter.current == 0
-    finally:
-        gc.enable()
+            del y
+        module.kept, x.grad = [], None
+        assert meter.current == 0
 
 
 # A module's attribute, what it is before the call and after it, and what the function computes with it.

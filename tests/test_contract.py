@@ -720,20 +720,6 @@ class _Calls(nn.Module):
 # Nothing leaks.
 
 
-@pytest.fixture(scope="module")
-def first_transform() -> None:
-    """What torch imports then leaves cycles."""
-    grad(torch.sin)(torch.ones(()))
-    gc.collect()
-
-
-@pytest.fixture
-def no_gc(first_transform: None) -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
-
-
 class Thing:
     """Something that can be seen to die."""
 

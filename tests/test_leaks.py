@@ -5,7 +5,7 @@
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,19 +18,7 @@ from torch.nn import functional as F
 from remat import CheckpointError, checkpoint, remat
 from remat.debug import LiveBytes
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _first_transform() -> None:
-    """What torch imports then leaves cycles."""
-    grad(torch.sin)(torch.ones(()))
-    gc.collect()
-
-
-@pytest.fixture(autouse=True)
-def _no_gc() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_gc")
 
 
 class Big:

@@ -1,12 +1,11 @@
 """Functions under remat that call functions under remat."""
 
 import functools
-import gc
 import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -371,14 +370,6 @@ def test_a_rerun_stops_where_the_last_call_inside_would_begin(n: int) -> None:
     assert check(lambda x: in_checkpoints(n)(leaf(x)).sum().backward()) == expected - n  # sin's result is not saved
     for fun in (halved(n, remat), in_checkpoints(n)):
         assert check(grad(lambda x, fun=fun: fun(x).sum())) == expected
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize("n", [64, 512])

@@ -1,7 +1,6 @@
 """Keys and remat together, in either order: the rerun draws what the forward drew."""
 
 import functools
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -218,19 +217,14 @@ def test_memory() -> None:
 
 @pytest.mark.parametrize("fun", [keyed(remat(stateful)), remat(keyed(stateful)), keyed(stateful)])
 @pytest.mark.parametrize("backward", [True, False])
-def test_nothing_leaks(fun: Callable[..., Tensor], backward: bool) -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        k, w = key(0), W.clone().requires_grad_()
-        alive = [weakref.ref(k), weakref.ref(w)]
-        out = fun(k, w, X)
-        if backward:
-            out.sum().backward()
-        del out, k, w
-        assert [ref() for ref in alive] == [None, None]
-    finally:
-        gc.enable()
+def test_nothing_leaks(fun: Callable[..., Tensor], backward: bool, no_gc: None) -> None:
+    k, w = key(0), W.clone().requires_grad_()
+    alive = [weakref.ref(k), weakref.ref(w)]
+    out = fun(k, w, X)
+    if backward:
+        out.sum().backward()
+    del out, k, w
+    assert [ref() for ref in alive] == [None, None]
 
 
 @pytest.mark.parametrize("policy", [policies.dots_saveable, policies.everything_saveable], ids=["dots", "all"])

@@ -3,7 +3,7 @@
 import gc
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -157,15 +157,7 @@ PROGRAMS: dict[str, tuple[Callable[[Model], Gradients], Way, type[nn.Module]]] =
 EACH = pytest.mark.parametrize("program", PROGRAMS)
 
 
-@pytest.fixture
-def _no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("_no_gc")
+@pytest.mark.usefixtures("no_gc")
 @EACH
 def test_training_leaves_nothing(program: str) -> None:
     """No storage and no Python object, with gc off."""

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # torch imports it at the first `grad`, which leaves cycles
 from helpers import (
     SIZE,
     SOME_TRANSFORMS,
@@ -762,28 +761,23 @@ def test_a_pullback_under_later_transforms(policy: Any) -> None:
 @pytest.mark.parametrize("policy", KEEPING.values(), ids=KEEPING)
 @pytest.mark.parametrize("program", ["matmuls", "in place", "a buffer", "constants", "chunks"])
 @pytest.mark.parametrize("how", ["backward", "dropped", "retained", "grad", "vmap(grad)", "grad(grad)", "inside"])
-def test_nothing_is_left(program: str, how: str, policy: Any) -> None:
+def test_nothing_is_left(program: str, how: str, policy: Any, no_gc: None) -> None:
     fun = remat(PROGRAMS[program], policy=policy)
-    gc.collect()
-    gc.disable()
-    try:
-        x = leaf(numbers(3, 3))
-        with LiveBytes() as meter:
-            if how in ("backward", "dropped", "retained"):
-                out = fun(x).sum()
-                if how != "dropped":
-                    torch.autograd.grad(out, x, retain_graph=how == "retained")
-                if how == "backward":
-                    assert meter.current <= 200  # the sum, and what RNG and the like take
-                del out
-            elif how == "inside":
-                remat(lambda x: fun(x.sin()).cos(), policy=policy)(x).sum().backward()
-                x.grad = None
-            else:
-                TRANSFORMS[how](fun, x.detach())
-        assert meter.current == 0
-    finally:
-        gc.enable()
+    x = leaf(numbers(3, 3))
+    with LiveBytes() as meter:
+        if how in ("backward", "dropped", "retained"):
+            out = fun(x).sum()
+            if how != "dropped":
+                torch.autograd.grad(out, x, retain_graph=how == "retained")
+            if how == "backward":
+                assert meter.current <= 200  # the sum, and what RNG and the like take
+            del out
+        elif how == "inside":
+            remat(lambda x: fun(x.sin()).cos(), policy=policy)(x).sum().backward()
+            x.grad = None
+        else:
+            TRANSFORMS[how](fun, x.detach())
+    assert meter.current == 0
 
 
 @pytest.mark.parametrize("inner", [offload_ops("sin"), everything_saveable, NOTHING])
@@ -801,7 +795,7 @@ def test_what_a_call_inside_keeps_is_there_although_its_op_was_spared(transform:
 
 
 @pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "double backward"])
-def test_an_exception_in_the_rerun_leaves_nothing(transform: str) -> None:
+def test_an_exception_in_the_rerun_leaves_nothing(transform: str, no_gc: None) -> None:
     runs = Seen()
 
     def fun(x: Tensor) -> Tensor:
@@ -811,15 +805,10 @@ def test_an_exception_in_the_rerun_leaves_nothing(transform: str) -> None:
             raise KeyError("in the rerun")
         return x.cos()
 
-    gc.collect()
-    gc.disable()
-    try:
-        with LiveBytes() as meter, pytest.raises(KeyError):
-            TRANSFORMS[transform](remat(fun, policy=dots_saveable), numbers(2, 2))
-        depth = internals.stack_depth(), internals.dispatch_modes_active(), torch.is_grad_enabled()
-        assert depth == (0, False, True)
-    finally:
-        gc.enable()
+    with LiveBytes() as meter, pytest.raises(KeyError):
+        TRANSFORMS[transform](remat(fun, policy=dots_saveable), numbers(2, 2))
+    depth = internals.stack_depth(), internals.dispatch_modes_active(), torch.is_grad_enabled()
+    assert depth == (0, False, True)
     gc.collect()
     assert meter.current == 0
 
