@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=os.environ.get("REMAT_FUZZ_EXAMPLES"),
         metavar="N",
-        help="try N new random programs instead of the same 300",
+        help="try N new random programs instead of the same 200",
     )
 
 

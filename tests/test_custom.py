@@ -67,9 +67,11 @@ PROGRAMS: dict[str, tuple[Fun, Fun]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch.func.linearize
-@each_policy
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "policy"),
+    [*(("sines", policy) for policy in POLICIES), ("attention", None), ("attention", everything_saveable)],
+)
 def test_same_as_the_function(program: str, transform: str, policy: Any) -> None:
     custom, expected = PROGRAMS[program]
     x = numbers(3, 3)

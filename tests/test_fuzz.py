@@ -125,7 +125,7 @@ def test_random_programs(request: pytest.FixtureRequest, capsys: pytest.CaptureF
     failures: list[str] = []
     phases = [Phase.generate] if wanted else [*Phase]
 
-    @settings(max_examples=int(wanted or 400), derandomize=not wanted, report_multiple_bugs=False, phases=phases)
+    @settings(max_examples=int(wanted or 200), derandomize=not wanted, report_multiple_bugs=False, phases=phases)
     @given(examples(), st.sampled_from([None] * len(POLICIES) + POLICIES))
     def same_as_plain(example: Example, policy: Policy | None) -> None:
         gc.disable()
