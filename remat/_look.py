@@ -11,7 +11,6 @@ a tensor that has died. So at the levels of inner transforms, the look trusts no
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Container, Iterable
 from typing import Any
@@ -29,11 +28,10 @@ from remat._made import Made, Read, Survivor
 from remat._memory import memory_of
 from remat._nested_mode import NestedMode, current_look
 from remat._saved import is_of_user
-from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, PLAIN, Signature, hash_of, kind_of
+from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, PLAIN, Reader, Signature, hash_of, kind_of
 from remat._tail import is_large
 
 level_of, stack_depth = internals.level_of, internals.stack_depth
-
 MADE_INSIDE = " If the function makes this parameter, or a module that has it, make that outside, and pass it."
 
 
@@ -108,8 +106,7 @@ class Look(NestedMode):
             return func(*args, **(kwargs or {}))
         at_depth = stack_depth() <= self.depth
         known = self._known if at_depth else ()  # NOTE [inner wrappers]
-        given = args
-        plain = False
+        given, plain = args, False
         for a in args:
             if isinstance(a, Tensor):
                 if id(a) in known:
@@ -118,15 +115,13 @@ class Look(NestedMode):
                 plain = plain or kind is PLAIN
                 continue
             plain = True
-            self._reader = func
-            args = self._seen(args)
+            args = self._seen(func, args)
             break
         if effects.only_writes and args is given and not kwargs:
             with internals.DisableTorchFunction():
                 self.before_write(args[0])
         elif kwargs or effects.acts:
-            self._reader = func
-            named = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else {}
+            named = dict(zip(kwargs, self._seen(func, kwargs.values(), len(args)), strict=True)) if kwargs else {}
             return self._call(effects, func, args, named, (given, kwargs))
         if effects.multiplies or self.signature.tail is not None:
             out = self._maybe_tail(effects, func, args, {})
@@ -173,8 +168,7 @@ class Look(NestedMode):
                 self.signature.shows_nodes |= not internals.called_by("torch.")
         out = self._maybe_tail(effects, func, args, kwargs)
         if effects.looks_up and isinstance(out, Tensor):
-            with internals.DisableTorchFunction():
-                return self.read(out)
+            return self._seen(func, (out,))[0]
         if kind_of(out.__class__) is HOLDER:
             with internals.DisableTorchFunction():
                 self.add_results(func, out, (*args, *kwargs.values()), not effects.is_unlisted)
@@ -208,20 +202,24 @@ class Look(NestedMode):
 
     # What it reads.
 
-    def _seen(self, args: Any) -> Any:
-        """The arguments of a call, with operands in place of originals. Tensors from outside are noted."""
+    def _seen(self, func: Any, args: Iterable[Any], first: int = 0) -> Any:
+        """The arguments of a call, from the place `first` on, with operands in place of originals."""
         with internals.DisableTorchFunction():
             known = self._known if stack_depth() <= self.depth else ()
-            return tuple([a if isinstance(a, Tensor) and id(a) in known else self._seen_in(a) for a in args])
+            placed = enumerate(args, first)
+            return tuple(
+                [a if isinstance(a, Tensor) and id(a) in known else self._seen_in(a, func, i) for i, a in placed]
+            )
 
-    def _seen_in(self, arg: Any) -> Any:
+    def _seen_in(self, arg: Any, func: Any, place: Any) -> Any:
         if isinstance(arg, Tensor):
+            self._reader = Reader(func, place)
             return self.read(arg)
         if isinstance(arg, (list, tuple)) and HOLDER in map(kind_of, {*map(type, arg)}):
-            items = [self._seen_in(a) for a in arg]
+            items = [self._seen_in(a, func, (place, i)) for i, a in enumerate(arg)]
             return type(arg)(*items) if hasattr(arg, "_fields") else type(arg)(items)
         if type(arg) is dict:
-            return {k: self._seen_in(v) for k, v in arg.items()}
+            return {k: self._seen_in(v, func, (place, k)) for k, v in arg.items()}
         if isinstance(arg, torch.Generator):
             self.notice(arg)
         return arg
@@ -435,9 +433,10 @@ class _InnerLook(Look):
         self.outer.before_write(written)
 
 
-@functools.lru_cache(maxsize=256)
-def _watched(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+def _watched(function: Any) -> Any:
     """An autograd.Function with a look at its `forward`: under a transform, the mode sees only the call of `apply`."""
+    if watched := vars(function).get("_remat_watched"):
+        return watched
 
     def forward(*args: Any) -> Any:
         outer = current_look()
@@ -446,4 +445,6 @@ def _watched(function: type[torch.autograd.Function]) -> type[torch.autograd.Fun
         with _InnerLook(outer.name, tensors_in(args), None):
             return function.forward(*args)
 
-    return type(function.__name__, (function,), {"forward": staticmethod(forward), "__module__": function.__module__})
+    namespace = {"forward": staticmethod(forward), "__module__": function.__module__}
+    function._remat_watched = watched = type(function.__name__, (function,), namespace)
+    return watched

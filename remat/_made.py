@@ -2,11 +2,11 @@
 
 NOTE [survivors]: a function may keep a tensor that it makes, and a rerun then finds it. That is right for a table that
 is made on first use. It is wrong for a running average, `self.mean = 0.9 * self.mean + x`: the rerun would go on from
-the new mean. The reads tell them apart. An *occasion* is a position in the signature and the torch function that reads
-there. The rerun may read a survivor only on an occasion on which the forward read it as it is now: the forward reads
-the new mean later than the old one, and changes an accumulator after it has read it. If both have the same occasion,
-the reads are counted, beginning with the survivor's: the rerun reads one tensor more there. All tensors that a run
-makes are counted together, because the rerun makes other tensors than the forward.
+the new mean. The reads tell them apart. An *occasion* is a position in the signature, and the torch function that reads
+there, with the place among its arguments. The rerun may read a survivor only on an occasion on which the forward read
+it as it is now: the forward reads the new mean later than the old one, and changes an accumulator after it has read it.
+If both have the same occasion, the reads are counted, beginning with the survivor's: the rerun reads one tensor more
+there. All tensors that a run makes are counted together, because the rerun makes other tensors than the forward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from remat import _torch_internals as internals
 from remat._signature import hash_of
 
 Occasion = tuple[int, Any]
-"""A position in the signature, and the torch function that reads: or, in a nested call, the occasion there."""
+"""A position in the signature, and the `Reader`: or, in a nested call, the occasion there."""
 
 kept: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 """By identity, living tensors that runs made without a derivative. Reruns of other calls must not read them."""
@@ -39,7 +39,7 @@ class Read(NamedTuple):
     position: int
     """The length of the signature."""
     reader: Any
-    """The torch function that read it."""
+    """The `Reader`, or the occasion in a nested call."""
 
 
 class Survivor(NamedTuple):

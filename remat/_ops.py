@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -94,7 +93,6 @@ def tensors(args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-@functools.cache
 def is_plain(kind: type[Tensor]) -> bool:
     """Whether ops treat tensors of a class as ordinary tensors."""
     return kind is torch.nn.Parameter or kind.__torch_dispatch__ is Tensor.__torch_dispatch__

@@ -20,7 +20,7 @@ from remat._made import Occasion, kept
 from remat._memory import memory_of
 from remat._operands import HANDED_ON, Plan
 from remat._places import is_in_reach
-from remat._signature import ELSEWHERE, NO_LEVEL, Signature, name_of
+from remat._signature import ELSEWHERE, NO_LEVEL, Signature, function_of, name_of
 from remat._tail import without_products
 
 _TOO_EARLY = (
@@ -44,7 +44,8 @@ _STRANGER = (
 )
 _CACHE_OR_STATE = (
     " If it is a cache that the forward has filled (use_cache=True), switch the cache off. If it is a state that the "
-    "function replaces (self.h = ...), pass it as an argument and return the new one."
+    "function replaces (self.h = ...), pass it as an argument and return the new one. If it is a table that is made on "
+    "first use, call the function once before, in torch.no_grad()."
 )
 
 _OTHER_HOOKS = (
@@ -121,7 +122,9 @@ class RerunLook(Look):
         _, operand = self._swaps.get(key, (tensor, tensor))
         if self._position >= position:
             self._known.add(id(operand))
-        elif not effects_of(self._reader).is_metadata:  # what asks if a tensor is the same may ask only in reruns
+        elif not effects_of(
+            function_of(self._reader)
+        ).is_metadata:  # what asks if a tensor is the same may ask only in reruns
             raise self._too_early(tensor)
         return operand
 

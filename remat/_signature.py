@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import numbers
 import threading
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import resolve_name
 
 ELSEWHERE, NO_LEVEL = -1, -2
@@ -17,22 +17,24 @@ ELSEWHERE, NO_LEVEL = -1, -2
 function made the level."""
 
 
-@functools.cache
-def is_plain(kind: Any) -> bool:
-    """Whether values of this type are numbers (NumPy's and those of an enum too), flags or names."""
-    return issubclass(kind, (numbers.Number, str, type(None)))
-
-
 HOLDER, PLAIN, OTHER = "holder", "plain", "other"
+"""Kinds of arguments: one that may hold tensors, or is a generator; one that belongs to the signature; another."""
 _HOLDERS = (Tensor, list, tuple, dict, torch.Generator)
+_PLAIN = (numbers.Number, str, type(None))  # numbers of NumPy and of enums too
+_COMMON = (Tensor, Parameter, list, tuple, dict, slice, bool, int, float, complex, str, type(None), torch.dtype)
 
 
-@functools.cache
-def kind_of(cls: Any) -> str:
-    """Whether an argument of this class may hold tensors or is a generator (`HOLDER`), or belongs to the signature."""
-    if issubclass(cls, _HOLDERS) and cls is not torch.Size:
+class _Kinds(dict[Any, str]):
+    """The kinds of common classes. It holds no others: a local class would hold what its methods close over."""
+
+    def __missing__(self, cls: Any) -> str:
+        if cls is torch.Size or not issubclass(cls, _HOLDERS):
+            return PLAIN if cls is slice or issubclass(cls, _PLAIN) else OTHER
         return HOLDER
-    return PLAIN if cls is slice or is_plain(cls) else OTHER
+
+
+kind_of = _Kinds((cls, _Kinds().__missing__(cls)) for cls in _COMMON).__getitem__
+"""The kind of an argument of a class."""
 
 
 class Signature:
@@ -68,10 +70,10 @@ class Signature:
 def _plain_in(arg: Any) -> str:
     """The numbers, flags and names in an argument of a call: a step, the bounds of a slice, dimensions in a list."""
     kind = arg.__class__
-    if is_plain(kind):
-        return repr(arg)  # -1 and -2 have the same hash, and NaN differs from itself
     if kind is slice:
         return ":".join(map(_plain_in, (arg.start, arg.stop, arg.step)))
+    if kind_of(kind) is PLAIN:
+        return repr(arg)  # -1 and -2 have the same hash, and NaN differs from itself
     return f"[{','.join(map(_plain_in, arg))}]" if kind is list or kind is tuple else ""
 
 
@@ -87,10 +89,23 @@ def hash_of(tensor: Tensor, args: Iterable[Any] = ()) -> int:
         return hash((tensor.dtype, plain))
 
 
+class Reader(NamedTuple):
+    """What reads a tensor: a torch function, and the place in its arguments."""
+
+    func: Any
+    place: Any
+
+
+def function_of(reader: Any) -> Any:
+    """The torch function of a `Reader`, also of one in a nested call, or the function itself."""
+    while isinstance(reader, tuple) and isinstance(reader[0], int):  # it was called in a nested call: see `Occasion`
+        reader = reader[1]
+    return reader.func if isinstance(reader, Reader) else reader
+
+
 def name_of(func: Any) -> str:
-    """The name of a function, for an error."""
-    while isinstance(func, tuple) and isinstance(func[0], int):  # it was called in a nested call: see `Occasion`
-        func = func[1]
+    """The name of a function, or of that of a reader, for an error."""
+    func = function_of(func)
     if isinstance(func, tuple):  # a nested call: its name, and a hash of its signature
         return str(func[0])
     if func is None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TRANSFORMS, UNIT, Fun, Seen, activation, leaf, numbers
+from helpers import TRANSFORMS, UNIT, Fun, Seen, activation, leaf, numbers, plain
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 from torch.nn import functional as F
 
-from remat import CheckpointError, checkpoint, remat
+from remat import CheckpointError, checkpoint, policies, remat
 from remat.debug import LiveBytes
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -374,3 +374,49 @@ def test_a_result_is_freed_that_a_function_in_reach_holds_later(kind: str) -> No
         assert run(leaf(numbers(3)))() is None
     finally:
         gc.enable()
+
+
+def test_local_classes_go_with_what_they_hold() -> None:
+    """No cache of ours holds them: a class of arguments, an autograd.Function under a transform."""
+
+    def run(ck: Callable[[Fun], Fun]) -> weakref.ref[Tensor]:
+        held = numbers(3)
+
+        class Numbers(list[Tensor]):
+            def other(self) -> Tensor:
+                return held
+
+        class Number(int):
+            def other(self) -> Tensor:
+                return held
+
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            def forward(x: Tensor) -> Tensor:
+                return x * held
+
+            @staticmethod
+            def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+                pass
+
+            @staticmethod
+            def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+                return cotangent * held
+
+        class Kind(Tensor):
+            def other(self) -> Tensor:
+                return held
+
+        def fun(x: Tensor) -> Tensor:
+            y = torch.stack(Numbers([x, x])).sum(Number(0))
+            return Scaled.apply(y) + x.as_subclass(Kind).sin().as_subclass(Tensor)
+
+        grad(lambda x: ck(fun)(x).sum())(numbers(3))
+        ck(fun)(leaf(numbers(3))).sum().backward()
+        ck(fun)(leaf(numbers(3))).sum().backward()
+        return weakref.ref(held)
+
+    for ck in (plain, remat, remat(policy=policies.dots_saveable), checkpoint(use_reentrant=False)):
+        ref = run(ck)
+        gc.collect()  # a class is a cycle
+        assert ref() is None

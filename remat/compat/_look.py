@@ -103,8 +103,8 @@ class CheckpointLook(Look):
                     continue
             elif kind_of(a.__class__) is not HOLDER or (type(a) is tuple and _SCALARS.issuperset(map(type, a))):
                 continue
-            args = self._seen(args)
-            kwargs = dict(zip(kwargs, self._seen(kwargs.values()), strict=True)) if kwargs else None
+            args = self._seen(func, args)
+            kwargs = dict(zip(kwargs, self._seen(func, kwargs.values(), len(args)), strict=True)) if kwargs else None
             break
         acts = effects.acts and (effects.writes or not effects.draws)
         if acts or (kwargs and ("out" in kwargs or kwargs.get("inplace"))):
