@@ -144,8 +144,8 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
             number = sequence_number(node)
             if number < since:
                 raise Stranger(edge, reader)
+            seen.add(node)
             if number < leaf_number:
-                seen.add(node)
                 nodes.append(node)
             elif (leaf := _leaf_at(node)) is None:  # an op without a derivative: its backward raises
                 once_differentiable |= type(node) is internals.OnceDifferentiable
