@@ -220,8 +220,9 @@ def _filling(fill: Sequence[tuple[Place, Tensor]], lock: contextlib.AbstractCont
                 _put(place, tensor)
             yield
         finally:
-            for place, value in reversed(before):
-                _put(place, value)
+            for (place, value), (_, tensor) in zip(reversed(before), reversed(fill), strict=True):
+                if item(*place) is tensor:  # else the function has replaced it
+                    _put(place, value)
             _fillings.pop()
 
 

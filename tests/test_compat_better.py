@@ -8,7 +8,7 @@ import random
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -1453,6 +1453,65 @@ def test_caches_that_are_filled_on_first_use() -> None:
         return x.grad
 
     right(run)
+
+
+@pytest.mark.parametrize("give", ["a dict", "a closure", "a module"])
+def test_caches_that_are_filled_on_first_use_in_an_inner_region(give: str) -> None:
+    """The rerun of the outer region finds the table, and saves as much as the forward."""
+
+    class Net(nn.Module):
+        @functools.cached_property
+        def table(self) -> Tensor:
+            return torch.arange(3).double().cos()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.table).sin().exp()
+
+    def run(ck: Any) -> Any:
+        x, made, net = leaf(numbers(3)), {}, Net()
+
+        def table() -> Tensor:
+            if not made:
+                made["t"] = torch.arange(3).double().cos()
+            return made["t"]
+
+        def outer(x: Tensor) -> Tensor:
+            if give == "a module":
+                return ck(net, ck(net, x))
+            if give == "a dict":
+                fun = lambda x: (x * table()).sin().exp()  # noqa: E731
+            else:
+                t = table()
+                fun = lambda x: (x * t).sin().exp()  # noqa: E731
+            return ck(fun, ck(fun, x))
+
+        (ck(outer, x) + ck(outer, x.cos())).sum().backward()
+        return x.grad
+
+    right(run)
+
+
+def test_a_module_that_keeps_the_table_of_its_last_key() -> None:
+    """A rerun that makes the table of another key leaves the module with that table, as it leaves the key."""
+
+    class Net(nn.Module):
+        key: Any = None
+
+        def forward(self, x: Tensor, key: float) -> Tensor:
+            if self.key != key:
+                self.key, self.table = key, torch.arange(3).double() * key
+            return (x * self.table).sin().exp()
+
+    def run(ck: Any, keys: Sequence[float]) -> Any:
+        x, net = leaf(numbers(3)), Net()
+        sum(ck(net, x, key).square() for key in keys).sum().backward()
+        return x.grad, net(x.detach(), keys[0]), net(x.detach(), 2.0)
+
+    right(lambda ck: run(ck, (1.0, 1.0, 2.0)))
+    right(lambda ck: run(ck, (2.0, 1.0)))
+    assert_same(
+        run(lambda net, x, key: remat.remat(net)(x, key), (2.0, 1.0)), run(lambda net, *args: net(*args), (2.0, 1.0))
+    )
 
 
 @both_variants

@@ -49,17 +49,18 @@ class Read:
     **Attributes:**
 
     - `key`, `ref`: its identity, and a weak reference to it.
-    - `saved`: the value that the forward read. If an outer checkpointed function made it, it is saved through the hooks
-        of the outer function, which recomputes it. If the forward wrote to it, this is a copy of the earlier value.
+    - `saved`: the value that the forward read. If an outer checkpointed function made it, and it is differentiated, it
+        is saved through the hooks of that, which recomputes it. If the forward wrote to it, this is a copy of the
+        earlier value.
     - `version`, `requires_grad`: of the value, in the forward.
     """
 
     __slots__ = ("is_written", "key", "ref", "requires_grad", "saved", "version")
 
-    def __init__(self, tensor: Tensor, value: Tensor, around: Any = None, is_written: bool = False) -> None:
-        """`value`: what the function reads in its place, or the copy. `around`: the look at an outer run, or None."""
+    def __init__(self, tensor: Tensor, value: Tensor, packs: bool = False, is_written: bool = False) -> None:
+        """`value`: what the function reads in its place, or the copy. `packs`: whether hooks save it."""
         self.key, self.ref, self.is_written = id(tensor), weakref.ref(tensor), is_written
-        self.saved: Any = internals.save(value) if around is not None and around.has_made(tensor) else value
+        self.saved: Any = internals.save(value) if packs else value
         self.version = internals.version(value)
         self.requires_grad = value.requires_grad
 
@@ -82,7 +83,7 @@ class Call:
 
     - `name`: of the function.
     - `operands`: the tensors in the arguments and in the closure of the function, until the forward is over.
-    - `arguments`: how many of the operands are positional arguments: the first ones. The caller holds these.
+    - `arguments`: how many of the operands the caller holds: the positional arguments, which come first, or all.
     - `random`: the draws to repeat; None if there are none.
     - `reads`: the other tensors that the function read, and those that it wrote to.
     - `places`: by identity, the places where modules held tensors.
@@ -162,7 +163,10 @@ class Call:
         look.outside.clear()  # a tensor that dies here was made by the function, unseen
         for ref, value in found:
             if (t := ref()) is not None:
-                reads.append(Read(t, t if value is None else value, around))
+                is_made = around is not None and around.has_made(t)
+                # Hooks must save as many in a rerun of the outer function, which may find a table made on first use.
+                if t.requires_grad or not is_made or id(t) in self.places:  # else it is read where it is
+                    reads.append(Read(t, t if value is None else value, is_made and t.requires_grad))
 
     def _found(self, look: CheckpointLook, reads: list[Read]) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
         """The tensors that the forward read, each with the one that it read in its place, if any.

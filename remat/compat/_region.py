@@ -23,7 +23,9 @@ from remat import _torch_internals as internals
 from remat._context import NOTHING
 from remat._errors import CheckpointError, RematError
 from remat._holder import Holder
+from remat._nested_mode import current_look
 from remat.compat._call import NO_CONTEXTS, Call, Contexts, modified
+from remat.compat._look import CheckpointLook
 from remat.compat._selective import Replay, Selective
 from remat.compat._settings import recomputed_in
 
@@ -139,6 +141,8 @@ class Region:
         self._options, self._contexts, self._selective = options, contexts, selective
         watches_cells = contexts is not NO_CONTEXTS and selective is None
         self._call = Call(fun, args, kwargs, options.preserve_rng_state, watches_cells)
+        if isinstance(current_look(), CheckpointLook):  # it recomputes what is in containers and in the closure too
+            self._call.arguments = len(self._call.operands)
         self._saved: list[Any] = [internals.save(t) for t in self._call.operands[: self._call.arguments]]
         self._holders: list[weakref.ref[Holder]] = []
         self._metas: list[tuple[torch.Size, torch.dtype, torch.device]] = []
