@@ -239,6 +239,8 @@ def _hint(select: Any, model: nn.Module, modules: list[tuple[str, nn.Module]]) -
     if not modules or (isinstance(select, (type, tuple)) and isinstance(model, select)):
         return " apply_remat never wraps the model itself: write remat_module(model)."
     if isinstance(select, str):
+        if select in {type(module).__name__ for _, module in modules}:
+            return f" It is the name of a class: pass the class itself, as in apply_remat(model, {select})."
         [close] = difflib.get_close_matches(select, [name for name, _ in modules], n=1, cutoff=0)
         return f" Did you mean {close!r}?"
     kinds = sorted({type(module).__name__ for _, module in modules})

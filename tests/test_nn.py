@@ -597,6 +597,7 @@ def test_a_compiled_module_can_not_be_wrapped() -> None:
     ("select", "error", "message"),
     [
         ("layer.*", ValueError, r"'layer.\*' selects none of 14 modules. Did you mean 'layers"),
+        ("Linear", ValueError, r"It is the name of a class: pass the class itself, as in apply_remat\(model, Linear\)"),
         (nn.Conv2d, ValueError, "Conv2d selects none of 14 modules. Their classes are Block, Dropout, Linear"),
         (Tensor, TypeError, "select must name classes of modules; got <class 'torch.Tensor'>"),
         ((), ValueError, "selects none"),
