@@ -187,6 +187,16 @@ def is_made_since(tensor: Tensor, since: int) -> bool:
     return False
 
 
+def goes_through_older(outputs: Sequence[Tensor], inputs: Sequence[Tensor], since: int) -> bool:
+    """Whether a derivative of outputs with respect to inputs may go through nodes that are older than `since`.
+
+    The graph of a tensor does not lead to tensors of higher levels: `vjp` differentiates whatever its function returns.
+    """
+    lowest = min(map(internals.height_of, inputs), default=0)
+    nodes = [t.grad_fn for t in outputs if internals.height_of(t) >= lowest]
+    return any(node is not None and internals.sequence_number(node) < since for node in nodes)
+
+
 def is_from_before(tensor: Tensor, since: int) -> bool:
     """Whether a tensor is older than `since`, or a view of a result that is.
 

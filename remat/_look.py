@@ -24,6 +24,7 @@ from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
 from remat._effects import Effects, as_given, effects_of, is_of_torch, reads_no_value, tensors_in, written_by
 from remat._errors import CHANGES, DATA_OF_A_LEVEL, LAZY, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, call_site
+from remat._graph import goes_through_older
 from remat._made import Made, Read, Survivor
 from remat._memory import memory_of
 from remat._nested_mode import NestedMode, current_look
@@ -149,7 +150,7 @@ class Look(NestedMode):
         written = written_by(effects, args, kwargs) if writes else []
         with internals.DisableTorchFunction():
             if effects.differentiates:
-                self._check_graph(given[0][0] if given[0] else given[1]["outputs"])
+                self._check_graph(*given[0], **(given[1] or {}))
             for t in written:
                 self.before_write(t)
             if effects.sets_data:
@@ -174,9 +175,9 @@ class Look(NestedMode):
                 self.add_results(func, out, (*args, *kwargs.values()), not effects.is_unlisted)
         return as_given(out, written, effects, given) if written and self._swaps else out
 
-    def _check_graph(self, outputs: Any) -> None:
-        """The run is about to differentiate these."""
-        if any(t.grad_fn and internals.sequence_number(t.grad_fn) < self.since for t in tensors_in(outputs)):
+    def _check_graph(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
+        """The run is about to differentiate outputs with respect to inputs."""
+        if goes_through_older(tensors_in(outputs), tensors_in(inputs), self.since):
             raise RematError(OTHER_GRAPH.format(self.name))
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
@@ -327,8 +328,7 @@ class Look(NestedMode):
 
     def add_results(self, func: Any, out: Any, args: Iterable[Any] = (), listed: bool = True) -> None:
         """Note the tensors that a call returned. `listed`: whether the call belongs to the signature."""
-        found = tensors_in(out)
-        differentiated = False
+        found, differentiated = tensors_in(out), False
         for t in found:
             requires_grad = internals.requires_grad_at_any_level(t)
             differentiated |= requires_grad

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from remat import _torch_internals as internals
 from remat._closure import Operand
 from remat._errors import CHANGES, CheckpointError, RematError
-from remat._graph import Stranger, edges_of, is_from_before, layers_and_tangents
+from remat._graph import Stranger, edges_of, is_from_before, is_made_since, layers_and_tangents
 from remat._look import Look
 from remat._made import Occasion, Read, Survivor
 from remat._memory import memory_of, two_that_share_memory
@@ -216,7 +216,7 @@ class Operands:
             elif key in known or value is not read.tensor:
                 self._capture(read)
             elif matters(value) and self._is_outside(value, since):
-                if key in look.handed_on and self._is_made_unseen(value):
+                if key in look.handed_on and self._is_made_unseen(value, since):
                     look.take_for_own(key)
                 else:
                     self._capture(read)
@@ -228,13 +228,14 @@ class Operands:
         """Whether the run did not make this tensor, out of sight. One of another thread may have any number."""
         return is_from_before(tensor, since) or is_in_reach(tensor, self.objects)
 
-    def _is_made_unseen(self, tensor: Tensor) -> bool:
-        """Whether the run must have made a tensor that nothing differentiates: where `vmap` gives back a constant, say.
+    def _is_made_unseen(self, tensor: Tensor, since: int) -> bool:
+        """Whether the run must have made a tensor: where `vmap` gives back what it does not map, say.
 
         If it comes from outside, from a place that no search finds, reading it in a rerun is an error.
         """
         differentiated = internals.requires_grad_at_any_level(tensor)
-        return internals.is_wrapper(tensor) and not differentiated and not is_in_reach(tensor, self.objects)
+        may_be_new = is_made_since(tensor, since) if differentiated else internals.is_wrapper(tensor)
+        return may_be_new and not is_in_reach(tensor, self.objects)
 
     def _capture(self, read: Read) -> Original:
         """Make an operand of a tensor that the run has read from outside."""

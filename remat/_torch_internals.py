@@ -202,6 +202,11 @@ def unwrap_functional(tensor: Tensor, reapply_views: bool) -> Tensor:
     return _eager._maybe_unwrap_functional_tensor(tensor, reapply_views=reapply_views)
 
 
+def height_of(tensor: Tensor) -> float:
+    """The level of a tensor. A level that is over was above those that are left."""
+    return math.inf if is_dead(tensor) else level_of(tensor)
+
+
 def unwrap_dead(tensor: Tensor) -> Tensor:
     """The tensor below the wrappers of transforms that are over."""
     while _C.is_dead_tensor_wrapper(tensor):

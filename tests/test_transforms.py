@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TRANSFORMS, CountOps, Fun, assert_same, leaf, loss, numbers, pair, plain
+from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, assert_same, leaf, loss, numbers, pair, plain
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import (
@@ -664,6 +664,9 @@ OF_OTHER_GRAPHS: dict[str, Callable[[Tensor], Tensor]] = {
     "pullback": lambda x: PULL(x.sin())[0],
     "pullback of a constant": lambda x: x.sin() * PULL(x.detach())[0],
     "torch.autograd.grad": lambda x: x.sin() * torch.autograd.grad(SINES, OUTSIDE, x.detach(), retain_graph=True)[0],
+    "torch.autograd.grad, by keywords": lambda x: (
+        x.sin() * torch.autograd.grad(inputs=OUTSIDE, outputs=SINES, grad_outputs=x.detach(), retain_graph=True)[0]
+    ),
 }
 
 
@@ -676,6 +679,35 @@ def test_the_derivative_of_an_argument_that_is_returned(transform: str) -> None:
 
     actual, expected = (TRANSFORMS[transform](lambda x, ck=ck: ck(fun)(x.exp()), numbers(3)) for ck in (remat, plain))
     assert_same(actual, expected)
+
+
+DERIVATIVES_INSIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "vjp, of another tensor": lambda x, w: vjp(lambda z: w, x)[1](x)[0] + x * w,
+    "vjp, of this and another": lambda x, w: sum(vjp(lambda z: (z.sin(), w), x)[1]((x, w))) * w,
+    "grad, of another tensor": lambda x, w: grad(lambda z: w.sum())(x) + x * w,
+    "vmap gives back a constant": lambda x, w: (
+        vjp(lambda z: vmap(lambda q: z)(torch.stack([x, w])).sum(0), x.cos())[1](x)[0] * w
+    ),
+    "vmap gives back a constant, to grad": lambda x, w: (
+        grad(lambda z: vmap(lambda q: z)(torch.stack([x, w])).square().sum())(w) * x
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", SOME_TRANSFORMS)
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kind", DERIVATIVES_INSIDE)
+def test_derivatives_inside_of_what_is_not_computed_there(kind: str, captured: bool, transform: str) -> None:
+    inside = DERIVATIVES_INSIDE[kind]
+
+    def run(ck: Decorator) -> Any:
+        def fun(x: Tensor) -> Tensor:
+            x, w = x.exp(), x * 2  # with graphs of their own
+            return ck(lambda x: inside(x, w))(x) if captured else ck(inside)(x, w)
+
+        return TRANSFORMS[transform](fun, numbers(3))
+
+    assert_same(run(remat), run(plain))
 
 
 @pytest.mark.parametrize("kind", OF_OTHER_GRAPHS)

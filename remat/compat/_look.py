@@ -188,7 +188,7 @@ class CheckpointLook(Look):
         copy = value.detach().clone()
         return copy.requires_grad_() if value.requires_grad else copy
 
-    def _check_graph(self, outputs: Any) -> None:
+    def _check_graph(self, *args: Any, **kwargs: Any) -> None:
         """Any graph may be differentiated: it is there in the rerun."""
 
     def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
