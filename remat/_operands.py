@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from remat import _torch_internals as internals
@@ -54,12 +55,13 @@ _CHANGED_SINCE = (
 
 
 def matters(tensor: Tensor) -> bool:
-    """Whether an outside tensor must be an operand: it is differentiated, wrapped, or may carry a tangent."""
-    return (
-        tensor.requires_grad
-        or internals.is_wrapper(tensor)
-        or (internals.forward_ad_active() and (tensor.is_floating_point() or tensor.is_complex()))
-    )
+    """Whether an outside tensor must be an operand: it is differentiated, wrapped, or carries a tangent."""
+    if tensor.requires_grad or internals.is_wrapper(tensor):
+        return True
+    if not internals.forward_ad_active():
+        return False
+    with internals.no_transforms():
+        return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:

@@ -550,6 +550,19 @@ def test_straight_into_an_autograd_function_under_transforms(hold: Any, transfor
     assert_same(*results)
 
 
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # by torch's linearize
+def test_a_constant_in_a_cell_of_a_function_in_a_dict(transform: str) -> None:
+    """No place holds it, and a transform gets it directly."""
+
+    def run(ck: Decorator) -> Any:
+        c = numbers(3, 3, seed=1)
+        functions = {0: lambda: grad(lambda z: z.square().sin().sum())(c)}
+        return TRANSFORMS[transform](ck(lambda x: functions[0]() * x.sin()), numbers(3, 3))
+
+    assert_same(run(remat), run(plain))
+
+
 @EACH_STRAIGHT
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 def test_straight_into_an_autograd_function_from_below_a_transform(hold: Any, around: Callable[..., Tensor]) -> None:

@@ -429,6 +429,7 @@ def test_python_objects_at_the_peak_grow_with_the_checkpoints_only(n: int, k: in
     found = []
 
     def count() -> None:
+        gc.collect()
         objects = gc.get_objects()
         found.append((sum(type(x) is Call for x in objects), len(objects)))
 
@@ -438,7 +439,7 @@ def test_python_objects_at_the_peak_grow_with_the_checkpoints_only(n: int, k: in
         return c * scale
 
     gc.collect()
-    gc.freeze()  # what was there before is not counted
+    gc.freeze()  # what is there already is not counted
     count()
     remat.fori_loop(0, n, body, torch.ones(3), checkpoints=k).sum().backward()
     (calls, objects), (most_calls, most_objects) = found[0], map(max, zip(*found, strict=True))
