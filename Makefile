@@ -61,9 +61,9 @@ wheel: $(VENV)/ready-wheel  ## the wheel, into dist/; checks it, and runs the RE
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
 	$(PYTHON) -m venv build/fresh
-	build/fresh/bin/python $(PIP_INSTALL) -c constraints.txt dist/*.whl
+	build/fresh/bin/python $(PIP_INSTALL) --no-compile -c constraints.txt dist/*.whl
 	cd build && fresh/bin/python -I ../tests/run_readme.py ../README.md
-	build/fresh/bin/python $(PIP_INSTALL) -c constraints.txt "$$(echo dist/*.whl)[curvature]"
+	build/fresh/bin/python $(PIP_INSTALL) --no-compile -c constraints.txt "$$(echo dist/*.whl)[curvature]"
 	cd build && fresh/bin/python ../examples/curvature.py --fast
 
 bench: $(VENV)/ready-bench  ## every benchmark, then the check of the targets: under 12 minutes on 2 quiet cores
