@@ -35,7 +35,7 @@ say-demo:
 	@echo "$$SAY_DEMO"
 
 test: $(VENV)/ready-test  ## all tests, with the examples in docstrings and pages: about ten minutes on 2 cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal  # a core for each
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2  # a core for each
 
 fuzz: $(VENV)/ready-test  ## random programs under random transforms: make fuzz N=20000
 	REMAT_FUZZ_EXAMPLES=$(N) $(BIN)/python -m pytest tests/test_fuzz.py
