@@ -122,9 +122,7 @@ class RerunLook(Look):
         _, operand = self._swaps.get(key, (tensor, tensor))
         if self._position >= position:
             self._known.add(id(operand))
-        elif not effects_of(
-            function_of(self._reader)
-        ).is_metadata:  # what asks if a tensor is the same may ask only in reruns
+        elif not effects_of(function_of(self._reader)).is_metadata:  # the guard of a cache may ask only in reruns
             raise self._too_early(tensor)
         return operand
 

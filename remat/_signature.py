@@ -33,7 +33,9 @@ class _Kinds(dict[Any, str]):
         return HOLDER
 
 
-kind_of = _Kinds((cls, _Kinds().__missing__(cls)) for cls in _COMMON).__getitem__
+_kinds = _Kinds()
+_kinds.update({cls: _kinds[cls] for cls in _COMMON})
+kind_of = _kinds.__getitem__
 """The kind of an argument of a class."""
 
 

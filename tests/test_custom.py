@@ -56,7 +56,6 @@ def attention_bwd(kept: Any, g: Tensor) -> Any:
 
 attention = custom_remat(attention_plain, attention_fwd, attention_rem, attention_bwd)
 POLICIES = [None, nothing_saveable, everything_saveable, dots_saveable, SAVES_COS]
-each_policy = pytest.mark.parametrize("policy", POLICIES, ids=str)
 PROGRAMS: dict[str, tuple[Fun, Fun]] = {
     "sines": (lambda x: sin(sin(x) * x), lambda x: (x.sin() * x).sin()),
     "attention": (

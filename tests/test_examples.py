@@ -38,6 +38,7 @@ def fast_examples(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[
 def test_example(example: str, picture: str, fast_examples: tuple[Path, dict[str, str]]) -> None:
     folder, printed = fast_examples
     assert (folder / picture).exists(), printed[example]
+    assert (folder / picture).stat().st_size > 0
     assert "peak memory" in printed[example], "show the memory with and without remat"
     assert "Traceback" not in printed[example]
 

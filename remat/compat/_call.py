@@ -171,7 +171,7 @@ class Call:
     def _found(self, look: CheckpointLook, reads: list[Read]) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
         """The tensors that the forward read, each with the one that it read in its place, if any.
 
-        Parameters are added to `reads` instead. Positional arguments and tensors that it wrote to are left out.
+        Parameters are added to `reads` instead. Those that the caller holds and those that it wrote to are left out.
         """
         found, near = [], []
         for key, (t, value) in look.outside.items():
@@ -201,7 +201,7 @@ class Call:
 
         **Arguments:**
 
-        - `arguments`: the tensors among the positional arguments.
+        - `arguments`: the operands that the caller holds.
         - `contexts`: entered around the rerun.
         - `stand_ins`: by identity of the forward's tensors, the tensors to read in their place.
         - `looks`: whether a look must watch it.
