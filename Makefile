@@ -11,7 +11,7 @@ export PIP_EXTRA_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 endif
 BENCHMARKS := tiny blocks transformer chain halving loops policies frontier random_draws compat_call hugging_face memory compiled import_time
 
-.PHONY: help demo test fuzz soak test-torch lint docs wheel bench clean
+.PHONY: help demo test fuzz soak test-torch lint docs wheel bench environment clean
 
 help:  ## list the targets
 	@echo "usage: make TARGET, with Python 3.11 or later; CPU_ONLY=1 takes a torch without CUDA packages"
@@ -56,10 +56,12 @@ docs: export EDIT_URI = $(if $(REPOSITORY),$(REPOSITORY)/edit/main/docs/)
 docs: $(VENV)/ready-docs  ## the site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # mkdocs is kept below 2
 
-wheel: $(VENV)/ready-wheel  ## the wheel, into dist/; checks it, and runs the README and the curvature example with it
+wheel:  ## the wheel, into dist/; checks it, and runs the README and the curvature example with it
 	rm -rf dist build
-	$(BIN)/python -m build
-	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv build/tools
+	build/tools/bin/python $(PIP_INSTALL) -c constraints.txt build twine
+	build/tools/bin/python -m build
+	build/tools/bin/twine check --strict dist/*
 	$(PYTHON) -m venv build/fresh
 	build/fresh/bin/python $(PIP_INSTALL) --no-compile -c constraints.txt dist/*.whl
 	cd build && fresh/bin/python -I ../tests/run_readme.py ../README.md
@@ -69,6 +71,10 @@ wheel: $(VENV)/ready-wheel  ## the wheel, into dist/; checks it, and runs the RE
 bench: $(VENV)/ready-bench  ## every benchmark, then the check of the targets: under 12 minutes on 2 quiet cores
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python bench/$$name.py; done
 	$(BIN)/python bench/check.py
+
+# For `make -j`: one pip at a time.
+environment:  ## install all that the tests, lint and docs need
+	$(MAKE) --jobs=1 $(VENV)/ready-test $(VENV)/ready-lint $(VENV)/ready-docs
 
 # ready-EXTRA marks an extra of pyproject.toml as installed, until the files that pin its packages change.
 $(VENV)/ready-%: pyproject.toml constraints.txt

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._context import rerunning
 from remat._errors import RematError
 from remat._names import current_name
 from remat.policies import CheckpointPolicy, Policy, as_policy
@@ -65,7 +66,8 @@ def _as_op(
     function = graph.forward if isinstance(graph, torch.nn.Module) else graph  # remat of a module is a module
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        by_partitioner = internals.compiling() and not internals.differentiating()
+        # A rerun does what the forward did, although the level of `vjp` may be over.
+        by_partitioner = internals.compiling() and not (internals.differentiating() or rerunning.get())
         if not by_partitioner and internals.uses_transforms(graph):
             internals.allow_saved_tensors_hooks()
             raise RematError(_TRANSFORMS_INSIDE)

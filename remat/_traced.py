@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from remat._dispatch_mode import DispatchMode
@@ -20,6 +21,7 @@ from remat._recorder import SelectiveCheckpointContext
 from remat._tape import KEEP
 from remat.policies._policy import Decide
 
+_CLONE = torch.ops.aten.clone.default  # autograd calls it before a change in place, for each level that needs it
 _OTHER_CALLS = (
     "remat: under a tracer, a rerun calls {} more or less often than the forward run did, and results of it are kept. "
     "If the function computes a table on first use, call it once before, under torch.no_grad()."
@@ -52,6 +54,8 @@ class Traced(DispatchMode):
             return self._draws
         name = current_name()
         if self._policy is None or facts.is_opaque or facts.writes or (facts.is_view and name is None):
+            return False
+        if func is _CLONE:
             return False
         context = SelectiveCheckpointContext(False, out, name, current_call())
         return self._policy(context, func, *args, **kwargs) in KEEP
