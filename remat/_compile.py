@@ -76,9 +76,21 @@ def _as_op(
             return remat(function, policy=decides, preserve_rng_state=preserve_rng_state)(*args, **kwargs)
         if not any(isinstance(a, Tensor) and internals.requires_grad_at_any_level(a) for a in args):
             return graph(*args)  # without a backward graph, torch refuses draws that are marked
-        return internals.run_marked(graph, args, _marking(decides.start()))
+        inputs = [_copied(a) if changes else a for a, changes in zip(args, internals.changed_by(graph), strict=True)]
+        out = internals.run_marked(graph, inputs, _marking(decides.start()))
+        for before, after in zip(args, inputs, strict=True):
+            if after is not before:
+                before.copy_(after)
+        return out
 
     return run
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy for the function to change in place. The backward graph, which recomputes, gets what is copied here."""
+    copy = tensor * True  # the backend inductor takes out a clone
+    internals.mark(copy, CheckpointPolicy.MUST_SAVE)
+    return copy
 
 
 def _marking(policy: Callable[..., CheckpointPolicy]) -> Callable[..., CheckpointPolicy]:

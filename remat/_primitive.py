@@ -113,8 +113,9 @@ def _gradients(link: Link, pullback: Pullback, operands: Sequence[Tensor], cotan
     """The gradients of a node's operands. This empties `cotangents`: NOTE [handed on]."""
     call = link.fn.call
     if call.tape is not None:
-        read = [*filter(call.tape.was_read, operands), *cotangents]
-        retained = internals.graph_is_retained() or any(map(internals.requires_grad_below, read))
+        with internals.DisableTorchFunction():
+            read = [*filter(call.tape.was_read, operands), *cotangents]
+            retained = internals.graph_is_retained() or any(map(internals.requires_grad_below, read))
         call.last_rerun = not retained
     try:
         with unseen():

@@ -855,6 +855,15 @@ def run_marked(graph: Any, args: Iterable[Any], policy: Any) -> Any:
         return Interpreter(graph).run(*args)
 
 
+def changed_by(graph: Any) -> list[bool]:
+    """For each argument of a graph of dynamo, whether it is changed in place, and not differentiated.
+
+    Dynamo has run the graph on fake tensors, which count the changes: also those before it, which do no harm here.
+    """
+    examples = [n.meta.get("example_value") for n in graph.graph.nodes if n.op == "placeholder"]
+    return [isinstance(t, Tensor) and t._version > 0 and not t.requires_grad for t in examples]
+
+
 def uses_transforms(graph: Any) -> bool:
     """Whether a graph of dynamo contains transforms: it then contains the numbers of their levels."""
     modules = graph.modules() if isinstance(graph, torch.fx.GraphModule) else ()

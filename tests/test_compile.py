@@ -493,6 +493,33 @@ def test_changes_in_place_inside() -> None:
             assert_same(run(WS[:1], X), COMPILED[what](lambda ws, x: fun(ws[0], x).sum(), UNCOMPILED)(WS[:1], X))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "way",
+    [remat, remat(policy=policies.dots_saveable), lambda fun: functools.partial(checkpoint, fun, use_reentrant=False)],
+    ids=["remat", "policy", "checkpoint"],
+)
+def test_the_backward_computes_with_what_the_forward_found(way: Any, backend: str) -> None:
+    """Not with the state that the forward leaves. (`torch.utils.checkpoint` does that, in compiled code.)"""
+    found = []
+    for decorate in (plain, way):
+        count, ready = numbers(32), torch.zeros(32, dtype=torch.bool)
+
+        def fun(w: Tensor, x: Tensor, count: Tensor = count, ready: Tensor = ready) -> Tensor:
+            y = x * ready
+            with torch.no_grad():
+                count[1:].add_(1)
+                ready.logical_not_()
+            return (x * count + y) @ w
+
+        run = decorate(fun) if decorate is plain else compiled(decorate(fun), backend)
+        w = leaf(WS[0])
+        for _ in range(3):
+            run(w, X).sum().backward()
+        found.append((w.grad, count, ready))
+    assert_same(found[1], found[0])
+
+
 @pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch ends in an internal assert, an error of its own")
 def test_transforms_inside() -> None:
     """`torch.utils.checkpoint` can't do that."""

@@ -657,6 +657,26 @@ def test_subclasses_of_tensors_stay_what_they_are(kind: str, transform: str) -> 
     assert_same(run(remat), run(plain))
 
 
+class Unwrapping(Tensor):
+    """Whatever reads it gets a plain tensor."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [x.as_subclass(Tensor) if isinstance(x, cls) else x for x in args]
+        return func(*plain, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=str)
+@pytest.mark.parametrize("transform", ["grad", "vmap(grad)"])
+def test_a_subclass_that_unwraps_itself(transform: str, policy: Any) -> None:
+    w = numbers(3, 3).as_subclass(Unwrapping)
+
+    def run(ck: Any) -> Any:
+        return TRANSFORMS[transform](lambda x: ck(lambda w, x: torch.tanh(x @ w))(w, x), numbers(3, 3, seed=1))
+
+    assert_same(run(remat(policy=policy)), run(plain))
+
+
 OUTSIDE = leaf(numbers(3, seed=8))
 SINES = OUTSIDE.sin()
 PULL = vjp(torch.sin, numbers(3, seed=9))[1]
