@@ -500,7 +500,7 @@ def test_changes_in_place_inside() -> None:
     ids=["remat", "policy", "checkpoint"],
 )
 def test_the_backward_computes_with_what_the_forward_found(way: Any, backend: str) -> None:
-    """Not with the state that the forward leaves. (`torch.utils.checkpoint` does that, in compiled code.)"""
+    """Not with the state that the forward leaves, as `torch.utils.checkpoint` does in compiled code."""
     found = []
     for decorate in (plain, way):
         count, ready = numbers(32), torch.zeros(32, dtype=torch.bool)
