@@ -1399,6 +1399,28 @@ def test_a_hook_in_a_call_inside(depth: int, transform: str) -> None:
         assert_same(actual, expected)
 
 
+@pytest.mark.parametrize("transform", ["grad", ".backward()", "grad(grad)", "vmap(grad)"])
+def test_a_hook_after_one_in_a_derivative_inside(transform: str) -> None:
+    """Each is called for the derivative of its own level alone."""
+
+    def hooked(y: Tensor, factor: float) -> Tensor:
+        y.register_hook(lambda g: g * factor)
+        return y.sin()
+
+    def fun(x: Tensor) -> Tensor:
+        return grad(lambda v: hooked(v.sin(), 0.5).sum())(x) * hooked(x.cos(), 3.0)
+
+    x = numbers(3)
+    try:
+        actual = TRANSFORMS[transform](remat(fun), x)
+    except RematError as error:
+        assert transform == "grad(grad)"
+        with pytest.raises(RematError, match="puts a hook on a tensor"):
+            raise error from None
+    else:
+        assert_same(actual, TRANSFORMS[transform](fun, x))
+
+
 def test_a_hook_behind_requires_grad() -> None:
     """In the forward, under a level that does not differentiate it, the result does not require a gradient."""
 

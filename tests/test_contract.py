@@ -175,6 +175,22 @@ def by_an_extension(x: Tensor, w: Tensor) -> Tensor:
         return x * w
 
 
+def test_a_parameter_deep_in_modules_that_an_extension_reads() -> None:
+    grads = []
+    for ck in (remat, plain):
+        w = nn.Parameter(numbers(3, seed=1))
+        module: nn.Module = nn.ParameterList([w])
+        for _ in range(8):
+            module = nn.Sequential(module)
+
+        def fun(x: Tensor, module: nn.Module = module) -> Tensor:
+            return by_an_extension(x.sin(), next(module.parameters())).cos()
+
+        grad(lambda x, ck=ck, fun=fun: ck(fun)(x).sum())(numbers(3)).sum().backward()
+        grads.append(w.grad)
+    assert_same(*grads)
+
+
 @pytest.mark.parametrize("read", [Times.apply, by_an_extension], ids=["Times", "Mul"])
 @pytest.mark.parametrize("hide", [in_a_slot, in_a_class, in_a_generator], ids=lambda h: h.__name__)
 def test_what_is_found_nowhere_is_an_error_of_the_forward(hide: Any, read: Any) -> None:

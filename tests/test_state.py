@@ -367,6 +367,22 @@ def test_a_table_that_is_made_on_first_use(body: Any, transform: str) -> None:
     assert_same(run(body), run(lambda fun: in_turn(*[fun] * steps)))
 
 
+@pytest.mark.parametrize("transform", ["vmap(grad)", "jacfwd", "hessian"])
+def test_a_table_that_is_made_on_first_use_of_what_is_mapped(transform: str) -> None:
+    held = SimpleNamespace()
+
+    def step(x: Tensor) -> Tensor:
+        if held.t is None:
+            held.t = x.detach().sign() + 2
+        return (x * held.t).sin()
+
+    def run(ck: Any) -> Any:
+        held.t = None
+        return TRANSFORMS[transform](ck(step), numbers(3))
+
+    assert_same(run(remat), run(plain))
+
+
 def test_a_state_with_a_graph_that_is_replaced_is_found_by_a_backward_in_another_thread() -> None:
     """The sequence numbers of that thread begin at 0."""
     held = SimpleNamespace(t=numbers(3))
