@@ -1421,6 +1421,21 @@ def test_a_hook_after_one_in_a_derivative_inside(transform: str) -> None:
         assert_same(actual, TRANSFORMS[transform](fun, x))
 
 
+@pytest.mark.parametrize("transform", ["grad", ".backward()", "vmap(grad)"])
+def test_a_hook_on_an_argument_before_one_on_a_result(transform: str) -> None:
+    """The forward has put the first on the argument itself."""
+
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin()
+        x.register_hook(lambda g: g * 3)
+        y.register_hook(lambda g: g * 0.5)
+        return y.sin()
+
+    x = numbers(3)
+    actual, expected = (TRANSFORMS[transform](lambda x, ck=ck: ck(fun)(x.exp()), x) for ck in (remat, plain))
+    assert_same(actual, expected)
+
+
 def test_a_hook_behind_requires_grad() -> None:
     """In the forward, under a level that does not differentiate it, the result does not require a gradient."""
 
