@@ -53,9 +53,8 @@ class Traced(DispatchMode):
         if facts.draws:
             return self._draws
         name = current_name()
-        if self._policy is None or facts.is_opaque or facts.writes or (facts.is_view and name is None):
-            return False
-        if func is _CLONE:
+        computes_nothing = func is _CLONE or (facts.is_view and name is None)
+        if self._policy is None or computes_nothing or facts.is_opaque or facts.writes:
             return False
         context = SelectiveCheckpointContext(False, out, name, current_call())
         return self._policy(context, func, *args, **kwargs) in KEEP
