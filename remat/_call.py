@@ -19,7 +19,7 @@ from remat._context import NOTHING, Ambient, OwnCasts, RandomState, Variables, e
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, is_made_since, prove
 from remat._look import Look
-from remat._operands import NEVER, Operands, matters
+from remat._operands import Operands, matters
 from remat._places import Place, filled
 from remat._recorder import Recorder
 from remat._replay import Replay
@@ -80,12 +80,7 @@ class Call:
     _look: Look
 
     def __init__(self, fun: Callable[..., Any], name: str, leaves: list[Any], spec: _tree.PyTreeSpec | None) -> None:
-        """A call with arguments.
-
-        **Arguments:**
-
-        - `leaves`, `spec`: the flattened arguments and their structure.
-        """
+        """A call with arguments. `leaves`, `spec`: these, flattened, and their structure."""
         self.name = name
         operands = self.operands = Operands(name)
         closure = self._closure = Closure(operands.operand_of)
@@ -156,7 +151,7 @@ class Call:
                 self.random = random.drawn_since(look.drew)
             if keys is not None and keys.position() != position:
                 self._drew_from = position
-                self._key = self.operands.add(look.read(keys.key)).index
+                self.operands.add(look.read(keys.key))
         self.signature = look.signature
         if look.signature.hooks:
             self.hooked = frozenset([level for _, level in look.signature.hooks if level >= 0])
@@ -213,6 +208,8 @@ class Call:
             self.tape = self._recorder.tape([t for t in results.leaves if isinstance(t, Tensor)])
             self._recorder = None
         self.operands.find(look, self.tape, self.since)
+        if self._drew_from is not None and (keys := running()) is not None:
+            self._key = self.operands.add(look.read(keys.key)).index
         lowest = internals.lowest_recorded_level()
         while True:
             operands = self.operands.values(look)
@@ -246,7 +243,7 @@ class Call:
             return None
         cells = [ref for ref, *_ in operands.cell_constants if (t := ref()) is None or not outer.has_made(t)]
         unused = self.leaves - self._reached - self._ambiguous
-        unread = [i for i, original in enumerate(given) if original.position == NEVER]
+        unread = [i for i, original in enumerate(given) if not original.is_read]
         reached = [i for i, position in enumerate(operands.positions) if position not in unused and i not in unread]
         return Remembered(
             [o.ref for o in given],
@@ -433,7 +430,7 @@ class Call:
             rebuild.clear()
         self._rebuilders.clear()
         for look in looks:
-            look.check_suspects()
+            look.check_what_is_left(self.operands.originals)
 
     def let_go(self) -> None:
         """Called after the derivative is attached, when the forward's graph is freed."""
@@ -444,7 +441,8 @@ class Call:
         if any(ref() is not None for ref in look.tail_results):  # a result of the tail is still alive, and may be read
             look.signature.tail = None
         # A rerun of the outer function may read what this call keeps, and has to set the hooks again.
-        if look.outer is not None and (look.sets_hooks or look.signature.shows_nodes or look.has_kept(self._layers)):
+        has_hooks = look.sets_hooks or look.signature.shows_nodes
+        if look.outer is not None and (has_hooks or look.labels.any_alive(self._layers)):
             self._result = None
         look.outside.clear()
         del self._look

@@ -119,6 +119,14 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[B
         if at_base and record and is_read and call.random is None:
             # A leaf that the rerun makes would make results require grad that should not.
             at_base = all(operands[i].requires_grad or i in link.cut for i in leaves)
+        if hands_on:
+            cotangents = [*map(seal, cotangents)]
+
+        def gradients(edges: list[GradientEdge], inputs: list[Tensor], keep: bool) -> list[Any]:
+            targets = [inputs[i] for i in wrt]
+            with still_filled(call.fill):
+                return _batched(lambda c: internals.run_backward(edges, targets, c, keep, record), cotangents, batches)
+
         if at_base:
             # Some of torch's formulas give tangents only if they are recorded: `slogdet` reads a saved `LU`.
             record = record and (is_read or internals.forward_ad_active())
@@ -132,13 +140,12 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[B
             with internals.grad_level() as lift:
                 inputs = [lift(t) if i in leaves else t for i, t in enumerate(operands)]
                 edges = _rerun(fn, inputs, outs, hands_on)
+                if call.signature.has_custom:  # its backward may begin levels of its own, above this one
+                    found = gradients(edges, inputs, False)
+                    return [None if g is None else internals.unwrap_grad(g, internals.stack_depth()) for g in found]
         # At the base, the graph of a recorded backward leads into the rerun's graph, which is then kept.
         keep = record and at_base
-        if hands_on:
-            cotangents = [*map(seal, cotangents)]
-        targets = [inputs[i] for i in wrt]
-        with still_filled(call.fill):
-            grads = _batched(lambda c: internals.run_backward(edges, targets, c, keep, record), cotangents, batches)
+        grads = gradients(edges, inputs, keep)
         return [None if g is None else _detached(g) for g in grads] if keep and not is_read else grads
 
     return fn.then(pullback, is_vjp=True)
@@ -191,14 +198,13 @@ def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool) -
     twice.) A recorded rerun always takes an alias, because other operands may depend on the leaf.
     """
     inputs: list[Tensor] = []
-    own: set[int] = set()
+    repeated = len({*map(id, operands)}) < len(operands)  # below a transform, two operands may be the same
     for i, t in enumerate(operands):
-        if i not in leaves:
-            inputs.append(t if record else _detached(t))
+        if i not in leaves:  # it may require grad by now
+            inputs.append(t if record and not t.requires_grad else _detached(t))
         elif record:
             inputs.append(_alias(t) if t.requires_grad else _detached(t, leaf=True))
-        elif id(t) not in own and _is_bare_leaf(t):  # once: below a `vmap` two operands may be the same
-            own.add(id(t))
+        elif not repeated and _is_bare_leaf(t):
             inputs.append(t)
         else:
             inputs.append(_detached(t, leaf=True))
@@ -234,7 +240,7 @@ def _batched(
 
 def _detached(tensor: Tensor, leaf: bool = False) -> Tensor:
     """Take a tensor off its graph, but keep its tangent. `leaf`: make the result require grad."""
-    primal, tangent = forward_ad.unpack_dual(tensor) if internals.forward_ad_active() else (tensor, None)
+    primal, tangent = internals.unpack_dual(tensor) if internals.forward_ad_active() else (tensor, None)
     if leaf or tangent is not None or primal.requires_grad:
         primal = primal.detach()
     if leaf:
@@ -255,7 +261,7 @@ def jvp(fn: Derived, moving: Sequence[int], outs: Sequence[int]) -> Derived:
         with internals.dual_level() if plain else internals.jvp_level() as level:
             for i, tangent in zip(moving, args[n:], strict=True):
                 inputs[i] = make_dual(inputs[i], tangent)
-            pairs = [forward_ad.unpack_dual(v) for v in fn.run(*inputs)]
+            pairs = [internals.unpack_dual(v) for v in fn.run(*inputs)]
             primals = [_below(p, level) for p, _ in pairs]
             tangents = [pairs[o].tangent for o in outs]
             return primals + [

@@ -86,6 +86,7 @@ class Effects:
         self.draws = getattr(func, "__name__", "") in _RANDOM
         """It draws random numbers."""
         self.sets_hook = func is Tensor.register_hook
+        self.retains_grad = func is Tensor.retain_grad
         self.moves_hooks = func == internals.MOVES_HOOKS
         """Autograd moves hooks to a new node with it, and holds a lock that reading `grad_fn` would wait for."""
         self.differentiates = func is torch.autograd.grad

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from remat import _torch_internals as internals
 from remat._dispatch_mode import ops_of_remat
@@ -173,7 +172,7 @@ def layers_and_tangents(tensor: Tensor) -> list[Tensor]:
     """The layers of a tensor, and their tangents."""
     found = [*internals.layers(tensor)]
     if internals.forward_ad_active():
-        tangents = (forward_ad.unpack_dual(t).tangent for t in found)
+        tangents = (internals.unpack_dual(t).tangent for t in found)
         found += [layer for t in tangents if t is not None for layer in internals.layers(t)]
     return found
 

@@ -1,18 +1,18 @@
 """Watch a run of a function: the tensors that it reads from outside, those that it writes to, and its signature.
 
-A torch-function mode sees each torch call. It tracks no values. It knows the identities of the tensors that the run was
-given or has made; all others come from outside. The signature lists each call whose result is differentiated: the
-function, its plain arguments and the shape of the result. Other calls are left out: the forward may compute a table on
-first use and keep it, and the rerun does not compute it again.
+A torch-function mode sees each torch call. It tracks no values. It knows the tensors that the run was given or has
+made; all others come from outside. The signature lists each call whose result is differentiated: the function, its
+plain arguments, the labels of its tensors (NOTE [labels]) and the shape of the result. A rerun has to make these calls
+in the same order. It may leave out others: the forward may compute a table on first use and keep it.
 
-NOTE [inner wrappers]: a transform inside the function wraps tensors unseen. A new wrapper may have the identity of
-a tensor that has died. So at the levels of inner transforms, the look trusts no identity: it checks what is inside.
+NOTE [inner wrappers]: a transform inside the function wraps tensors unseen. So at the levels of inner transforms, the
+look checks what is inside.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
 from remat._effects import Effects, as_given, effects_of, is_of_torch, reads_no_value, tensors_in, written_by
 from remat._errors import CHANGES, DATA_OF_A_LEVEL, LAZY, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, call_site
-from remat._graph import goes_through_older
-from remat._made import Made, Read, Survivor
+from remat._graph import goes_through_older, is_made_since
+from remat._labels import Labels, Read, in_nested, of_outside, of_result, together
 from remat._memory import memory_of
 from remat._nested_mode import NestedMode, current_look
 from remat._saved import is_of_user
-from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, PLAIN, Reader, Signature, hash_of, kind_of
+from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, PLAIN, Signature, hash_of, kind_of
 from remat._tail import is_large
 
 level_of, stack_depth = internals.level_of, internals.stack_depth
@@ -42,12 +42,11 @@ class Look(NestedMode):
     **Attributes:**
 
     - `outside`: by identity, the tensors that the run was given or has read from outside.
+    - `labels`: of the tensors that it knows.
     - `handed_on`: those that a transform inside the function has wrapped.
     - `read_quietly`: those that are differentiated but were first read in `no_grad`, perhaps in an autograd.Function.
     - `copies`: by identity, copies of those that the run wrote to, with their earlier values.
-    - `made`: the differentiated tensors that the run computed. Only noted if it is nested in another run.
-    - `drew`: whether a torch call may have drawn random numbers.
-    - `sets_hooks`: whether the run put a hook on a tensor.
+    - `drew`, `sets_hooks`: whether a torch call may have drawn random numbers; whether one put a hook on a tensor.
     - `reads_unseen`: whether the run called an autograd.Function of the user's, which may read memory unseen.
     - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
     - `tail_number`, `tail_results`: of the tail: the sequence number after its first call, and its results.
@@ -68,29 +67,26 @@ class Look(NestedMode):
         self.read_quietly: set[int] = set()
         self.copies: dict[int, Tensor] = {}
         self.signature = Signature()
-        self.made: list[weakref.ref[Tensor]] = []
         self.tail_results: list[weakref.ref[Tensor]] = []
         self._given = given
-        self._known: set[int] = set()
+        self.labels = Labels(self.depth)
         self._swaps: dict[int, tuple[Tensor, Tensor]] = {}
         """By identity, tensors that an outer rerun may find, each with the operand that replaces it."""
         self._values: set[int] = set()
         """The identities of what the run has read in the place of outside tensors."""
-        self._own = Made()
         self._has_tangents = internals.forward_ad_active()
         self.since = internals.next_sequence_number()
 
     def begin(self, outer: Look | None) -> None:
         """Note the tensors that the run is given. `outer`: the look at the surrounding run."""
-        for t in self._given:
-            self._add(t, t)
         if outer is not None:
             self.outer, self._swaps = outer, outer._swaps
+        for t in self._given:
+            self._add(t, t)
 
     def adopt(self, inner: Look) -> None:
         """Called when a nested run has ended: the rest of this run may use the tensors that it made."""
-        self._known |= inner._known
-        self._own.adopt(inner._own, self._count())
+        self.labels.adopt(inner.labels, inner._values)
         self.signature.has_custom |= inner.signature.has_custom
         self.reads_unseen |= inner.reads_unseen
         self.drew |= inner.drew
@@ -103,26 +99,27 @@ class Look(NestedMode):
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
         effects = effects_of(func)
-        if effects.is_metadata and args and self.has_survived(args[0]):  # the guard of a cache may ask only in reruns
-            return func(*args, **(kwargs or {}))
         at_depth = stack_depth() <= self.depth
-        known = self._known if at_depth else ()  # NOTE [inner wrappers]
+        known = self.labels if at_depth else {}  # NOTE [inner wrappers]
         given, plain = args, False
+        labels: list[int | None] = []
         for a in args:
             if isinstance(a, Tensor):
-                if id(a) in known:
+                if (entry := known.get(id(a))) is not None and entry[0]() is a and entry[2] is None:
+                    labels.append(entry[1])
                     continue
             elif (kind := kind_of(a.__class__)) is not HOLDER:
                 plain = plain or kind is PLAIN
                 continue
             plain = True
             args = self._seen(func, args)
+            labels = self.labels.of_all(args)
             break
         if effects.only_writes and args is given and not kwargs:
             with internals.DisableTorchFunction():
                 self.before_write(args[0])
         elif kwargs or effects.acts:
-            named = dict(zip(kwargs, self._seen(func, kwargs.values(), len(args)), strict=True)) if kwargs else {}
+            named = dict(zip(kwargs, self._seen(func, kwargs.values()), strict=True)) if kwargs else {}
             return self._call(effects, func, args, named, (given, kwargs))
         if effects.multiplies or self.signature.tail is not None:
             out = self._maybe_tail(effects, func, args, {})
@@ -131,15 +128,11 @@ class Look(NestedMode):
             out = func(*args)
             self.call = None
         if at_depth and type(out) is Tensor and out.requires_grad:
-            self._known.add(id(out))
-            if self.outer is not None:
-                self.made.append(weakref.ref(out))
-            self._note(func, hash_of(out, args if plain else ()))
-        elif type(out) is Tensor and not (out.requires_grad or internals.is_wrapper(out)):
-            self._add_own(out)
-        elif kind_of(out.__class__) is HOLDER:
+            self.labels.note_result(out, of_result(self._count()), effects.writes)
+            self._note(func, hash_of(out, args if plain else ()), None if None in labels else hash(tuple(labels)))
+        elif out is None or kind_of(out.__class__) is HOLDER:
             with internals.DisableTorchFunction():
-                self.add_results(func, out, args)
+                self.add_results(func, args[0] if out is None and effects.writes else out, args, labels, effects)
         return out
 
     def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any, given: tuple[Any, Any]) -> Any:
@@ -148,7 +141,9 @@ class Look(NestedMode):
             return func(*args, **kwargs)
         writes = effects.writes or "out" in kwargs or kwargs.get("inplace")
         written = written_by(effects, args, kwargs) if writes else []
+        passed = (*args, *kwargs.values())
         with internals.DisableTorchFunction():
+            labels = self.labels.of_all(passed)
             if effects.differentiates:
                 self._check_graph(*given[0], **(given[1] or {}))
             for t in written:
@@ -163,6 +158,8 @@ class Look(NestedMode):
                 tell_of_access(func, args, kwargs)
             if effects.sets_hook:
                 args = self._with_hook(args)
+            if effects.retains_grad and self.in_rerun:  # with create_graph=True, it would hold the rerun's graph
+                args = (internals.leaf_of_nothing(),)
             if effects.draws:
                 self._mark_draw(func)
             if effects.shows_graph:
@@ -170,9 +167,9 @@ class Look(NestedMode):
         out = self._maybe_tail(effects, func, args, kwargs)
         if effects.looks_up and isinstance(out, Tensor):
             return self._seen(func, (out,))[0]
-        if kind_of(out.__class__) is HOLDER:
+        if kind_of(out.__class__) is HOLDER or (out is None and written):
             with internals.DisableTorchFunction():
-                self.add_results(func, out, (*args, *kwargs.values()), not effects.is_unlisted)
+                self.add_results(func, written if out is None else out, passed, labels, effects)
         return as_given(out, written, effects, given) if written and self._swaps else out
 
     def _check_graph(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
@@ -203,24 +200,22 @@ class Look(NestedMode):
 
     # What it reads.
 
-    def _seen(self, func: Any, args: Iterable[Any], first: int = 0) -> Any:
-        """The arguments of a call, from the place `first` on, with operands in place of originals."""
+    def _seen(self, func: Any, args: Iterable[Any]) -> Any:
+        """The arguments of a call, with operands in place of originals."""
+        if effects_of(func).moves_hooks:
+            return args
         with internals.DisableTorchFunction():
-            known = self._known if stack_depth() <= self.depth else ()
-            placed = enumerate(args, first)
-            return tuple(
-                [a if isinstance(a, Tensor) and id(a) in known else self._seen_in(a, func, i) for i, a in placed]
-            )
+            self._reader = func
+            return tuple([self._seen_in(a) for a in args])
 
-    def _seen_in(self, arg: Any, func: Any, place: Any) -> Any:
+    def _seen_in(self, arg: Any) -> Any:
         if isinstance(arg, Tensor):
-            self._reader = Reader(func, place)
             return self.read(arg)
         if isinstance(arg, (list, tuple)) and HOLDER in map(kind_of, {*map(type, arg)}):
-            items = [self._seen_in(a, func, (place, i)) for i, a in enumerate(arg)]
+            items = [*map(self._seen_in, arg)]
             return type(arg)(*items) if hasattr(arg, "_fields") else type(arg)(items)
         if type(arg) is dict:
-            return {k: self._seen_in(v, func, (place, k)) for k, v in arg.items()}
+            return {k: self._seen_in(v) for k, v in arg.items()}
         if isinstance(arg, torch.Generator):
             self.notice(arg)
         return arg
@@ -242,7 +237,7 @@ class Look(NestedMode):
         if known is not None:
             return known
         if self.outer is not None:
-            self.outer._reader = (self._count(), self._reader)
+            self.outer._reader = self._reader
             value = self.outer.read(tensor, handed_on)
         if not value.requires_grad and internals.dtensor_at_work():
             raise RematError(TAKEN_APART.format(self.name))
@@ -254,16 +249,28 @@ class Look(NestedMode):
     def _known_value(self, tensor: Tensor) -> Tensor | None:
         """The tensor to read in the place of one that the run has made or has read before. None: it is from outside."""
         below = internals.unwrap_dead(tensor)  # a transform inside the function may have wrapped it
-        if id(below) in self._known or self._reads_own(below):
+        if self.labels.has(below):
             return tensor
         return read.value if (read := self.outside.get(id(tensor))) else None
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
-        self.outside[id(tensor)] = Read(tensor, value, internals.version(value), self._count(), self._reader)
-        self._known.add(id(value))
+        label = self.number_of(value)
+        self.outside[id(tensor)] = Read(tensor, value, internals.version(value), label, self._reader)
+        self.labels.note(value, label)
         self._values.add(id(value))
         if self._memory is not None:
             self._memory.setdefault(memory_of(value), []).append(id(tensor))
+
+    def number_of(self, value: Tensor) -> int | None:
+        """The label of a tensor from outside. In a nested run, what the outer run calls it."""
+        if self.outer is not None:
+            return in_nested(self.outer.label_of(value))
+        is_own = value.requires_grad and is_made_since(value, self.since)  # the run has made it unseen
+        return None if is_own else of_outside(len(self.outside))
+
+    def label_of(self, tensor: Tensor) -> int | None:
+        """The label of a tensor that a nested run is about to read: NOTE [labels]."""
+        return self.labels.of(tensor)
 
     def _mark_draw(self, func: Any) -> None:
         self.drew = True
@@ -306,59 +313,69 @@ class Look(NestedMode):
 
     # What it makes.
 
-    def _note(self, func: Any, shape: int) -> None:
+    def _note(self, func: Any, shape: int, given: int | None) -> None:
+        """Note a call whose result is differentiated. `given`: the labels of what it was given."""
         if not self._is_in_jvp():
-            self.signature.calls.append((func, shape))
+            self.signature.calls.append((func, shape, given))
+
+    def _note_write(self, func: Any, call: int) -> None:
+        self.signature.writes.add(call)
 
     def _is_in_jvp(self) -> bool:
         """Whether the `jvp` of an autograd.Function is running. Its calls do not belong to the signature."""
         return self._has_tangents and internals.inside_jvp_of_function()
 
-    def add_call(self, name: str, out: Any, calls: Iterable[Any] = (), remembered: Any = None) -> None:
-        """Note a nested call of a function under remat, which returned `out`. `calls`: its signature.
+    def add_call(self, name: str, out: Any, inner: Signature | None = None, remembered: Any = None) -> None:
+        """Note a nested call of a function under remat, which returned `out`. `inner`: its signature.
 
         `remembered`: the record with which a rerun can skip the call; None if the call must run.
         """
         signature = self.signature
         position = len(signature.calls)
         signature.nests, signature.tail = signature.nests + 1, None
-        self.add_results((name, hash(tuple(calls))), out)
+        calls = () if inner is None else inner.calls
+        func = name, hash(tuple([(f, shape) for f, shape, _ in calls]))
+        self.add_results(func, out, (), [given for *_, given in calls])
+        for write in () if inner is None else inner.writes:
+            self._note_write(func, hash((name, write)))
         if remembered is not None and len(signature.calls) > position:
             self._begin_tail(position, remembered, out)
 
-    def add_results(self, func: Any, out: Any, args: Iterable[Any] = (), listed: bool = True) -> None:
-        """Note the tensors that a call returned. `listed`: whether the call belongs to the signature."""
+    def add_results(
+        self, func: Any, out: Any, args: Iterable[Any] = (), labels: Any = (), effects: Effects | None = None
+    ) -> None:
+        """Note the tensors that a call returned or wrote to. `labels`: of its arguments. `effects`: of a torch call."""
+        listed, new = effects is None or not effects.is_unlisted, effects is None or effects.writes
         found, differentiated = tensors_in(out), False
-        for t in found:
+        if not found:
+            return
+        shapes = hash_of(found[0], args)
+        if len(found) > 1:
+            shapes = hash((shapes, *map(hash_of, found[1:])))
+        given, position = together(labels), self._count()
+        call = together((hash(func), shapes, given))
+        for i, t in enumerate(found):
             requires_grad = internals.requires_grad_at_any_level(t)
             differentiated |= requires_grad
             if id(t) in self._swaps or self._is_from_outside(t):
                 continue  # a call returned it unchanged: its layers are not the run's
-            inside = internals.layers_up_to(t, self.depth)
             if not requires_grad:
-                self._add_own(inside[0])
+                inside = internals.layers_up_to(t, self.depth)
+                if not self.labels.returns(inside[0]):
+                    self.labels.note_plain(inside[0], together((call, i)))
                 continue
-            self._known.update(map(id, inside))
-            if self.outer is not None:
-                self.made.append(weakref.ref(t))
-        if differentiated and listed:
-            shapes = hash_of(found[0], args)
-            self._note(func, shapes if out is found[0] else hash((shapes, *map(hash_of, found[1:]))))
-
-    def _add_own(self, tensor: Tensor) -> None:
-        if not self._is_from_outside(tensor):  # else the call has returned what it was given
-            self._own.add(tensor)
-            self._known.discard(id(tensor))
+            self.labels.results.append(weakref.ref(t))
+            if new or not self.labels.returns(t):
+                for layer in internals.layers_up_to(t, self.depth):
+                    self.labels.note(layer, of_result(position, i) if listed else None)
+        if listed and differentiated:
+            self._note(func, shapes, given)
+        elif listed and effects is not None and effects.writes and call is not None and not self._is_in_jvp():
+            self._note_write(func, call)
 
     def _is_from_outside(self, tensor: Tensor) -> bool:
         """Whether the run has read this tensor from outside, or in the place of one from outside."""
         return id(tensor) in self.outside or id(tensor) in self._values
-
-    def _reads_own(self, tensor: Tensor) -> bool:
-        """Whether the run made this tensor without a derivative. If so, count the read."""
-        if found := self._own.has(tensor):
-            self._own.count(tensor, (self._count(), self._reader))
-        return found
 
     def _count(self) -> int:
         """How many calls the signature has so far."""
@@ -395,26 +412,9 @@ class Look(NestedMode):
         """Whether a rerun replaces this tensor by an operand."""
         return id(tensor) in self._swaps
 
-    def has_survived(self, tensor: Tensor) -> bool:
-        """Whether a forward has made and read this tensor, and this is its rerun, or in it."""
-        return self.outer is not None and self.outer.has_survived(tensor)
-
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run made this tensor."""
-        return not self._is_from_outside(tensor) and (id(tensor) in self._known or self._own.has(tensor))
-
-    def take_for_own(self, key: int) -> None:
-        """The run must have made the tensor with this identity, which it was seen to read."""
-        self._own.add(self.outside.pop(key).tensor)
-
-    def has_kept(self, results: Container[int]) -> bool:
-        """Whether a tensor that the run made is still alive, besides the layers of results with these identities."""
-        own = (ref for key, ref in self._own.refs.items() if key not in results)
-        return any(ref() is not None for ref in (*self.made, *own))
-
-    def survivors(self) -> list[Survivor]:
-        """The tensors that the run made without a derivative and read, and that are still alive."""
-        return self._own.survivors(self.outside.values())
+        return not self._is_from_outside(tensor) and self.labels.has(tensor)
 
 
 class _InnerLook(Look):

@@ -90,6 +90,11 @@ class NestedMode(TorchFunctionMode):
             if internals.top_function_mode() is self:  # torch loses it where Ctrl-C comes while it is put aside
                 internals.pop_function_mode()
 
+    @property
+    def in_rerun(self) -> bool:
+        """Whether the run is a rerun, or in one."""
+        return self.is_rerun or (self.outer is not None and self.outer.in_rerun)
+
     def begin(self, outer: Any) -> None:
         """Called when the run begins. `outer`: the look at the surrounding run, or None."""
         raise NotImplementedError

@@ -13,24 +13,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from remat import _torch_internals as internals
 from remat._closure import Operand
 from remat._errors import CHANGES, CheckpointError, RematError
 from remat._graph import Stranger, edges_of, is_from_before, is_made_since, layers_and_tangents
+from remat._labels import Read, Survivor
 from remat._look import Look
-from remat._made import Occasion, Read, Survivor
 from remat._memory import memory_of, two_that_share_memory
 from remat._places import Place, is_in_reach, item, places_in_modules, script_module_near, search
 from remat._signature import name_of
 from remat._tape import Origin, Tape
 
 _TENSORS = (Tensor, torch.nn.Parameter)
-NEVER = 1 << 62
-"""The `position` of an original that the forward did not read."""
-
 _NOT_FOUND = (
     "remat: in {}, {}. The function takes it from outside, and remat can't find it: no torch function was seen to read "
     "it, and no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
@@ -61,7 +57,7 @@ def matters(tensor: Tensor) -> bool:
     if not internals.forward_ad_active():
         return False
     with internals.no_transforms():
-        return forward_ad.unpack_dual(tensor).tangent is not None
+        return internals.unpack_dual(tensor).tangent is not None
 
 
 def of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
@@ -84,8 +80,10 @@ class Original:
     """Whether these are places in modules."""
     handed_on = False
     """Whether reruns must put the operand into its places: no torch call of the function reads it directly."""
-    position = 0
-    """The length of the signature when the forward first read it; 0 for an argument, or if it is not known."""
+    is_read = True
+    """Whether the forward read it, perhaps unseen."""
+    label: int | None = None
+    """What the signature calls it: NOTE [labels]."""
     origin: Origin | None = None
     """Its `Origin` on the tape of a policy, if the function writes to it."""
     written = False
@@ -95,7 +93,7 @@ class Original:
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref, self.kind = weakref.ref(tensor), type(tensor)
-        if type(tensor) in _TENSORS and tensor.__dict__:
+        if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.__dict__:
             self.attributes = tensor.__dict__.copy()
 
     def set_in_modules(self, places: Sequence[Place]) -> None:
@@ -112,10 +110,10 @@ class Plan(NamedTuple):
     """The places that must hold operands during the rerun."""
     to_write: dict[int, Tensor]
     """By memory, the operands that the rerun must write to, as the forward did."""
-    reads: dict[int, int]
-    """By identity, tensors that the rerun may read, and the length of the signature when the forward first did."""
-    survivors: dict[int, dict[Occasion, int]]
-    """By identity, tensors that the forward made and that are still alive, and how often it read them when."""
+    labels: dict[int, int | None]
+    """By identity, the tensors that the rerun may read, and what the signature calls them."""
+    survivors: dict[int, tuple[int | None, int]]
+    """By identity, tensors that the forward made and that are still alive: label, and version when they were made."""
     alive: list[Tensor]
     """All tensors that are known by identity, kept alive so that no other tensor can get the identity of one."""
 
@@ -150,9 +148,9 @@ class Operands:
         self._index: dict[int, int] = {}
         self.in_cells: list[tuple[Tensor, int]] = []
         """Tensors in cells that are not operands, and their versions."""
-        self.constants: list[tuple[weakref.ref[Tensor], int, int]] = []
-        self.cell_constants: list[tuple[weakref.ref[Tensor], int, int]] = []
-        """Both: outside tensors that are not operands, with version and signature length at the first read."""
+        self.constants: list[tuple[weakref.ref[Tensor], int, int | None]] = []
+        self.cell_constants: list[tuple[weakref.ref[Tensor], int, int | None]] = []
+        """Both: outside tensors that are not operands, with version and label."""
         self.survivors: list[Survivor] = []
 
     def add(self, tensor: Tensor) -> Operand:
@@ -184,17 +182,20 @@ class Operands:
         self._note_cells(look)
         constants = self._add_read(look, tape, since)
         self._find_places(look, constants)
-        for key, i in self._index.items() if look.outer is not None else ():
+        self._sort(look)
+        for key, i in self._index.items():
             if (read := look.outside.get(key)) is not None:
+                self.originals[i].label = read.label
                 self.originals[i].also = [*map(weakref.ref, look.others_for(read))]
-        self.constants += [(weakref.ref(r.tensor), r.version, r.position) for r in constants.values()]
+        self.constants += [(weakref.ref(r.tensor), r.version, r.label) for r in constants.values()]
 
     def _note_cells(self, look: Look) -> None:
         for tensor, version in self.in_cells:
             written = id(tensor) in look.copies
             read: Read | None = None if written else look.outside.pop(id(tensor), None)
             if read is not None or self.stands_in:
-                self.cell_constants.append((weakref.ref(tensor), version, 0 if read is None else read.position))
+                label = look.number_of(tensor) if read is None else read.label
+                self.cell_constants.append((weakref.ref(tensor), version, label))
             if read is not None and internals.version(tensor) != version:
                 raise self._changed(read)
 
@@ -219,7 +220,7 @@ class Operands:
                 self._capture(read)
             elif matters(value) and self._is_outside(value, since):
                 if key in look.handed_on and self._is_made_unseen(value, since):
-                    look.take_for_own(key)
+                    look.labels.note_plain(look.outside.pop(key).tensor, None)
                 else:
                     self._capture(read)
             else:
@@ -241,9 +242,7 @@ class Operands:
 
     def _capture(self, read: Read) -> Original:
         """Make an operand of a tensor that the run has read from outside."""
-        original = self.originals[self.add(read.tensor).index]
-        original.position = read.position
-        return original
+        return self.originals[self.add(read.tensor).index]
 
     def _find_places(self, look: Look, constants: dict[int, Read]) -> None:
         """Find the places of captured operands. Constants in modules become operands, and leave `constants`."""
@@ -269,6 +268,18 @@ class Operands:
             self.originals[index[id(tensor)]].handed_on = True
         for key in look.handed_on & captured.keys():
             self._must_have_place(key, look)
+
+    def _sort(self, look: Look) -> None:
+        """Order the captured operands by their first reads.
+
+        The hooks of a checkpoint around expect them in the same order in its rerun, where some are found in other ways.
+        """
+        read = {key: i for i, key in enumerate(look.outside)}
+        keys = sorted([*self._index][self.held :], key=lambda key: read.get(key, len(read)))
+        old = [*range(self.held), *(self._index[key] for key in keys)]
+        self.tensors = [self.tensors[i] for i in old]
+        self.originals = [self.originals[i] for i in old]
+        self._index = {id(t): i for i, t in enumerate(self.tensors)}
 
     def _add_place(self, tensor: Tensor, place: Place) -> None:
         original = self.originals[self._index[id(tensor)]]
@@ -323,9 +334,11 @@ class Operands:
         swaps: dict[int, tuple[Tensor, Tensor]] = {}
         fill: list[tuple[Place, Tensor]] = []
         to_write: dict[int, Tensor] = {}
-        reads: dict[int, int] = {}
+        labels: dict[int, int | None] = {}
         for i, original in enumerate(self.originals):
             operand, tensor = of_kind(original.kind, inputs[i]), original.ref()
+            if original.is_read and labels.get(id(operand), original.label) != original.label:
+                operand = internals.alias(operand)  # below a `vmap`, one tensor may be two operands
             inputs[i] = operand
             if original.written:
                 operand = inputs[i] = operand.clone()
@@ -336,17 +349,18 @@ class Operands:
                     fill.append((place, operand))
             found = [t for ref in (original.ref, *original.also) if (t := ref()) is not None]
             for t in (operand, *found):
-                reads[id(t)] = min(original.position, reads.get(id(t), NEVER))  # it may belong to two originals
+                if original.is_read:
+                    labels[id(t)] = original.label
                 if t is not operand:
                     swaps[id(t)] = t, operand
             if tensor is not operand and original.attributes:
                 vars(operand).update(original.attributes)
         alive = [*self.still_there(), *(t for survivor in self.survivors if (t := survivor.ref()) is not None)]
-        for ref, version, position in (*self.constants, *self.cell_constants):
+        for ref, version, label in (*self.constants, *self.cell_constants):
             if self._is_alive(ref(), version):
-                reads[id(ref())] = position
-        survivors = {id(s.ref()): s.times for s in self.survivors if self._is_alive(s.ref(), s.version)}
-        return Plan(swaps, fill, to_write, reads, survivors, alive)
+                labels[id(ref())] = label
+        survivors = {id(s.ref()): (s.label, s.begun) for s in self.survivors if self._is_alive(s.ref(), s.version)}
+        return Plan(swaps, fill, to_write, labels, survivors, alive)
 
     def _is_alive(self, tensor: Tensor | None, version: int) -> bool:
         """Whether a tensor is still alive. If it has been changed in place, that is an error."""
@@ -370,9 +384,9 @@ class Operands:
         for key in look.read_quietly & self._index.keys():
             if self._index[key] >= self.held and self.positions[self._index[key]] in reached:
                 self._must_have_place(key, look)
-        self.survivors += look.survivors()
+        self.survivors += look.labels.survivors()
         for i in range(self.given, self.held):
             if id(self.tensors[i]) not in look.outside and self.positions[i] not in reached:
-                self.originals[i].position = NEVER
+                self.originals[i].is_read = False
         self.objects, self.tensors, self.in_cells = [], [], []
         self._index = {}

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from remat import _torch_internals as internals
 
@@ -63,6 +64,11 @@ class OpFacts:
         for i, name in self._written:
             found += flat(args[i] if i < len(args) else kwargs.get(name))
         return [t for t in found if isinstance(t, Tensor)]
+
+    def count_writes(self, args: Any, kwargs: Any) -> None:
+        """Increment the version counters of the tensors that a call has written to, where torch does not."""
+        if self.writes and not self.counts_writes:
+            increment_version(self.written(args, kwargs))
 
 
 FACTS: dict[int, OpFacts] = {}

@@ -206,24 +206,34 @@ def _put(place: Place, value: Any) -> None:
 
 
 _places_lock = threading.RLock()
-_fillings: list[Any] = []
-"""What the running reruns have put into places."""
+_fillings: dict[tuple[int, Any], list[Any]] = {}
+"""By place: what was there, and then what the running reruns of all threads have put there."""
+_fillings_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def _filling(fill: Sequence[tuple[Place, Tensor]], lock: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
     with lock:
-        before = [(place, item(*place)) for place, _ in fill]
-        _fillings.append(fill)
+        with _fillings_lock:
+            for (names, key), tensor in fill:
+                _fillings.setdefault((id(names), key), [item(names, key)]).append(tensor)
+                _put((names, key), tensor)
         try:
-            for place, tensor in fill:
-                _put(place, tensor)
             yield
         finally:
-            for (place, value), (_, tensor) in zip(reversed(before), reversed(fill), strict=True):
-                if item(*place) is tensor:  # else the function has replaced it
-                    _put(place, value)
-            _fillings.pop()
+            with _fillings_lock:
+                for (names, key), tensor in reversed(fill):
+                    _take_out(names, key, tensor)
+
+
+def _take_out(names: Any, key: Any, tensor: Tensor) -> None:
+    """Put back what was in a place before this tensor, unless something else is there by now."""
+    values = _fillings[id(names), key]
+    last = max(i for i, value in enumerate(values) if value is tensor)
+    if item(names, key) is values.pop(last):  # else the function, or a rerun of another thread, has replaced it
+        _put((names, key), values[-1])
+    if len(values) == 1:
+        del _fillings[id(names), key]
 
 
 def filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:

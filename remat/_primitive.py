@@ -217,13 +217,13 @@ def _cut(tensor: Tensor, level: int) -> Tensor:
     """Take a tensor off its graph at a level, but keep its tangent, which a value computed in no_grad may have used."""
     tangent = _tangent_of(tensor)
     if tangent is not None:
-        tensor = forward_ad.unpack_dual(tensor).primal
+        tensor = internals.unpack_dual(tensor).primal
     tensor = internals.wrap_grad(internals.unwrap_grad(tensor, level), level) if level else tensor.detach()
     return tensor if tangent is None else forward_ad.make_dual(tensor, tangent)
 
 
 def _tangent_of(tensor: Tensor) -> Tensor | None:
-    return forward_ad.unpack_dual(tensor).tangent if internals.forward_ad_active() else None
+    return internals.unpack_dual(tensor).tangent if internals.forward_ad_active() else None
 
 
 def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) -> Values:
@@ -296,12 +296,12 @@ def _attach_duals(rule: Callable[..., Values], top: Any, fn: Derived, values: Va
     tangents of operands go with them, because the node of a nested call may depend on these even if no value does. At
     other levels the backward of a primal result reads the operands with their tangents, as in plain autograd.
     """
-    duals = [forward_ad.unpack_dual(v) for v in values]
+    duals = [internals.unpack_dual(v) for v in values]
     outs = [i for i, (_, tangent) in enumerate(duals) if tangent is not None]
     is_jvp = top is not None and top.kind is internals.TransformType.Jvp
     if not outs and (not is_jvp or internals.in_inference_mode()):  # torch can't unpack a plain tensor there
         return rule(top, fn, values, operands)
-    pairs = [forward_ad.unpack_dual(t) for t in operands]
+    pairs = [internals.unpack_dual(t) for t in operands]
     moving = [i for i, (_, tangent) in enumerate(pairs) if tangent is not None]
     if not outs and not moving:
         return rule(top, fn, values, operands)

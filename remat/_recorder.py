@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.utils.checkpoint import CheckpointPolicy
 
 from remat import _torch_internals as internals
@@ -132,8 +131,7 @@ class Recorder(OpMode):
         if facts.is_opaque and isinstance(out, Tensor) and any(t.requires_grad for t in tensors(args, kwargs)):
             raise RematError(_BARE.format(func))
         changed = facts.written(args, kwargs) if facts.writes else []
-        if changed and not facts.counts_writes:
-            increment_version(changed)
+        facts.count_writes(args, kwargs)
         outputs = (out,) if type(out) is Tensor else flat(out)
         if call is None or not all(map(_is_known, outputs)):
             self._run_again(changed, args, kwargs)

@@ -91,6 +91,8 @@ class Remat(Generic[P, R]):
         outer = current_look()
         if outer is None and internals.tracing() and not internals.differentiating():
             return fun(*args, **kwargs)  # the ops that `make_fx` and `torch.export` record can be differentiated later
+        if internals.traced_by_jit():
+            return fun(*args, **kwargs)
         watch = watching.get() or (watchers[-1] if watchers else None)
         boxed = (args, kwargs) if self._static is None else self._static.boxed(args, kwargs)
         with internals.DisableTorchFunction():
@@ -112,7 +114,7 @@ class Remat(Generic[P, R]):
         with internals.DisableTorchFunction():
             call.let_go()
             if outer is not None:
-                outer.add_call(self._name, out, call.signature.calls, call.remembered(outer))
+                outer.add_call(self._name, out, call.signature, call.remembered(outer))
         if see is not None:
             see(out)
         return out

@@ -111,6 +111,7 @@ class Replay(OpMode):
         kept = self._kept(op)
         if (is_exposed or not self._tape.skips) and len(kept) < len(op.values):
             return self._run(op, contents, facts, args, kwargs)
+        facts.count_writes(args, kwargs)
         return self._skip(op, kept, contents, facts.written(args, kwargs))
 
     def _run(self, op: Op | None, reads: Iterable[Content], facts: OpFacts, args: Any, kwargs: Any) -> Any:
@@ -119,6 +120,7 @@ class Replay(OpMode):
         for content in changed:
             self._protect(content)
         out = facts.func(*args, **kwargs)
+        facts.count_writes(args, kwargs)
         for i, content in enumerate(changed):
             content.value = Value() if op is None else op.writes[i]
         for t, value in () if op is None else zip(flat(out), op.outputs, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import Counter
@@ -12,32 +13,37 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._effects import Effects, effects_of, tensors_in
+from remat._effects import Effects, tensors_in
 from remat._errors import PURITY, CheckpointError, RematError, call_site
 from remat._graph import is_made_since
+from remat._labels import kept
 from remat._look import MADE_INSIDE, Look, level_of, stack_depth
-from remat._made import Occasion, kept
 from remat._memory import memory_of
-from remat._operands import HANDED_ON, Plan
+from remat._operands import HANDED_ON, Original, Plan
 from remat._places import is_in_reach
-from remat._signature import ELSEWHERE, NO_LEVEL, Signature, function_of, name_of
+from remat._signature import ELSEWHERE, NO_LEVEL, Signature, name_of
 from remat._tail import without_products
 
-_TOO_EARLY = (
-    "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, earlier than its forward did: the "
-    "function has replaced a tensor, or made one on first use and changed it, or tensors have changed places since. "
-    "Write in place (self.mean.copy_(...)), which happens once, to a tensor that is made outside, or pass it as an "
-    "argument. {}"
+_STATE = (
+    "If the function replaces a state (self.mean = ..., self.last = x), makes one on first use and changes it, or "
+    "fills a cache, write in place (self.mean.copy_(...)), which happens once, to a tensor that is made outside, or "
+    "pass it as an argument. "
 )
-_REPLACED = (
-    "remat: the rerun of {} goes on from a tensor of shape {}, {} that its forward has made and put in the place of "
-    "another: a running average, a cache. Write in place (self.mean.copy_(...)), which happens once, or pass it as an "
-    "argument and return the new one. {}"
+_DIFFERS = (
+    "remat: the rerun of {} differs from its forward run: at call {} it calls {}, at {}, where the forward {}. {}{}"
+)
+_OTHER_WRITE = (
+    "remat: the rerun of {} changes a tensor in place by {}, at {}, with other tensors, numbers or flags than its "
+    "forward. {}{}"
 )
 _NOT_WRITTEN = (
     "remat: {} has changed a tensor of shape {}, {} in place in its forward run, and does not in the rerun, which "
     "starts from the earlier value. The forward may have set a flag (self.ready = True) that the rerun finds set. Make "
     "the change before, in a call of its own in torch.no_grad()."
+)
+_KEPT = (
+    "remat: {} has kept a tensor that it computed (self.aux_loss = ...), and a rerun has put its own there, whose "
+    "graph ends at the inputs of the function. Return the tensor, or add it to what is differentiated first."
 )
 _STRANGER = (
     "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, which its forward did not read. {}{}"
@@ -52,6 +58,11 @@ _OTHER_HOOKS = (
     "remat: the rerun of {} puts hooks on other tensors than its forward, perhaps because x.requires_grad differs. "
     "Put the hook on the result, outside of the function."
 )
+
+
+def _ends_here(name: str, _: Tensor) -> None:
+    """A hook on an input of a rerun, where the graph of what the function has kept ends."""
+    raise RematError(_KEPT.format(name))
 
 
 class RerunLook(Look):
@@ -87,14 +98,14 @@ class RerunLook(Look):
         self._hooks: Counter[tuple[int, ...]] = Counter()
         """How many hooks it has set at each position of the signature."""
         self._level = level
-        self._revived: dict[tuple[int, Occasion], tuple[int, str]] = {}
-        """By identity of a survivor, and occasion of a read: how many reads there may be by then; else the error."""
         self._suspects: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         """By identity, tensors that it may have made unseen, each with the error message if it has not."""
 
     def begin(self, outer: Look | None) -> None:
         self.outside = dict.fromkeys(map(id, self._given))
-        self._known.update(key for key in self.outside if self._plan.reads[key] == 0)
+        for t in self._given:
+            if id(t) in self._plan.labels:
+                self.labels.note(t, self._plan.labels[id(t)])
 
     def _count(self) -> int:
         return self._position
@@ -102,32 +113,19 @@ class RerunLook(Look):
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
         is_inner = level_of(tensor) > self.depth  # NOTE [inner wrappers]
-        if not is_inner and (key in self._known or self._reads_own(tensor)):
+        if not is_inner and self.labels.has(tensor):
             return tensor
-        if (occasions := self._plan.survivors.get(key)) is not None:
-            how = self._position, self._reader
-            if how not in occasions:
-                raise self._too_early(tensor)
-            error = _REPLACED.format(self.name, list(tensor.shape), tensor.dtype, PURITY)
-            self._revived.setdefault((key, how), (self._own.times[how] + occasions[how], error))
-            self._own.times[how] += 1
+        if key in self._plan.survivors:
             value = internals.below_grad_levels(tensor)
             if internals.is_wrapper(value) and level_of(value) not in (level for level, *_ in internals.vmap_levels()):
                 raise CheckpointError(self._stranger(tensor))
-            self._known.add(id(value))
+            self.labels.note_plain(value, *self._plan.survivors[key])
             return value
-        position = self._plan.reads.get(key)
-        if position is None:
+        if key not in self._plan.labels:
             return self._read_other(tensor, is_inner)
         _, operand = self._swaps.get(key, (tensor, tensor))
-        if self._position >= position:
-            self._known.add(id(operand))
-        elif not effects_of(function_of(self._reader)).is_metadata:  # the guard of a cache may ask only in reruns
-            raise self._too_early(tensor)
+        self.labels.note(operand, self._plan.labels[key])
         return operand
-
-    def _too_early(self, tensor: Tensor) -> CheckpointError:
-        return CheckpointError(_TOO_EARLY.format(self.name, list(tensor.shape), tensor.dtype, call_site(), PURITY))
 
     def _stranger(self, tensor: Tensor) -> str:
         hint = MADE_INSIDE if isinstance(tensor, torch.nn.Parameter) else _CACHE_OR_STATE
@@ -145,7 +143,7 @@ class RerunLook(Look):
         has_graph = tensor.grad_fn is not None if wraps else internals.nodes_of(tensor)
         is_old = tells_age and has_graph and not is_new
         is_above = level_of(tensor) > stack_depth()  # only the forward ran there
-        is_kept = kept.get(key) is tensor and not self._own.has(tensor)  # else a nested call has returned it
+        is_kept = kept.get(key) is tensor and not self.labels.has(tensor)  # else a nested call has returned it
         is_found = not (is_inner or is_new) and is_in_reach(tensor, self.objects)
         if is_above or is_old or is_kept or is_found:
             raise CheckpointError(self._stranger(tensor))
@@ -158,15 +156,12 @@ class RerunLook(Look):
             return tensor if value is inner else value
         if not is_new:
             self._suspects[key] = weakref.ref(tensor), self._stranger(tensor)
-        self._known.add(key)
+        self.labels.note(tensor, None)
         return tensor
 
     def expects(self, tensor: Tensor) -> bool:
         """Whether the forward has read this tensor, or the rerun has made it or read it already."""
-        return id(tensor) in self._plan.reads or id(tensor) in self._known
-
-    def has_survived(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._plan.survivors
+        return id(tensor) in self._plan.labels or self.labels.has(tensor)
 
     def has_made(self, tensor: Tensor) -> bool:
         return super().has_made(tensor) and id(tensor) not in self._suspects
@@ -204,40 +199,51 @@ class RerunLook(Look):
             return (internals.leaf_of_nothing(), *args[1:])  # the hook must not be called here
         return args
 
-    def _note(self, func: Any, shape: int) -> None:
+    def _note(self, func: Any, shape: int, given: int | None) -> None:
         if self._is_in_jvp():
             return
         position = self._position
         calls = self._forward.calls
-        if position < len(calls) and calls[position] == (func, shape):
-            self._position = position + 1
-            return
+        hint = ""
         if position == len(calls):
             then = "had ended"
-        elif calls[position][0] is func:
-            then = "got another shape or dtype, or was given another number or flag"
-        else:
+        elif calls[position][0] != func:
             then = f"called {name_of(calls[position][0])}"
-        raise CheckpointError(
-            f"remat: the rerun of {self.name} differs from its forward run: at call {position + 1} it calls "
-            f"{name_of(func)}, at {call_site()}, where the forward {then}. {PURITY}"
-        )
+        elif calls[position][1] != shape:
+            then = "got another shape or dtype, or was given another number or flag"
+        elif given is not None and calls[position][2] not in (given, None):
+            then, hint = "was given other tensors", _STATE
+        else:
+            self._position = position + 1
+            return
+        where = self.name, position + 1, name_of(func), call_site(), then
+        raise CheckpointError(_DIFFERS.format(*where, hint, PURITY))
 
-    def check_suspects(self) -> None:
-        """Called when the rerun's graph is freed. A tensor that is still alive was not made by the rerun."""
+    def _note_write(self, func: Any, call: int) -> None:
+        if call not in self._forward.writes:
+            raise CheckpointError(_OTHER_WRITE.format(self.name, name_of(func), call_site(), _STATE, PURITY))
+
+    def check_what_is_left(self, originals: Iterable[Original]) -> None:
+        """Called when the rerun's graph is freed. A suspect that is still alive was not made by the rerun.
+
+        If a differentiated tensor that the rerun made is still alive, nobody may differentiate it.
+        """
         for ref, message in () if internals.tracing() else self._suspects.values():  # a tracer keeps tensors alive
             if ref() is not None:
                 raise CheckpointError(message)
+        kept = (ref() for key, (ref, _, begun) in self.labels.items() if begun is None and key not in self.outside)
+        if any(t is not None and t.requires_grad for t in kept):
+            of_user = {id(original.ref()) for original in originals}
+            for leaf in self._given:
+                if leaf.is_leaf and leaf.requires_grad and id(leaf) not in of_user:
+                    leaf.register_hook(functools.partial(_ends_here, self.name))
 
     def finish(self) -> None:
-        """Check that the rerun made all calls and writes of the forward, and did not read survivors more often."""
+        """Check that the rerun made all calls and writes of the forward."""
         self.objects = ()
-        self._own.keep()
+        self.labels.keep()
         for t in self._plan.to_write.values():
             raise CheckpointError(_NOT_WRITTEN.format(self.name, list(t.shape), t.dtype))
-        for (_, how), (times, error) in self._revived.items():
-            if self._own.times[how] > times:
-                raise CheckpointError(error)
         for position, level in self._forward.hooks:
             missing = sum(p == position for p, _ in self._forward.hooks) - self._hooks[position]
             if level == self._level and not 0 <= missing <= self._forward.hooks_of_torch.count(position):

@@ -54,10 +54,19 @@ def _saved_tensors_of(node: Any) -> list[Any]:
     return [saved for saved in _saved_by(node, "_raw") if isinstance(saved, internals.SavedTensor)]
 
 
+def _data_of(saved: Any) -> Any:
+    """What is held for a saved tensor: the tensor, or what the user's hooks have put in its place."""
+    data = saved.data
+    return data.tensor if isinstance(data, internals.Packed) else data
+
+
 def forget_saved(nodes: Iterable[Any]) -> None:
     """Make nodes forget the tensors that they have saved: somebody may hold the graph, which will not be used."""
     for node in nodes:
         for saved in _saved_tensors_of(node):
+            if isinstance(saved.data, internals.Packed):
+                saved.data.tensor = None
+                continue
             with contextlib.suppress(RuntimeError):  # it holds None
                 saved.register_hooks(_forget, _forget)
 
@@ -84,12 +93,12 @@ def held_by(node: Any) -> Iterator[Any]:
     It is not unpacked: that would run the function of a checkpoint.
     """
     for held in _saved_by(node, "_raw"):
-        yield held.data if isinstance(held, internals.SavedTensor) else held
+        yield _data_of(held) if isinstance(held, internals.SavedTensor) else held
 
 
 def packs(node: Any) -> bool:
     """Whether hooks have put something in the place of a tensor that a node saves."""
-    return any(not isinstance(s.data, (Tensor, type(None))) for s in _saved_tensors_of(node))
+    return any(not isinstance(_data_of(s), (Tensor, type(None))) for s in _saved_tensors_of(node))
 
 
 def unpacked_by_hooks(nodes: Iterable[Any], checkpoints: type) -> Iterator[Tensor]:
@@ -99,7 +108,7 @@ def unpacked_by_hooks(nodes: Iterable[Any], checkpoints: type) -> Iterator[Tenso
     """
     left = Tensor, type(None), checkpoints, internals.HolderOfTorch
     for node in nodes:
-        packed = any(not isinstance(s.data, left) for s in _saved_tensors_of(node))
+        packed = any(not isinstance(_data_of(s), left) for s in _saved_tensors_of(node))
         if packed:  # the hooks of a node are the same for all that it saves
             yield from (internals.innermost(s) for s in _saved_by(node) if isinstance(s, Tensor))
 

@@ -1,11 +1,11 @@
-"""The signature of a run: the torch calls whose results are differentiated, which a rerun has to repeat."""
+"""The signature of a run: its torch calls, which a rerun has to repeat."""
 
 from __future__ import annotations
 
 import numbers
 import threading
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +44,9 @@ class Signature:
 
     **Attributes:**
 
-    - `calls`: for each call, the function and a hash of its plain arguments and of the shapes of its results.
+    - `calls`: for each call, the function, a hash of its plain arguments and of the shapes of its results, and one of
+        the labels of its tensors: NOTE [labels].
+    - `writes`: hashes of all of that for the other calls that change tensors in place.
     - `tail`: the position of the last matrix product or nested call, if no later call reads values; else None.
     - `tail_call`: the record of that nested call (`Remembered`); None for a product.
     - `hooks`: for each hook that the function sets on a tensor of its own, the length of `calls` at that time (and, in
@@ -56,10 +58,9 @@ class Signature:
     - `thread`: the thread of the forward.
     """
 
-    __slots__ = "calls", "has_custom", "hooks", "hooks_of_torch", "nests", "shows_nodes", "tail", "tail_call", "thread"
-
     def __init__(self) -> None:
-        self.calls: list[tuple[Any, int]] = []
+        self.calls: list[tuple[Any, int, int | None]] = []
+        self.writes: set[int] = set()
         self.nests = 0
         self.shows_nodes = self.has_custom = False
         self.thread = threading.get_ident()
@@ -91,23 +92,8 @@ def hash_of(tensor: Tensor, args: Iterable[Any] = ()) -> int:
         return hash((tensor.dtype, plain))
 
 
-class Reader(NamedTuple):
-    """What reads a tensor: a torch function, and the place in its arguments."""
-
-    func: Any
-    place: Any
-
-
-def function_of(reader: Any) -> Any:
-    """The torch function of a `Reader`, also of one in a nested call, or the function itself."""
-    while isinstance(reader, tuple) and isinstance(reader[0], int):  # it was called in a nested call: see `Occasion`
-        reader = reader[1]
-    return reader.func if isinstance(reader, Reader) else reader
-
-
 def name_of(func: Any) -> str:
-    """The name of a function, or of that of a reader, for an error."""
-    func = function_of(func)
+    """The name of a function, for an error."""
     if isinstance(func, tuple):  # a nested call: its name, and a hash of its signature
         return str(func[0])
     if func is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._dispatch_mode import DispatchMode
-from remat._made import Survivor
+from remat._labels import Survivor
 from remat._ops import plain, tensors
 from remat._places import Place
 from remat._saved import saves_tensors

@@ -369,6 +369,18 @@ def tracing() -> bool:
     return dispatch_modes_active() > 0 and get_proxy_mode() is not None
 
 
+def unpack_dual(tensor: Tensor) -> fwad.UnpackedDualTensor:
+    """Primal and tangent of a tensor. One without strides carries no tangent, and torch can't unpack it."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return fwad.UnpackedDualTensor(tensor, None)
+    return fwad.unpack_dual(tensor)
+
+
+def traced_by_jit() -> bool:
+    """Whether `torch.jit.trace` records ops. It can't see those of a node in Python."""
+    return torch._C._get_tracing_state() is not None
+
+
 def with_subclasses(run: Callable[[], T]) -> T:
     """Call a function, with `__torch_function__` of tensor subclasses active.
 
@@ -533,20 +545,26 @@ def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
     """A context in which the user's `saved_tensors_hooks` are not called: only the innermost hooks are."""
     if saved_tensors_hooks() is None:
         return _NOTHING
-    return torch.autograd.graph.saved_tensors_hooks(_detached, same)
+    return torch.autograd.graph.saved_tensors_hooks(Packed, Packed.unpack)
 
 
 def hooks_set_inside() -> bool:
     """Whether there are saved-tensor hooks besides those of `without_saved_tensors_hooks`."""
     hooks = saved_tensors_hooks()
-    return hooks is not None and hooks[0] is not _detached
+    return hooks is not None and hooks[0] is not Packed
 
 
-@hook_of_checkpoint
-def _detached(tensor: Tensor) -> Tensor:
-    """Pack a tensor. A node that packs its own output unchanged would hold itself."""
-    with DisableTorchFunction():
-        return tensor.detach()
+class Packed:
+    """A saved tensor, packed. A node that packs its own output unchanged would hold itself."""
+
+    @hook_of_checkpoint
+    def __init__(self, tensor: Tensor) -> None:
+        with DisableTorchFunction():
+            self.tensor: Tensor | None = tensor.detach()
+
+    def unpack(self) -> Any:
+        """The tensor; None if it is forgotten."""
+        return self.tensor
 
 
 def same(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from remat import RematError, remat
+from remat import checkpoint as checkpoint_of_remat
 from remat.debug import LiveBytes
 from remat.policies import everything_saveable
 
@@ -611,3 +612,81 @@ def test_hooks_on_what_is_saved_would_lose_tangents() -> None:
         x = forward_ad.make_dual(leaf(numbers(3)), numbers(3, seed=1))
         with torch.autograd.graph.save_on_cpu(), pytest.raises(RematError, match="outside of the hooks"):
             remat(torch.sin)(x)
+
+
+def test_a_parameter_that_is_unfrozen_before_a_backward_that_is_recorded() -> None:
+    """Its derivative is asked for only in the second order, as in the gradient penalty of a WGAN."""
+    results = []
+    for ck in (remat, plain):
+        torch.manual_seed(0)
+        x, critic = leaf(numbers(3, 3)), nn.Linear(3, 3).double().requires_grad_(False)
+        out = ck(lambda x, critic=critic: torch.tanh(critic(x)))(x)
+        critic.requires_grad_()
+        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        g.square().sum().backward()
+        results.append((x.grad, critic.weight.grad))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("make", [Tensor.to_sparse, Tensor.to_sparse_csr])
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_a_sparse_tensor_in_forward_mode(make: Any, captured: bool) -> None:
+    table, x, t = make(numbers(3, 3).triu()), numbers(3, 2), numbers(3, 2, seed=1)
+    results = []
+    for ck in (remat, plain):
+        fun = ck(lambda a, x: (x * a._nnz()).sin())
+        of_x = ck(lambda x, fun=fun: fun(table, x)) if captured else lambda x, fun=fun: fun(table, x)
+        with forward_ad.dual_level():
+            results.append(tuple(forward_ad.unpack_dual(of_x(forward_ad.make_dual(x, t)))))
+    assert_same(*results)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("ck", [remat, lambda fun: lambda *args: checkpoint_of_remat(fun, *args, use_reentrant=False)])
+def test_traced_by_jit(ck: Any) -> None:
+    traced = torch.jit.trace(ck(lambda x: torch.tanh(x).sin()), leaf(numbers(3)), check_trace=False)
+    x = numbers(3, seed=1)
+    assert_same(traced(x), torch.tanh(x).sin())
+
+
+class FixedPoint(torch.autograd.Function):
+    """Implicit differentiation: the backward calls the pullback of a `vjp`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(w: Tensor, x: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        for _ in range(60):
+            z = torch.tanh(z @ w + x)
+        return z
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        w, x, z = ctx.saved_tensors
+        _, pull = vjp(lambda w, x, z: torch.tanh(z @ w + x), w, x, z)
+        u = cotangent
+        for _ in range(40):
+            u = cotangent + pull(u)[2]
+        return pull(u)[:2]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_function_whose_backward_calls_a_pullback(nested: bool) -> None:
+    w, x = numbers(3, 3) * 0.1, numbers(3, seed=1)
+    results = []
+    for ck in (remat, plain):
+        inner = ck(lambda w, x: FixedPoint.apply(w, x))
+        fun = ck(lambda w, x, inner=inner: inner(w, x).sin()) if nested else inner
+        gradient = lambda w, x, fun=fun: grad(lambda x: fun(w, x).square().sum())(x)  # noqa: E731
+        second = grad(lambda x, gradient=gradient: gradient(w, x).square().sum())(x)
+        p = w.clone().requires_grad_()
+        gradient(p, x).square().sum().backward()
+        per_sample = vmap(gradient, (None, 0))(w, torch.stack([x, x + 1]))
+        results.append((second, p.grad, per_sample))
+    assert_same(*results)

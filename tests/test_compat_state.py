@@ -890,3 +890,31 @@ def test_values_of_a_function_of_which_the_kernel_was_spared(read: Any) -> None:
         return x.grad
 
     right(run)
+
+
+class MeanThenRemat(nn.Module):
+    """Updates a buffer, which a function under remat reads before a parameter of its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(numbers(3, seed=1))
+        self.register_buffer("mean", numbers(3, seed=2))
+
+    @remat.remat
+    def body(self, x: Tensor) -> Tensor:
+        return (x - self.mean).tanh() * self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return self.body(x)
+
+
+@both_variants
+def test_a_function_under_remat_saves_its_operands_in_the_same_order_in_a_rerun(variant: Any) -> None:
+    def run(checkpoint: Any) -> Any:
+        module, x = MeanThenRemat(), leaf(numbers(4, 3))
+        checkpoint(module, x).sum().backward()
+        return x.grad, module.weight.grad, module.mean
+
+    right(run, VARIANTS[variant][1])

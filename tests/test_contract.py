@@ -31,6 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 from remat import CheckpointError, RematError, checkpoint, is_rerunning, remat
+from remat._places import still_filled
 from remat.debug import LiveBytes
 
 Decorator = Callable[[Any], Any]
@@ -939,3 +940,59 @@ def test_a_hook_of_a_node_that_reads_the_last_product() -> None:
         ck(with_hook)(x).sum().backward()
         grads.append(x.grad)
     assert_same(*grads)
+
+
+class Image(Tensor):
+    scale = 1.0
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_tensor_of_a_class_of_its_own_keeps_what_somebody_has_given_to_it(captured: bool) -> None:
+    def gradient(ck: Decorator) -> Tensor:
+        x = leaf(numbers(3))
+        image = (x * 1).as_subclass(Image)
+        image.scale = 3.0
+        fun = lambda y: torch.full((3,), y.scale).double() * y.sin()  # noqa: E731
+        out = ck(lambda: fun(image))() if captured else ck(fun)(image)
+        out.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert_same(gradient(remat), gradient(lambda fun: fun))
+
+
+def test_places_that_reruns_of_two_threads_fill() -> None:
+    """The first to fill them may leave them first: each thread has its backward pass."""
+    held = {"w": torch.ones(1)}
+    before, one, two = held["w"], torch.zeros(1), torch.zeros(2)
+    first, second = still_filled([((held, "w"), one)]), still_filled([((held, "w"), two)])
+    with contextlib.ExitStack() as stack:
+        first.__enter__()
+        stack.enter_context(second)
+        first.__exit__(None, None, None)
+        assert held["w"] is two
+    assert held["w"] is before
+    with still_filled([((held, "w"), one)]):
+        held["w"] = two  # by the function
+    assert held["w"] is two
+
+
+def test_an_auxiliary_loss_on_an_attribute_that_is_differentiated_after_a_rerun() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(3, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.aux = self.gate(x).logsumexp(-1).square().mean()
+            return x * self.gate(x.detach()).softmax(-1)
+
+    block, x = Block(), leaf(numbers(4, 3))
+    gradients = []
+    for ck in (remat, plain):
+        out = ck(block.forward)(x * 2)
+        gradients.append(torch.autograd.grad(out.sum() + block.aux, x)[0])
+    assert_same(*gradients)
+    remat(block.forward)(x * 2).sum().backward(retain_graph=True)
+    with pytest.raises(RematError, match=r"Block.forward has kept a tensor that it computed .*Return the tensor"):
+        block.aux.backward()

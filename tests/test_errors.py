@@ -126,15 +126,14 @@ def test_a_rerun_that_computes_with_another_tensor(captured: bool) -> None:
         return (x * ((w if captured else y) if state.first() else x)).sin()
 
     out = remat(fun)(leaf(numbers(3)), leaf(numbers(3)))
-    which = "a tensor that it captured" if captured else "tensor 2 of the 2 in its arguments"
-    with pytest.raises(CheckpointError, match=f"does not depend on {which}, unlike its forward run"):
+    with pytest.raises(CheckpointError, match=r"at call 1 it calls .*mul, .*other tensors"):
         out.sum().backward()
 
 
 def test_a_rerun_depends_on_a_tensor_that_the_forward_did_not_depend_on() -> None:
     state = State()
     out = remat(lambda x, y: x * (y.detach() if state.first() else y))(leaf(numbers(3)), leaf(numbers(3)))
-    with pytest.raises(CheckpointError, match="depends on tensor 2 of the 2 in its arguments, unlike its forward run"):
+    with pytest.raises(CheckpointError, match=r"at call 1 it calls .*mul, .*other tensors"):
         out.sum().backward()
 
 
@@ -468,7 +467,7 @@ def test_buffers_are_updated_once(make: Callable[[], nn.Module]) -> None:
 
 
 def test_a_buffer_that_is_replaced() -> None:
-    with pytest.raises(CheckpointError, match=r"rerun of Average.forward reads .*Write in place \(self.mean.copy_"):
+    with pytest.raises(CheckpointError, match=r"rerun of Average.forward .*write in place \(self.mean.copy_"):
         train(Average(lambda m, x: setattr(m, "mean", 0.9 * m.mean + x)), remat)
 
 

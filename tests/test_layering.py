@@ -20,7 +20,7 @@ LAYERS = [
     {"_torch_internals"},
     {"_dispatch_mode", "_memory", "_ops", "_saved"},
     {"_effects", "_graph", "_closure", "_holder", "_signature"},
-    {"_nested_mode", "_tree", "_places", "_made", "_sealed"},
+    {"_nested_mode", "_tree", "_places", "_labels", "_sealed"},
     {"_tail"},
     {"_names"},
     {"policies", "random", "debug", "_offload"},

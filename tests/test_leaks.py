@@ -420,3 +420,39 @@ def test_local_classes_go_with_what_they_hold() -> None:
         ref = run(ck)
         gc.collect()  # a class is a cycle
         assert ref() is None
+
+
+def test_retain_grad_inside_with_a_recorded_backward(no_gc: None) -> None:
+    def step() -> None:
+        @remat
+        def fun(x: Tensor) -> Tensor:
+            y = x.sin()
+            y.retain_grad()
+            return y.cos()
+
+        x = leaf(activation())
+        (g,) = torch.autograd.grad(fun(x).sum(), x, create_graph=True)
+        g.square().sum().backward()
+
+    step()
+    with LiveBytes() as meter:
+        step()
+        assert meter.current == 0
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_hook_inside_under_hooks_of_saved_tensors(hooks: bool, no_gc: None) -> None:
+    """The forward's graph, which the hook holds, holds no tensors."""
+    same = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t)
+
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin().exp()
+        total = y.sum()  # a number, with the graph behind it
+        y.register_hook(lambda g: g * total.detach())
+        return y.cos()
+
+    x = leaf(activation())
+    with LiveBytes() as meter, same if hooks else torch.enable_grad():
+        out = remat(fun)(x)
+        assert meter.current <= 1.1 * UNIT, "the result"
+    out.sum().backward()

@@ -135,7 +135,7 @@ def _call_eagerly(options: Options, function: Callable[..., Any], args: tuple[An
     if options.context_fn is not noop_context_fn:
         contexts = _contexts_of(options.context_fn)
         selective = for_one_call(contexts, options.respect_saved_tensors_hooks)
-    if plainly.get() or not (options.use_reentrant or torch.is_grad_enabled()):
+    if plainly.get() or internals.traced_by_jit() or not (options.use_reentrant or torch.is_grad_enabled()):
         return function(*args, **kwargs)
     if _needs_transforms():
         return _functional(function, contexts, selective, options.preserve_rng_state)(*args, **kwargs)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -74,13 +73,15 @@ class CheckpointLook(Look):
         return look
 
     def begin(self, outer: Look | None) -> None:
+        self._known: set[int] = set()
+        """The identities of the tensors that it was given, has read or has made."""
         super().begin(outer)
         # Whether no tensor has a stand-in, and FSDP2 gathers none.
         self._is_alone = outer is None and not self.is_rerun and not internals.uses_fully_shard()
 
     def adopt(self, inner: Look) -> None:
         super().adopt(inner)
-        self._known |= inner._own.refs.keys()
+        self._known |= self.labels.keys()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # It does less than `Look`: to compare calls would take half of the time.
@@ -104,7 +105,7 @@ class CheckpointLook(Look):
             elif kind_of(a.__class__) is not HOLDER or (type(a) is tuple and _SCALARS.issuperset(map(type, a))):
                 continue
             args = self._seen(func, args)
-            kwargs = dict(zip(kwargs, self._seen(func, kwargs.values(), len(args)), strict=True)) if kwargs else None
+            kwargs = dict(zip(kwargs, self._seen(func, kwargs.values()), strict=True)) if kwargs else None
             break
         acts = effects.acts and (effects.writes or not effects.draws)
         if acts or (kwargs and ("out" in kwargs or kwargs.get("inplace"))):
@@ -148,11 +149,11 @@ class CheckpointLook(Look):
         if self._memory is not None:
             self._memory.setdefault(memory_of(value), []).append(id(tensor))
 
-    def add_call(self, name: str, out: Any, calls: Iterable[Any] = (), remembered: Any = None) -> None:
+    def add_call(self, name: str, out: Any, inner: Any = None, remembered: Any = None) -> None:
         self.signature.nests += 1
         self.add_results(name, out)
 
-    def add_results(self, func: Any, out: Any, args: Iterable[Any] = (), listed: bool = True) -> None:
+    def add_results(self, func: Any, out: Any, *_: Any, **__: Any) -> None:
         for t in tensors_in(out):
             self._known.update(map(id, internals.layers_up_to(t, self.depth)))
             self._add_own(t)
@@ -161,7 +162,7 @@ class CheckpointLook(Look):
         key = id(tensor)
         self._known.add(key)
         if key not in self.outside:
-            self._own.refs[key] = ref(tensor)
+            self.labels.note(tensor, None)
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
@@ -182,7 +183,11 @@ class CheckpointLook(Look):
         return value
 
     def has_made(self, tensor: Tensor) -> bool:
-        return id(tensor) not in self.outside and self._own.has(tensor)
+        return id(tensor) not in self.outside and self.labels.has(tensor)
+
+    def label_of(self, tensor: Tensor) -> int | None:
+        """Tells a tensor from others of this run. No rerun compares it."""
+        return id(tensor)
 
     def _copied(self, value: Tensor) -> Tensor:
         copy = value.detach().clone()
