@@ -20,6 +20,7 @@ from remat import _torch_internals as internals
 from remat._call import Call
 from remat._errors import RematError
 from remat._graph import Proof, Stranger, prove
+from remat._operands import alias
 from remat._places import still_filled
 from remat._sealed import hand_on, seal, unseal
 
@@ -169,7 +170,7 @@ def _rerun(fn: Derived, inputs: Sequence[Tensor], outs: Sequence[int], hands_on:
     if fn.is_whole and not internals.forward_ad_active():
         fn.call.compare_reached(proof.reached, complete=len(outs) == len(values))
     if hands_on:
-        ends = [*map(_alias, ends)]
+        ends = [*map(alias, ends)]
     edges = [*map(internals.gradient_edge, ends)]
     if hands_on:
         hand_on(proof.nodes, [edge.node for edge in edges])
@@ -200,10 +201,10 @@ def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool) -
     inputs: list[Tensor] = []
     repeated = len({*map(id, operands)}) < len(operands)  # below a transform, two operands may be the same
     for i, t in enumerate(operands):
-        if i not in leaves:  # it may require grad by now
-            inputs.append(t if record and not t.requires_grad else _detached(t))
+        if i not in leaves:
+            inputs.append(t if record else _detached(t))
         elif record:
-            inputs.append(_alias(t) if t.requires_grad else _detached(t, leaf=True))
+            inputs.append(alias(t) if t.requires_grad else _detached(t, leaf=True))
         elif not repeated and _is_bare_leaf(t):
             inputs.append(t)
         else:
@@ -215,11 +216,6 @@ def _is_bare_leaf(tensor: Tensor) -> bool:
     if not tensor.is_leaf or not tensor.requires_grad or tensor._backward_hooks or internals.forward_ad_active():
         return False
     return not tensor._is_view()  # the primal of a dual made in no_grad looks like a leaf, and has no accumulator
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    # The backward of `view_as` reshapes the gradient, and that of an embedding may be sparse.
-    return torch.ops.aten.alias.default(tensor) if tensor.layout is torch.strided else tensor.clone()
 
 
 def _batched(

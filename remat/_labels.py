@@ -39,113 +39,122 @@ class Read(NamedTuple):
 
 
 class Survivor(NamedTuple):
-    """A tensor that a run made without a derivative and read, and that is still alive."""
+    """A plain tensor that is still alive after the run: what is known of it, and its version."""
 
     ref: weakref.ref[Tensor]
+    label: int | None
+    begun: int
     version: int
+
+
+class Plain(NamedTuple):
+    """What is known of a tensor that the run made without a derivative. Its label changes with each write."""
+
+    ref: weakref.ref[Tensor]
     label: int | None
     begun: int
     """The version when it was made."""
 
 
-class Labels(dict[int, tuple[weakref.ref[Tensor], int | None, int | None]]):
-    """By identity, the tensors that a run knows: a weak reference, the label, and from which version on writes count.
+class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
+    """By identity, the differentiated and outside tensors that a run knows: a weak reference, and the label.
 
-    That is None if the label changes with each write. A label of None tells nothing: the run may have made the tensor
-    unseen.
+    A label of None tells nothing: the run may have made the tensor unseen.
+
+    **Attributes:**
+
+    - `plain`: by identity, the tensors that the run made without a derivative.
+    - `results`: the differentiated tensors that calls have returned.
     """
 
     def __init__(self, depth: int) -> None:
         """`depth`: how many transforms there are around the run."""
         super().__init__()
         self._depth = depth
+        self.plain: dict[int, Plain] = {}
         self.results: list[weakref.ref[Tensor]] = []
-        """The differentiated tensors that calls have returned."""
         self._read_at: dict[int, int] = {}
-        """By identity, tensors that the run made without a derivative and read, and their versions then."""
+        """By identity, plain tensors that the run has read, and their versions then."""
 
     def note(self, tensor: Tensor, label: int | None) -> None:
         """Give a label to a tensor from outside, or to a differentiated one."""
-        self[id(tensor)] = weakref.ref(tensor), label, None
+        self[id(tensor)] = weakref.ref(tensor), label
 
     def note_plain(self, tensor: Tensor, label: int | None, begun: int | None = None) -> None:
         """Give a label to a tensor that a run made without a derivative. `begun`: its version then, if not now."""
         self._read_at.pop(id(tensor), None)  # the identity may have belonged to a dead tensor
-        self[id(tensor)] = weakref.ref(tensor), label, internals.version(tensor) if begun is None else begun
+        version = internals.version(tensor) if begun is None else begun
+        self.plain[id(tensor)] = Plain(weakref.ref(tensor), label, version)
+
+    def note_result(self, out: Tensor, position: int, is_new: Any) -> None:
+        """Give a label to the result of the call at this position, unless the call has returned what it was given."""
+        if not is_new and (id(out) in self or internals.is_wrapper(out)) and self.returns(out):
+            return
+        ref = weakref.ref(out)
+        self[id(out)] = ref, -2 * position - 2  # as `of_result` says
+        self.results.append(ref)
 
     def has(self, tensor: Tensor) -> bool:
         """Whether the run knows this tensor."""
-        entry = self.get(id(tensor))
-        return entry is not None and entry[0]() is tensor
+        return any(e is not None and e[0]() is tensor for e in (self.get(id(tensor)), self.plain.get(id(tensor))))
 
     def of(self, tensor: Tensor) -> int | None:
         """The label of a tensor that the run reads. A transform inside may have wrapped it."""
         tensor = internals.unwrap_dead(tensor)
         while not self.has(tensor) and internals.level_of(tensor) > self._depth:
             tensor = internals.unwrapped(tensor)
-        if not self.has(tensor):
-            return None
-        _, label, begun = self[id(tensor)]
-        if begun is None:
+        ref, label = self.get(id(tensor), (None, None))
+        if ref is not None and ref() is tensor:
             return label
-        version = self._read_at[id(tensor)] = internals.version(tensor)
-        if label is None or tensor.requires_grad:  # an autograd.Function has returned it
+        plain = self.plain.get(id(tensor))
+        if plain is None or plain.ref() is not tensor:
             return None
-        return hash((label, version - begun)) | 1
+        version = self._read_at[id(tensor)] = internals.version(tensor)
+        if plain.label is None or tensor.requires_grad:  # an autograd.Function has returned it
+            return None
+        return hash((plain.label, version - plain.begun)) | 1
 
     def of_all(self, args: Any) -> list[int | None]:
         """The labels of all tensors in the arguments of a call."""
         return [*map(self.of, tensors_in(args))]
-
-    def note_result(self, out: Tensor, label: int | None, is_new: Any) -> None:
-        """Give a label to a differentiated result of a call, unless the call has returned what it was given."""
-        entry = None if is_new else self.get(id(out))
-        if entry is not None and entry[0]() is out:
-            return
-        if is_new or not (internals.is_wrapper(out) and self.returns(out)):
-            ref = weakref.ref(out)
-            self[id(out)] = ref, label, None
-            self.results.append(ref)
 
     def returns(self, out: Tensor) -> bool:
         """Whether a call has returned what it was given, perhaps wrapped by a transform around the run.
 
         Then that has the same label: a rerun below the transform gets the tensor itself.
         """
-        for layer in internals.layers(out):
-            if self.has(layer):
-                if layer is not out:
-                    self[id(out)] = weakref.ref(out), *self[id(layer)][1:]
-                return True
-        return False
+        known = next(filter(self.has, internals.layers(out)), None)
+        if known is None or known is out:
+            return known is out
+        entry = self.get(id(known))
+        if entry is not None and entry[0]() is known:
+            self.note(out, entry[1])
+        else:
+            _, label, begun = self.plain[id(known)]
+            self.note_plain(out, label, begun)
+        return True
 
     def adopt(self, inner: Labels, outside: Container[int]) -> None:
         """Take over the living tensors that a nested run has made, all but those from `outside` of it."""
-        own = {key: entry for key, entry in inner.items() if key not in outside and entry[0]() is not None}
-        self.update(own)
-        self._read_at.update((key, version) for key, version in inner._read_at.items() if key in own)
+        self.update((key, entry) for key, entry in inner.items() if key not in outside and entry[0]() is not None)
+        self.plain.update((key, plain) for key, plain in inner.plain.items() if plain.ref() is not None)
+        self._read_at.update((key, version) for key, version in inner._read_at.items() if key in self.plain)
 
     def keep(self) -> list[tuple[int, Tensor]]:
-        """The tensors made without a derivative that are alive. Reruns of other calls must not read them."""
-        plain = [(key, ref()) for key, (ref, _, begun) in self.items() if begun is not None]
-        alive = [(key, tensor) for key, tensor in plain if tensor is not None]
+        """The plain tensors that are alive. Reruns of other calls must not read them."""
+        alive = [(key, tensor) for key, plain in self.plain.items() if (tensor := plain.ref()) is not None]
         kept.update(alive)
         return alive
 
     def any_alive(self, but: Container[int]) -> bool:
         """Whether a tensor that the run made is still alive, besides plain ones with these identities."""
-        plain = (ref for key, (ref, _, begun) in self.items() if begun is not None and key not in but)
+        plain = (plain.ref for key, plain in self.plain.items() if key not in but)
         return any(ref() is not None for ref in (*self.results, *plain))
 
     def survivors(self) -> list[Survivor]:
-        """Those that were read as they are now, and are still alive."""
-        found = []
-        for key, tensor in self.keep():
-            ref, label, begun = self[key]
-            now = internals.version(tensor)
-            if begun is not None and self._read_at.get(key) == now:
-                found.append(Survivor(ref, now, label, begun))
-        return found
+        """The plain tensors that were read as they are now, and are still alive."""
+        alive = [(key, self.plain[key], internals.version(tensor)) for key, tensor in self.keep()]
+        return [Survivor(*plain, now) for key, plain, now in alive if self._read_at.get(key) == now]
 
 
 def of_outside(number: int) -> int:

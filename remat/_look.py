@@ -101,19 +101,19 @@ class Look(NestedMode):
         effects = effects_of(func)
         at_depth = stack_depth() <= self.depth
         known = self.labels if at_depth else {}  # NOTE [inner wrappers]
-        given, plain = args, False
+        given, plain = args, []  # type: tuple[Any, Any]
         labels: list[int | None] = []
         for a in args:
             if isinstance(a, Tensor):
-                if (entry := known.get(id(a))) is not None and entry[0]() is a and entry[2] is None:
+                if (entry := known.get(id(a))) is not None and entry[0]() is a:
                     labels.append(entry[1])
                     continue
             elif (kind := kind_of(a.__class__)) is not HOLDER:
-                plain = plain or kind is PLAIN
+                if kind is PLAIN:
+                    plain.append(a)
                 continue
-            plain = True
             args = self._seen(func, args)
-            labels = self.labels.of_all(args)
+            labels, plain = self.labels.of_all(args), args
             break
         if effects.only_writes and args is given and not kwargs:
             with internals.DisableTorchFunction():
@@ -128,8 +128,8 @@ class Look(NestedMode):
             out = func(*args)
             self.call = None
         if at_depth and type(out) is Tensor and out.requires_grad:
-            self.labels.note_result(out, of_result(self._count()), effects.writes)
-            self._note(func, hash_of(out, args if plain else ()), None if None in labels else hash(tuple(labels)))
+            self.labels.note_result(out, self._count(), effects.writes)
+            self._note(func, hash_of(out, plain), None if None in labels else hash(tuple(labels)))
         elif out is None or kind_of(out.__class__) is HOLDER:
             with internals.DisableTorchFunction():
                 self.add_results(func, args[0] if out is None and effects.writes else out, args, labels, effects)
@@ -318,7 +318,7 @@ class Look(NestedMode):
         if not self._is_in_jvp():
             self.signature.calls.append((func, shape, given))
 
-    def _note_write(self, func: Any, call: int) -> None:
+    def _note_write(self, func: Any, call: int | None) -> None:
         self.signature.writes.add(call)
 
     def _is_in_jvp(self) -> bool:
@@ -337,7 +337,7 @@ class Look(NestedMode):
         func = name, hash(tuple([(f, shape) for f, shape, _ in calls]))
         self.add_results(func, out, (), [given for *_, given in calls])
         for write in () if inner is None else inner.writes:
-            self._note_write(func, hash((name, write)))
+            self._note_write(func, together((hash(name), write)))
         if remembered is not None and len(signature.calls) > position:
             self._begin_tail(position, remembered, out)
 
@@ -370,7 +370,7 @@ class Look(NestedMode):
                     self.labels.note(layer, of_result(position, i) if listed else None)
         if listed and differentiated:
             self._note(func, shapes, given)
-        elif listed and effects is not None and effects.writes and call is not None and not self._is_in_jvp():
+        elif listed and effects is not None and effects.writes and not self._is_in_jvp():
             self._note_write(func, call)
 
     def _is_from_outside(self, tensor: Tensor) -> bool:

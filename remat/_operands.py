@@ -69,6 +69,12 @@ def of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
     return tensor.as_subclass(kind)
 
 
+def alias(tensor: Tensor) -> Tensor:
+    """Another tensor for the same values, with the same derivative."""
+    # The backward of `view_as` reshapes the gradient, and that of an embedding may be sparse.
+    return torch.ops.aten.alias.default(tensor) if tensor.layout is torch.strided else tensor.clone()
+
+
 class Original:
     """A tensor that the forward found. An operand replaces it in reruns."""
 
@@ -338,7 +344,7 @@ class Operands:
         for i, original in enumerate(self.originals):
             operand, tensor = of_kind(original.kind, inputs[i]), original.ref()
             if original.is_read and labels.get(id(operand), original.label) != original.label:
-                operand = internals.alias(operand)  # below a `vmap`, one tensor may be two operands
+                operand = alias(operand)  # below a `vmap`, one tensor may be two operands
             inputs[i] = operand
             if original.written:
                 operand = inputs[i] = operand.clone()

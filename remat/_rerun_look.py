@@ -219,8 +219,8 @@ class RerunLook(Look):
         where = self.name, position + 1, name_of(func), call_site(), then
         raise CheckpointError(_DIFFERS.format(*where, hint, PURITY))
 
-    def _note_write(self, func: Any, call: int) -> None:
-        if call not in self._forward.writes:
+    def _note_write(self, func: Any, call: int | None) -> None:
+        if call is not None and self._forward.writes.isdisjoint((call, None)):
             raise CheckpointError(_OTHER_WRITE.format(self.name, name_of(func), call_site(), _STATE, PURITY))
 
     def check_what_is_left(self, originals: Iterable[Original]) -> None:
@@ -231,8 +231,7 @@ class RerunLook(Look):
         for ref, message in () if internals.tracing() else self._suspects.values():  # a tracer keeps tensors alive
             if ref() is not None:
                 raise CheckpointError(message)
-        kept = (ref() for key, (ref, _, begun) in self.labels.items() if begun is None and key not in self.outside)
-        if any(t is not None and t.requires_grad for t in kept):
+        if any(ref() is not None for ref in self.labels.results):
             of_user = {id(original.ref()) for original in originals}
             for leaf in self._given:
                 if leaf.is_leaf and leaf.requires_grad and id(leaf) not in of_user:

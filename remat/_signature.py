@@ -46,7 +46,7 @@ class Signature:
 
     - `calls`: for each call, the function, a hash of its plain arguments and of the shapes of its results, and one of
         the labels of its tensors: NOTE [labels].
-    - `writes`: hashes of all of that for the other calls that change tensors in place.
+    - `writes`: hashes of all of that for the other calls that change tensors in place; None if a label tells nothing.
     - `tail`: the position of the last matrix product or nested call, if no later call reads values; else None.
     - `tail_call`: the record of that nested call (`Remembered`); None for a product.
     - `hooks`: for each hook that the function sets on a tensor of its own, the length of `calls` at that time (and, in
@@ -60,7 +60,7 @@ class Signature:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, int, int | None]] = []
-        self.writes: set[int] = set()
+        self.writes: set[int | None] = set()
         self.nests = 0
         self.shows_nodes = self.has_custom = False
         self.thread = threading.get_ident()

@@ -614,20 +614,6 @@ def test_hooks_on_what_is_saved_would_lose_tangents() -> None:
             remat(torch.sin)(x)
 
 
-def test_a_parameter_that_is_unfrozen_before_a_backward_that_is_recorded() -> None:
-    """Its derivative is asked for only in the second order, as in the gradient penalty of a WGAN."""
-    results = []
-    for ck in (remat, plain):
-        torch.manual_seed(0)
-        x, critic = leaf(numbers(3, 3)), nn.Linear(3, 3).double().requires_grad_(False)
-        out = ck(lambda x, critic=critic: torch.tanh(critic(x)))(x)
-        critic.requires_grad_()
-        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        g.square().sum().backward()
-        results.append((x.grad, critic.weight.grad))
-    assert_same(*results)
-
-
 @pytest.mark.parametrize("make", [Tensor.to_sparse, Tensor.to_sparse_csr])
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")

@@ -5,6 +5,7 @@
 
 import gc
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 import optree
 import pytest
 import torch
-from fuzz_programs import FORWARD, Example, examples
-from helpers import assert_same, plain
+from fuzz_programs import FORWARD, Example, SinTimes, backward, examples, scalar, scan, vjp_later, vjp_never
+from helpers import assert_same, numbers, plain
 from hypothesis import Phase, given, reject, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.func import functionalize, hessian
 
 from remat import RematError, remat
 from remat import _torch_internals as internals
@@ -150,3 +153,45 @@ def test_random_programs(request: pytest.FixtureRequest, capsys: pytest.CaptureF
             print(f"\nfuzz: {tried[True]} examples agree, {len(failures)} fail; {tried[False]} are beyond torch itself")
     assert not failures
     assert tried[False] < 0.2 * tried.total()
+
+
+# Programs that were wrong once.
+
+
+def one_tensor_is_two_operands(ck: Any, x: Tensor, y: Tensor) -> Tensor:
+    def outer(xs: list[Tensor], ys: list[Tensor]) -> Any:
+        def body(carry: Tensor, step: Tensor) -> Any:
+            z = ys[1].clone()
+            z.unsqueeze(0)[..., :2].sub_(0.5)
+            ck(lambda z: z * ys[0] + step)(z)
+            return torch.tanh(carry + y.sum()), xs[0]
+
+        return scan(ck, body, xs[1], torch.stack([ys[0], 0.5 * ys[0], torch.sin(ys[0])]), None)[1]
+
+    return ck(outer)([x, x], [y, y])
+
+
+def operands_that_are_differentiated_later(ck: Any, x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+    y = ck(lambda: torch.zeros_like(x) + x)()
+    z = ck(lambda: torch.sin(y) * y)()
+
+    def outer(a: Tensor) -> Tensor:
+        b = a / (1 + z * z)
+        c = torch.zeros_like(z)
+        ck(lambda b: (SinTimes.apply(c, x), b))(b)
+        return z
+
+    return y, z, ck(outer)(x)
+
+
+WRONG_ONCE: list[tuple[Callable[..., Any], Callable[[Any], Any]]] = [
+    (one_tensor_is_two_operands, lambda f: vjp_never(hessian(scalar(functionalize(f))))),
+    (operands_that_are_differentiated_later, lambda f: backward(vjp_later(hessian(scalar(f))))),
+]
+
+
+@pytest.mark.parametrize(("program", "transform"), WRONG_ONCE, ids=lambda f: f.__name__)
+def test_a_program_that_was_wrong_once(program: Any, transform: Any) -> None:
+    args = numbers(3), numbers(3, seed=1)
+    expected = transform(lambda *args: program(plain, *args))(*args)
+    assert_same(transform(lambda *args: program(remat, *args))(*args), expected)

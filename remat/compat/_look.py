@@ -81,7 +81,7 @@ class CheckpointLook(Look):
 
     def adopt(self, inner: Look) -> None:
         super().adopt(inner)
-        self._known |= self.labels.keys()
+        self._known |= self.labels.keys() | self.labels.plain.keys()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # It does less than `Look`: to compare calls would take half of the time.
