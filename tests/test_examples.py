@@ -59,8 +59,10 @@ def test_fsdp_example(tmp_path: Path) -> None:
 
 
 def printed(notebook: Path) -> list[str]:
-    outputs = (output for cell in json.loads(notebook.read_text())["cells"] for output in cell.get("outputs", ()))
-    return [line for output in outputs for line in output.get("text", ())]
+    """The lines that the cells have printed. The kernel may send a line in parts."""
+    cells = json.loads(notebook.read_text())["cells"]
+    texts = ((text for out in cell.get("outputs", ()) for text in out.get("text", ())) for cell in cells)
+    return [line for text in texts for line in "".join(text).splitlines()]
 
 
 def test_tutorial(tmp_path: Path) -> None:
