@@ -96,7 +96,8 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
 
     def has(self, tensor: Tensor) -> bool:
         """Whether the run knows this tensor."""
-        return any(e is not None and e[0]() is tensor for e in (self.get(id(tensor)), self.plain.get(id(tensor))))
+        entry, plain = self.get(id(tensor)), self.plain.get(id(tensor))
+        return (entry is not None and entry[0]() is tensor) or (plain is not None and plain.ref() is tensor)
 
     def of(self, tensor: Tensor) -> int | None:
         """The label of a tensor that the run reads. A transform inside may have wrapped it."""
