@@ -16,18 +16,20 @@ from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import ATOMS, Closure, Operand, Rebuilder
 from remat._context import NOTHING, Ambient, OwnCasts, RandomState, Variables, entered, modes_of_user, rerunning
-from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
-from remat._graph import Stranger, is_made_since, prove
+from remat._errors import PURITY, CheckpointError, RematError, note_rerun
+from remat._graph import Stranger, prove
 from remat._look import Look
 from remat._operands import Operands, matters
 from remat._places import Place, filled
 from remat._recorder import Recorder
 from remat._replay import Replay
 from remat._rerun_look import RerunLook
+from remat._results import results_of, returned_unchanged
 from remat._saved import forget_saved, is_custom
 from remat._tail import Remembered, Returned, expanded, keep_no_tensors, returned
 from remat._tape import Tape
 from remat._traced import Traced
+from remat._unread import Unread
 from remat.policies import nothing_saveable
 from remat.policies._policy import policy_around
 from remat.random._keyed import Position, resumed, running, suspended
@@ -36,11 +38,6 @@ _OTHER_OPERANDS = "remat: the rerun of {} {} on {}, unlike its forward run. {}"
 _SWAPS_SAVED = (
     "remat: {} runs with a policy under allow_mutation_on_saved_tensors, which replaces what the graph has saved: a "
     "rerun with a policy can't see that. Use no policy there, or change a copy: x = x.clone()."
-)
-_NO_TREE = (
-    "remat: {} returns results in an object of class {}, which is not a tree: their graph is kept, and no memory is "
-    "saved. Return a tuple, a dict or a NamedTuple, or make the class known: torch.export.register_dataclass, "
-    "or optree.register_pytree_node with namespace='torch'."
 )
 
 
@@ -57,6 +54,7 @@ class Call:
     - `leaves`: the operands that are differentiated, at any level.
     - `hooked`: the levels of the tensors that the function has put hooks on.
     - `level`: during a rerun, the level whose derivative it is for; 0 below all transforms.
+    - `unread`: the operands whose values no derivative reads: see `_unread.py`.
     - `last_rerun`: with a tape, whether the rerun that is about to come is known to be the last.
     - `since`: all autograd nodes with higher sequence numbers were made in the call, or later.
     - `fill`: places of operands in the last rerun, with these, for `still_filled`.
@@ -67,6 +65,7 @@ class Call:
     _followed: Any = None
     leaves: frozenset[int] = frozenset()
     hooked: frozenset[int] = frozenset()
+    unread: frozenset[int] = frozenset()
     last_rerun = False
     fill: Sequence[tuple[Place, Tensor]] = ()
     tape: Tape | None = None
@@ -137,6 +136,7 @@ class Call:
                 self.policy = policy
                 recorder = self._recorder = Recorder(policy.start(), where)
             look = self._look = Look(self.name, given, random)
+            look.unread = None if tracing else Unread(given)
         self.since = internals.next_sequence_number()
         if not (tracing or self._has_tangents or internals.functionalizing()):  # these decompose an autograd.Function
             self._followed = policy or nothing_saveable
@@ -159,37 +159,16 @@ class Call:
 
     def results_of(self, out: Any) -> _tree.Picked:
         """The differentiated tensors that the function has computed, picked from the tree that it returned."""
-        results = _tree.Picked(out, self._is_computed)
-        for leaf in results.leaves:
-            if not isinstance(leaf, Tensor) and type(leaf) not in ATOMS:
-                held = (t for t in _tree.attributes_of(leaf) if isinstance(t, Tensor))
-                if any(is_made_since(t, self.since) for t in held) and not rerunning.get():
-                    warn(_NO_TREE.format(self.name, type(leaf).__name__))
+        look = self._look
+        results = results_of(out, look, self.operands.tensors, self.since)
+        if look.outer is not None:
+            for x in returned_unchanged(results, look):
+                look.outer.read(x)  # it may come from outside the outer function
+        if look.unread:
+            look.unread.end(results, look.labels)
+            if look.outer is not None and look.outer.unread:
+                look.outer.unread.adopt(look.unread, look.outside.values())
         return results
-
-    def returned_unchanged(self, results: _tree.Picked) -> list[Tensor]:
-        """The tensors that the function did not make, among those that it returned."""
-        others = (x for i, x in enumerate(results.leaves) if i not in results.positions)
-        return [x for x in others if isinstance(x, Tensor) and not self._look.has_made(x)]
-
-    def _is_computed(self, result: Tensor) -> bool:
-        """Whether this call gives a result its derivative. Outside tensors, and views of them, keep their own graph.
-
-        The graph of such a view keeps only the viewed tensor alive.
-        """
-        if id(result) in self._look.outside:
-            return False
-        if not is_made_since(result, self.since) and not (
-            internals.forward_ad_active() and self._look.has_made(result)
-        ):
-            return False
-        if not (result.is_floating_point() or result.is_complex()):
-            return False
-        if result._is_view():
-            base = result._base
-            read = (r.value for r in self._look.outside.values() if not is_made_since(r.value, self.since))
-            return not any(base is t or base is t._base for t in (*self.operands.tensors, *read))
-        return True
 
     def attach(self, results: _tree.Picked, attach: Callable[[list[Tensor], list[Tensor]], Any]) -> Any:
         """The results, with the derivative that `attach(values, operands)` gives them.
@@ -213,6 +192,7 @@ class Call:
         lowest = internals.lowest_recorded_level()
         while True:
             operands = self.operands.values(look)
+            self.unread = look.unread.among(operands) if look.unread else frozenset()
             self.leaves = frozenset(
                 [i for i, t in enumerate(operands) if internals.requires_grad_at_any_level(t, lowest)]
             )
@@ -220,6 +200,17 @@ class Call:
                 return attach(results.tensors, operands)
             except Stranger as stranger:
                 self.operands.add_stranger(stranger, look, self.since)
+
+    def pass_on(self, computed: Sequence[Any], attached: Sequence[Any]) -> None:
+        """Tell the outer run what it gets: the results as the function computed them, and with their derivative."""
+        outer, unread = self._look.outer, self._look.unread
+        if outer is None:
+            return
+        for before, after in zip(computed, attached, strict=True):
+            if before is not after:
+                outer.labels.replace(before, after)
+        if outer.unread and unread:
+            outer.unread.adopt_results(unread, computed, attached)
 
     def remembered(self, outer: Look) -> Remembered | None:
         """The record with which a rerun of the outer function can skip this call. None if the call must run there."""
@@ -309,10 +300,12 @@ class Call:
         nodes, reached, ambiguous, _ = prove(values, operands, since, look.has_made)
         self._reached |= reached
         self._ambiguous |= ambiguous
-        if (self.tape is not None or look.outer is not None) and any(map(is_custom, nodes)):
+        if (self.tape is not None or look.outer is not None or self.unread) and any(map(is_custom, nodes)):
             look.reads_unseen = True
             if look.outer is not None:
                 look.outer.reads_unseen = True
+        if look.reads_unseen:
+            self.unread = frozenset()
         if self.tape is not None:
             self.tape.skips = not look.reads_unseen
         if look.signature.tail is not None:
@@ -392,7 +385,7 @@ class Call:
         plan.alive.clear()
         reached = self._reached | self._ambiguous
         of_each = zip(self.operands.originals, self.operands.positions, inputs, strict=True)
-        self.fill = [(place, t) for o, i, t in of_each if i in reached and t.requires_grad for place in o.places]
+        self.fill = [(place, t) for o, i, t in of_each if i in reached or not t.requires_grad for place in o.places]
         look.finish()
         leaves, _ = _tree.flatten(out)
         found = []

@@ -70,6 +70,7 @@ _METADATA = _named("__len__ dim ndimension size numel nelement stride is_floatin
     getattr(Tensor, name).__get__
     for name in ("device", "dtype", "is_cuda", "is_meta", "is_nested", "is_sparse", "layout", "ndim", "shape")
 }
+_STRIDED = _named("contiguous is_contiguous stride")
 _VIEWS = _named("""
     alias view reshape flatten unflatten transpose swapaxes permute movedim squeeze unsqueeze contiguous
 """) | {torch.ops.aten.alias.default}
@@ -110,6 +111,8 @@ class Effects:
         """It is a matrix product or a convolution."""
         self.is_metadata = func in _METADATA
         """It tells shape, dtype and the like."""
+        self.shows_strides = func in _STRIDED
+        """What it returns depends on the strides of a tensor."""
         self.operands = 2 if func in _SUMS else int(_is_view(func))
         """Of a sum 2, of a view 1: neither its derivative nor what the caller learns depends on the values of so many
         first arguments. The others must be numbers."""

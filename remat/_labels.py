@@ -135,6 +135,12 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
             self.note_plain(out, label, begun)
         return True
 
+    def replace(self, before: Tensor, after: Tensor) -> None:
+        """A nested call returns one tensor in place of another: its derivative is attached."""
+        plain = self.plain.get(id(before))
+        if plain is not None and plain.ref() is before:
+            self.note_plain(after, plain.label, internals.version(after) - internals.version(before) + plain.begun)
+
     def adopt(self, inner: Labels, outside: Container[int]) -> None:
         """Take over the living tensors that a nested run has made, all but those from `outside` of it."""
         self.update((key, entry) for key, entry in inner.items() if key not in outside and entry[0]() is not None)

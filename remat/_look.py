@@ -27,10 +27,11 @@ from remat._errors import CHANGES, DATA_OF_A_LEVEL, LAZY, OTHER_GRAPH, SHARDED, 
 from remat._graph import goes_through_older, is_made_since
 from remat._labels import Labels, Read, in_nested, of_outside, of_result, together
 from remat._memory import memory_of
-from remat._nested_mode import NestedMode, current_look
+from remat._nested_mode import NestedMode, watched
 from remat._saved import is_of_user
 from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, PLAIN, Signature, hash_of, kind_of
 from remat._tail import is_large
+from remat._unread import Unread
 
 level_of, stack_depth = internals.level_of, internals.stack_depth
 MADE_INSIDE = " If the function makes this parameter, or a module that has it, make that outside, and pass it."
@@ -47,6 +48,7 @@ class Look(NestedMode):
     - `read_quietly`: those that are differentiated but were first read in `no_grad`, perhaps in an autograd.Function.
     - `copies`: by identity, copies of those that the run wrote to, with their earlier values.
     - `drew`, `sets_hooks`: whether a torch call may have drawn random numbers; whether one put a hook on a tensor.
+    - `unread`: the arguments whose values it has not read, if somebody asks for them.
     - `reads_unseen`: whether the run called an autograd.Function of the user's, which may read memory unseen.
     - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
     - `tail_number`, `tail_results`: of the tail: the sequence number after its first call, and its results.
@@ -54,6 +56,7 @@ class Look(NestedMode):
 
     drew = sets_hooks = reads_unseen = False
     tail_number = 0
+    unread: Unread | None = None
     _reader: Any = None
     _memory: dict[int, list[int]] | None = None
 
@@ -91,6 +94,8 @@ class Look(NestedMode):
         self.reads_unseen |= inner.reads_unseen
         self.drew |= inner.drew
         self.handed_on |= inner.handed_on & self.outside.keys()
+        if self.unread:
+            self.unread.adopt(inner.unread, inner.outside.values())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_dynamo_compiling():  # dynamo traces what is compiled inside, with the active modes
@@ -127,6 +132,8 @@ class Look(NestedMode):
             self.call = func, args, {}
             out = func(*args)
             self.call = None
+        if self.unread:
+            self.unread.note(effects, args, {}, out)
         if at_depth and type(out) is Tensor and out.requires_grad:
             self.labels.note_result(out, self._count(), effects.writes)
             self._note(func, hash_of(out, plain), None if None in labels else hash(tuple(labels)))
@@ -153,7 +160,7 @@ class Look(NestedMode):
             if effects.is_custom:
                 self.signature.has_custom = True
                 self.reads_unseen |= is_of_user(args[0])
-                args = (_watched(args[0]), *args[1:])
+                args = (watched(args[0], _InnerLook), *args[1:])
             if effects.reads_memory:
                 tell_of_access(func, args, kwargs)
             if effects.sets_hook:
@@ -165,6 +172,8 @@ class Look(NestedMode):
             if effects.shows_graph:
                 self.signature.shows_nodes |= not internals.called_by("torch.")
         out = self._maybe_tail(effects, func, args, kwargs)
+        if self.unread:
+            self.unread.note(effects, args, kwargs, out)
         if effects.looks_up and isinstance(out, Tensor):
             return self._seen(func, (out,))[0]
         if kind_of(out.__class__) is HOLDER or (out is None and written):
@@ -232,6 +241,8 @@ class Look(NestedMode):
             self.read(internals.unwrapped(below), handed_on=True)
             return tensor
         known = self._known_value(tensor)
+        if handed_on and self.unread:
+            self.unread.drop(self.unread.sources(tensor))
         if handed_on and (known is None or key in self.outside):  # its own may die, and others get their ids
             self.handed_on.add(key)
         if known is not None:
@@ -244,6 +255,8 @@ class Look(NestedMode):
         if value.requires_grad and not torch.is_grad_enabled():
             self.read_quietly.add(key)
         self._add(tensor, value)
+        if self.unread and self.labels[id(value)][1] is None:  # made unseen, perhaps from any of the arguments
+            self.unread.clear()
         return value
 
     def _known_value(self, tensor: Tensor) -> Tensor | None:
@@ -431,20 +444,3 @@ class _InnerLook(Look):
 
     def before_write(self, written: Tensor) -> None:
         self.outer.before_write(written)
-
-
-def _watched(function: Any) -> Any:
-    """An autograd.Function with a look at its `forward`: under a transform, the mode sees only the call of `apply`."""
-    if watched := vars(function).get("_remat_watched"):
-        return watched
-
-    def forward(*args: Any) -> Any:
-        outer = current_look()
-        if outer is None:
-            return function.forward(*args)
-        with _InnerLook(outer.name, tensors_in(args), None):
-            return function.forward(*args)
-
-    namespace = {"forward": staticmethod(forward), "__module__": function.__module__}
-    function._remat_watched = watched = type(function.__name__, (function,), namespace)
-    return watched

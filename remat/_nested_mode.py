@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
-from remat._effects import READS_MEMORY
+from remat._effects import READS_MEMORY, tensors_in
 
 
 class _Current(threading.local):
@@ -106,6 +106,26 @@ class NestedMode(TorchFunctionMode):
     def spared_call(self) -> Any:
         """The record of a nested call, if it can be skipped here. None: the call must run."""
         return None
+
+
+def watched(function: Any, look_at: Any) -> Any:
+    """An autograd.Function whose `forward` has a look of its own: under a transform, the mode sees only `apply`.
+
+    `look_at`: called with the name of the function under remat, the tensors that `forward` is given, and None.
+    """
+    if made := vars(function).get("_remat_watched"):
+        return made
+
+    def forward(*args: Any) -> Any:
+        outer = current_look()
+        if outer is None:
+            return function.forward(*args)
+        with look_at(outer.name, tensors_in(args), None):
+            return function.forward(*args)
+
+    namespace = {"forward": staticmethod(forward), "__module__": function.__module__}
+    function._remat_watched = made = type(function.__name__, (function,), namespace)
+    return made
 
 
 class unseen:  # noqa: N801

@@ -188,6 +188,8 @@ class Operands:
         self._note_cells(look)
         constants = self._add_read(look, tape, since)
         self._find_places(look, constants)
+        if look.unread and not all(is_in_reach(read.tensor, self.objects) for read in constants.values()):
+            look.unread.clear()  # made unseen, perhaps from any of the arguments
         self._sort(look)
         for key, i in self._index.items():
             if (read := look.outside.get(key)) is not None:

@@ -160,16 +160,16 @@ def _with_derivative(call: Call, out: Any, outer: Look | None) -> Any:
     """The result of a forward, with the remat'd derivative instead of its graph."""
     with internals.DisableTorchFunction():
         results = call.results_of(out)
-        if outer is not None:
-            for x in call.returned_unchanged(results):
-                outer.read(x)  # it may come from outside the outer function
+        computed = [*results.leaves]
         if not results.tensors:
+            call.pass_on(computed, computed)
             return out
         attached = call.attach(results, functools.partial(attach, Derived(call, call, call.since)))
         values = results.tensors
         if attached is not values:
             attached = [of_kind(type(v), a) for v, a in zip(values, attached, strict=True)]
             out = results.replaced(attached)
+        call.pass_on(computed, results.leaves)
         values.clear()
         return out
 

@@ -1,0 +1,61 @@
+"""The results of a call, and which of them it gives a derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from remat import _torch_internals as internals
+from remat import _tree
+from remat._closure import ATOMS
+from remat._context import rerunning
+from remat._errors import warn
+from remat._graph import is_made_since
+from remat._look import Look
+
+_NO_TREE = (
+    "remat: {} returns results in an object of class {}, which is not a tree: their graph is kept, and no memory is "
+    "saved. Return a tuple, a dict or a NamedTuple, or make the class known: torch.export.register_dataclass, "
+    "or optree.register_pytree_node with namespace='torch'."
+)
+
+
+def results_of(out: Any, look: Look, operands: Sequence[Tensor], since: int) -> _tree.Picked:
+    """The differentiated tensors that a function has computed, picked from the tree that it returned.
+
+    **Arguments:**
+
+    - `look`: the look at the run.
+    - `operands`: what the function was given and closes over.
+    - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
+    """
+
+    def is_computed(result: Tensor) -> bool:
+        """Outside tensors, and views of them, keep their own graph: that of a view keeps only the tensor alive."""
+        if id(result) in look.outside:
+            return False
+        if not is_made_since(result, since) and not (internals.forward_ad_active() and look.has_made(result)):
+            return False
+        if not (result.is_floating_point() or result.is_complex()):
+            return False
+        if result._is_view():
+            base = result._base
+            read = (r.value for r in look.outside.values() if not is_made_since(r.value, since))
+            return not any(base is t or base is t._base for t in (*operands, *read))
+        return True
+
+    results = _tree.Picked(out, is_computed)
+    for leaf in results.leaves:
+        if not isinstance(leaf, Tensor) and type(leaf) not in ATOMS:
+            held = (t for t in _tree.attributes_of(leaf) if isinstance(t, Tensor))
+            if any(is_made_since(t, since) for t in held) and not rerunning.get():
+                warn(_NO_TREE.format(look.name, type(leaf).__name__))
+    return results
+
+
+def returned_unchanged(results: _tree.Picked, look: Look) -> list[Tensor]:
+    """The tensors that the function did not make, among those that it returned."""
+    others = (x for i, x in enumerate(results.leaves) if i not in results.positions)
+    return [x for x in others if isinstance(x, Tensor) and not look.has_made(x)]
