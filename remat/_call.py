@@ -136,7 +136,7 @@ class Call:
                 self.policy = policy
                 recorder = self._recorder = Recorder(policy.start(), where)
             look = self._look = Look(self.name, given, random)
-            look.unread = None if tracing else Unread(given)
+            look.unread = None if tracing or self._modes else Unread(given)
         self.since = internals.next_sequence_number()
         if not (tracing or self._has_tangents or internals.functionalizing()):  # these decompose an autograd.Function
             self._followed = policy or nothing_saveable

@@ -255,8 +255,6 @@ class Look(NestedMode):
         if value.requires_grad and not torch.is_grad_enabled():
             self.read_quietly.add(key)
         self._add(tensor, value)
-        if self.unread and self.labels[id(value)][1] is None:  # made unseen, perhaps from any of the arguments
-            self.unread.clear()
         return value
 
     def _known_value(self, tensor: Tensor) -> Tensor | None:

@@ -188,8 +188,8 @@ class Operands:
         self._note_cells(look)
         constants = self._add_read(look, tape, since)
         self._find_places(look, constants)
-        if look.unread and not all(is_in_reach(read.tensor, self.objects) for read in constants.values()):
-            look.unread.clear()  # made unseen, perhaps from any of the arguments
+        if look.unread and self._may_read_unseen(constants):
+            look.unread.clear()
         self._sort(look)
         for key, i in self._index.items():
             if (read := look.outside.get(key)) is not None:
@@ -251,6 +251,12 @@ class Operands:
     def _capture(self, read: Read) -> Original:
         """Make an operand of a tensor that the run has read from outside."""
         return self.originals[self.add(read.tensor).index]
+
+    def _may_read_unseen(self, constants: dict[int, Read]) -> bool:
+        """Whether code that no look sees may have made a tensor without a derivative, from any of the arguments."""
+        captured = zip(self.tensors[self.held :], self.originals[self.held :], strict=True)
+        lost = [t for t, original in captured if not original.places and not internals.requires_grad_at_any_level(t)]
+        return not all(is_in_reach(t, self.objects) for t in (*lost, *(read.tensor for read in constants.values())))
 
     def _find_places(self, look: Look, constants: dict[int, Read]) -> None:
         """Find the places of captured operands. Constants in modules become operands, and leave `constants`."""

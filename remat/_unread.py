@@ -22,6 +22,7 @@ from remat._tree import Picked
 
 _Sources = frozenset[int]
 _NONE: _Sources = frozenset()
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 class Unread(dict[int, tuple["weakref.ref[Tensor]", _Sources]]):
@@ -51,11 +52,12 @@ class Unread(dict[int, tuple["weakref.ref[Tensor]", _Sources]]):
 
     def note(self, effects: Effects, args: Any, kwargs: Any, out: Any) -> None:
         """Note that a torch call has returned `out`."""
-        sources = _NONE.union(*map(self.sources, tensors_in([*args, *kwargs.values()])))
+        tensors = tensors_in([*args, *kwargs.values()])
+        sources = _NONE.union(*map(self.sources, tensors))
         if not sources:
             return
-        is_known = type(out) is Tensor or not isinstance(out, Tensor)
-        if effects.shows_strides or not is_known or not reads_no_value(effects, args, kwargs):
+        as_torch = _PLAIN.issuperset(map(type, tensors))  # a subclass may compute something else
+        if effects.shows_strides or not as_torch or not reads_no_value(effects, args, kwargs):
             self.drop(sources)
         elif isinstance(out, Tensor):
             self.add(out, sources)

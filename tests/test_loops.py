@@ -406,6 +406,50 @@ def test_memory_between_forward_and_backward() -> None:
     out.backward()
 
 
+def test_an_inner_call_alone_reads_a_tensor_in_a_list() -> None:
+    """The rerun of the inner call comes in the backward of the outer's rerun: the operand is still in its place."""
+
+    def fun(x: Tensor, y: Tensor, ck: Any, scan: Any) -> Tensor:
+        box = [y]
+
+        def outer(c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            start = c + x.cos()
+
+            def inner(c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+                def order(c: Tensor) -> tuple[Tensor, Tensor]:
+                    box[0].argsort(-1)
+                    return c.sin(), y
+
+                return torch.tanh(c), ck(order)(c)[1]
+
+            return torch.tanh(c), scan(inner, start, torch.stack([x, x.sin()]))[0]
+
+        return scan(outer, x, torch.stack([x, x.sin()]), checkpoints=2)[1].sum()
+
+    results = []
+    for ck, loop in ((remat.remat, remat.scan), (lambda f: f, plain_scan)):
+        results.append(grad(functools.partial(fun, ck=ck, scan=loop))(numbers(3), numbers(3, seed=1)))
+    assert_same(*results)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+def test_rows_that_only_a_tangent_replaces() -> None:
+    """With a tangent, a nested call returns another tensor than it computed; the next call knows it all the same."""
+
+    def loss(scan: Any, x: Tensor, y: Tensor) -> Tensor:
+        def step(c: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.tanh(c + x), c.masked_fill(x > 0, 0.5)
+
+        return scan(step, y, torch.stack([y, y, y]), checkpoints=1)[1].sum()
+
+    results = []
+    for loop in (remat.scan, plain_scan):
+        args = numbers(1).sum(), numbers(1, seed=1).sum()
+        out, push = linearize(grad(functools.partial(loss, loop)), *args)
+        results.append((out, push(*map(torch.cos, args))))
+    assert_same(*results)
+
+
 def test_a_second_derivative_needs_a_few_carries_for_each_kept_one() -> None:
     with LiveBytes() as meter:
         grad(grad(sines(100, 13)))(torch.tensor(1.01))
