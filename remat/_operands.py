@@ -104,7 +104,7 @@ class Original:
 
     def set_in_modules(self, places: Sequence[Place]) -> None:
         """Note that modules hold it, in these places."""
-        self.places, self.in_modules = places, True
+        self.places, self.in_modules = [*self.places, *places], True
 
 
 class Plan(NamedTuple):
@@ -268,7 +268,12 @@ class Operands:
                 self.originals[index[key]].set_in_modules(places)
         if captured or constants or parameters:
             wanted = [*captured.values(), *parameters, *(read.tensor for read in constants.values())]
-            for key, places in places_in_modules(self.objects, wanted).items():
+            # An outer rerun may have given a module the operand, too.
+            swapped = [r for key in captured if (r := look.outside.get(key)) is not None and r.value is not r.tensor]
+            original_of = {id(read.value): id(read.tensor) for read in swapped}
+            wanted += [read.value for read in swapped]
+            for found, places in places_in_modules(self.objects, wanted).items():
+                key = original_of.get(found, found)
                 captured.pop(key, None)
                 if key in constants:
                     self._capture(constants.pop(key))
