@@ -272,7 +272,8 @@ def remat(
 
     `remat(fun)` has the values of `fun` and its derivatives of every order, under every transform of `torch.func` and
     under plain autograd. Between forward and backward it keeps the tensors that `fun` was given and those that it read
-    from outside (closures, modules, globals), and none that it computed.
+    from outside (closures, modules, globals), and none that it computed. It does not keep an argument that `fun` only
+    adds to: no derivative depends on its value.
 
     The contract:
 

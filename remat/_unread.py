@@ -1,8 +1,11 @@
 """Find the arguments whose values no derivative reads.
 
-Of `total + x`, neither the derivative nor what the caller learns depends on the value of `total`. If a function only
-adds to an argument, and to such sums, its reruns need the shape of that argument but not its value. So the node does
-not save it. A rerun gets NaN in its place, so that a mistake would be loud.
+No derivative of `total + x` depends on the value of `total`. If a function only adds to an argument, takes views of it
+and multiplies it by numbers, and does only this with the results, its reruns need the shape of the argument but not its
+value. So the node does not save it. A rerun gets NaN in its place, so that a mistake would be loud.
+
+Each read is noticed: as a torch call, by what an inner transform wraps, or by what a nested run has read. If code that
+no mode sees has made a tensor, it may have read any argument.
 """
 
 from __future__ import annotations

@@ -40,6 +40,8 @@ BODIES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "h + total": lambda total, h: (h.sin() + total, h.sin()),
     "total - h": lambda total, h: (total - h.sin(), h.sin()),
     "torch.add": lambda total, h: (torch.add(total, h.sin(), alpha=2), h.sin()),
+    "a moving average": lambda total, h: (0.9 * total + h.sin() / 10, h.sin()),
+    "minus": lambda total, h: (h.sin() - -total / 2, h.sin()),
     "+ a number": lambda total, h: (total + 1 + h.sin(), h.sin()),
     "two sums": lambda total, h: (total + h.sin() + h.cos(), h.sin()),
     "by shape": lambda total, h: (total + h.sin().expand(total.shape), h.sin()),
@@ -127,6 +129,8 @@ def through_a_list(total: Tensor, h: Tensor) -> Tensor:
 
 READS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "product": lambda total, h: total + total * h,
+    "product with a number tensor": lambda total, h: total + total * h.sum(),
+    "a number over it": lambda total, h: h + 1 / (2 + total),
     "product of the sum": lambda total, h: (total + h.sin()) * h,
     "sum of two, one read": lambda total, h: (total + h) * h.sin(),
     "detached": lambda total, h: total + h * total.detach(),
