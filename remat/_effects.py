@@ -115,8 +115,8 @@ class Effects:
         self.shows_strides = func in _STRIDED
         """What it returns depends on the strides of a tensor."""
         self.operands = 2 if func in _SUMS else int(func in _SCALES or _is_view(func))
-        """Of a sum 2, of a view or multiple 1: neither its derivative nor what the caller learns depends on the values of
-        so many first arguments. The others must be numbers."""
+        """Of a sum 2, of a view or multiple 1: neither its derivative nor what the caller learns depends on the values
+        of so many first arguments. The others must be numbers."""
 
 
 effects_of = functools.lru_cache(maxsize=10_000)(Effects)  # custom functions may be made anew for each call
