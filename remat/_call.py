@@ -331,6 +331,13 @@ class Call:
             which = f"tensor {i + 1} of the {given} in its arguments" if i < given else "a tensor that it captured"
             raise CheckpointError(_OTHER_OPERANDS.format(self.name, how, which, PURITY))
 
+    def held(self) -> list[Tensor]:
+        """The outside tensors that are held for reruns, if they are still alive."""
+        operands = self.operands
+        of_each = zip(operands.originals, operands.positions, strict=True)
+        unread = {id(original.ref()) for original, i in of_each if i in self.unread}
+        return [t for t in operands.still_there() if id(t) not in unread]
+
     def made_by_rerun(self, leaf: Tensor) -> bool:
         """Whether the function itself made this leaf, in a rerun."""
         return any(look.has_made(leaf) for look in self._rerun_looks)

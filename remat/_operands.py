@@ -255,8 +255,9 @@ class Operands:
     def _may_read_unseen(self, constants: dict[int, Read]) -> bool:
         """Whether code that no look sees may have made a tensor without a derivative, from any of the arguments."""
         captured = zip(self.tensors[self.held :], self.originals[self.held :], strict=True)
-        lost = [t for t, original in captured if not original.places and not internals.requires_grad_at_any_level(t)]
-        return not all(is_in_reach(t, self.objects) for t in (*lost, *(read.tensor for read in constants.values())))
+        lost = {id(t) for t, o in captured if not o.places and not internals.requires_grad_at_any_level(t)}
+        lost |= constants.keys()
+        return bool(lost) and lost != {id(t) for t, _ in search(self.objects, lost, far=False)}
 
     def _find_places(self, look: Look, constants: dict[int, Read]) -> None:
         """Find the places of captured operands. Constants in modules become operands, and leave `constants`."""

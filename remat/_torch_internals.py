@@ -609,7 +609,7 @@ def savable(tensor: Tensor) -> Tensor:
             return tensor.clone()
 
 
-def alias(tensor: Tensor) -> Tensor:
+def sharing_versions(tensor: Tensor) -> Tensor:
     """Below autograd, another tensor over the same memory that shares its version counter."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
@@ -624,7 +624,7 @@ def as_parameter(tensor: Tensor) -> Tensor:
 def version_counter(tensor: Tensor) -> Tensor:
     """Below autograd, an empty tensor that shares the version counter: it tells of writes, and holds no memory."""
     with DisableTorchDispatch():  # the user's modes must not see this
-        counter = alias(tensor)
+        counter = sharing_versions(tensor)
         counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter
 

@@ -66,7 +66,7 @@ class _Packed:
 
     def get(self) -> Tensor:
         """The value, as a new tensor over the same memory."""
-        return internals.alias(self._unpack(self._packed))
+        return internals.sharing_versions(self._unpack(self._packed))
 
 
 class Recorder(_recorder.Recorder):
