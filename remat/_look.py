@@ -261,7 +261,7 @@ class Look(NestedMode):
         """The tensor to read in the place of one that the run has made or has read before. None: it is from outside."""
         below = internals.unwrap_dead(tensor)  # a transform inside the function may have wrapped it
         if self.labels.has(below):
-            return self._swaps.get(id(tensor), (tensor, tensor))[1]
+            return tensor if below is tensor else self._swaps.get(id(tensor), (tensor, tensor))[1]
         return read.value if (read := self.outside.get(id(tensor))) else None
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
