@@ -29,7 +29,6 @@ from remat._saved import forget_saved, is_custom
 from remat._tail import Remembered, Returned, expanded, keep_no_tensors, returned
 from remat._tape import Tape
 from remat._traced import Traced
-from remat._unread import Unread
 from remat.policies import nothing_saveable
 from remat.policies._policy import policy_around
 from remat.random._keyed import Position, resumed, running, suspended
@@ -54,7 +53,6 @@ class Call:
     - `leaves`: the operands that are differentiated, at any level.
     - `hooked`: the levels of the tensors that the function has put hooks on.
     - `level`: during a rerun, the level whose derivative it is for; 0 below all transforms.
-    - `unread`: the operands whose values no derivative reads: see `_unread.py`.
     - `last_rerun`: with a tape, whether the rerun that is about to come is known to be the last.
     - `since`: all autograd nodes with higher sequence numbers were made in the call, or later.
     - `fill`: places of operands in the last rerun, with these, for `still_filled`.
@@ -65,7 +63,6 @@ class Call:
     _followed: Any = None
     leaves: frozenset[int] = frozenset()
     hooked: frozenset[int] = frozenset()
-    unread: frozenset[int] = frozenset()
     last_rerun = False
     fill: Sequence[tuple[Place, Tensor]] = ()
     tape: Tape | None = None
@@ -136,7 +133,6 @@ class Call:
                 self.policy = policy
                 recorder = self._recorder = Recorder(policy.start(), where)
             look = self._look = Look(self.name, given, random)
-            look.unread = None if tracing or self._modes else Unread(given)
         self.since = internals.next_sequence_number()
         if not (tracing or self._has_tangents or internals.functionalizing()):  # these decompose an autograd.Function
             self._followed = policy or nothing_saveable
@@ -164,10 +160,6 @@ class Call:
         if look.outer is not None:
             for x in returned_unchanged(results, look):
                 look.outer.read(x)  # it may come from outside the outer function
-        if look.unread:
-            look.unread.end(results, look.labels)
-            if look.outer is not None and look.outer.unread:
-                look.outer.unread.adopt(look.unread, look.outside.values())
         return results
 
     def attach(self, results: _tree.Picked, attach: Callable[[list[Tensor], list[Tensor]], Any]) -> Any:
@@ -192,7 +184,6 @@ class Call:
         lowest = internals.lowest_recorded_level()
         while True:
             operands = self.operands.values(look)
-            self.unread = look.unread.among(operands) if look.unread else frozenset()
             self.leaves = frozenset(
                 [i for i, t in enumerate(operands) if internals.requires_grad_at_any_level(t, lowest)]
             )
@@ -202,15 +193,10 @@ class Call:
                 self.operands.add_stranger(stranger, look, self.since)
 
     def pass_on(self, computed: Sequence[Any], attached: Sequence[Any]) -> None:
-        """Tell the outer run what it gets: the results as the function computed them, and with their derivative."""
-        outer, unread = self._look.outer, self._look.unread
-        if outer is None:
-            return
+        """Tell the outer run that it gets the results with their derivative, in place of those that were computed."""
         for before, after in zip(computed, attached, strict=True):
-            if before is not after:
-                outer.labels.replace(before, after)
-        if outer.unread and unread:
-            outer.unread.adopt_results(unread, computed, attached)
+            if before is not after and self._look.outer is not None:
+                self._look.outer.labels.replace(before, after)
 
     def remembered(self, outer: Look) -> Remembered | None:
         """The record with which a rerun of the outer function can skip this call. None if the call must run there."""
@@ -300,12 +286,10 @@ class Call:
         nodes, reached, ambiguous, _ = prove(values, operands, since, look.has_made)
         self._reached |= reached
         self._ambiguous |= ambiguous
-        if (self.tape is not None or look.outer is not None or self.unread) and any(map(is_custom, nodes)):
+        if (self.tape is not None or look.outer is not None) and any(map(is_custom, nodes)):
             look.reads_unseen = True
             if look.outer is not None:
                 look.outer.reads_unseen = True
-        if look.reads_unseen:
-            self.unread = frozenset()
         if self.tape is not None:
             self.tape.skips = not look.reads_unseen
         if look.signature.tail is not None:
@@ -330,13 +314,6 @@ class Call:
             i, given = self.operands.positions.index(operand), self.operands.given
             which = f"tensor {i + 1} of the {given} in its arguments" if i < given else "a tensor that it captured"
             raise CheckpointError(_OTHER_OPERANDS.format(self.name, how, which, PURITY))
-
-    def held(self) -> list[Tensor]:
-        """The outside tensors that are held for reruns, if they are still alive."""
-        operands = self.operands
-        of_each = zip(operands.originals, operands.positions, strict=True)
-        unread = {id(original.ref()) for original, i in of_each if i in self.unread}
-        return [t for t in operands.still_there() if id(t) not in unread]
 
     def made_by_rerun(self, leaf: Tensor) -> bool:
         """Whether the function itself made this leaf, in a rerun."""

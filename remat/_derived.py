@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,25 +100,8 @@ class Link:
         self.cut: Container[int] = ()
         """Positions of differentiated operands that the node saves detached: its values do not depend on them."""
         self.thread = threading.get_ident()
-        self.unread = {i: _unread(t, level) for i, t in enumerate(operands) if i in fn.call.unread}
-        """By position, what stands for the operands that the node does not save."""
-        self.versions = [*map(internals.version, self.with_unread(self.to_save(operands)))] if level else []
+        self.versions = [*map(internals.version, operands)] if level else []
         """How often operands had been written to. Below all transforms, autograd checks that itself."""
-
-    def to_save(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The operands that the node saves."""
-        return [t for i, t in enumerate(operands) if i not in self.unread]
-
-    def with_unread(self, saved: Iterable[Tensor]) -> list[Tensor]:
-        """All operands of a rerun, from those that the node has saved."""
-        left = iter(saved)
-        return [self.unread[i] if i in self.unread else next(left) for i in range(self.count)]
-
-
-def _unread(tensor: Tensor, level: int) -> Tensor:
-    """A tensor of NaN that stands for one of this level whose value no rerun reads. It holds a single number."""
-    value = torch.full((), float("nan"), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-    return internals.wrap_grad(value, level) if level else value
 
 
 def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[Batch]) -> Derived:
@@ -136,7 +119,7 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[B
         at_base = _may_run_at_base(call, operands, cotangents)
         if at_base and record and is_read and call.random is None:
             # A leaf that the rerun makes would make results require grad that should not.
-            at_base = all(operands[i].requires_grad or i in link.cut or i in link.unread for i in leaves)
+            at_base = all(operands[i].requires_grad or i in link.cut for i in leaves)
         if hands_on:
             cotangents = [*map(seal, cotangents)]
 

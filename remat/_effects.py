@@ -66,12 +66,10 @@ def _named(names: str) -> frozenset[Any]:
 
 _PRODUCTS = _named("linear matmul __matmul__ mm bmm addmm baddbmm conv1d conv2d conv3d")
 _SUMS = _named("add __add__ __radd__ sub __sub__ rsub __rsub__ view_as")
-_SCALES = _named("mul __mul__ __rmul__ div __truediv__ neg __neg__")
 _METADATA = _named("__len__ dim ndimension size numel nelement stride is_floating_point is_complex is_contiguous") | {
     getattr(Tensor, name).__get__
     for name in ("device", "dtype", "is_cuda", "is_meta", "is_nested", "is_sparse", "layout", "ndim", "shape")
 }
-_STRIDED = _named("contiguous is_contiguous stride")
 _VIEWS = _named("""
     alias view reshape flatten unflatten transpose swapaxes permute movedim squeeze unsqueeze contiguous
 """) | {torch.ops.aten.alias.default}
@@ -112,11 +110,9 @@ class Effects:
         """It is a matrix product or a convolution."""
         self.is_metadata = func in _METADATA
         """It tells shape, dtype and the like."""
-        self.shows_strides = func in _STRIDED
-        """What it returns depends on the strides of a tensor."""
-        self.operands = 2 if func in _SUMS else int(func in _SCALES or _is_view(func))
-        """Of a sum 2, of a view or multiple 1: neither its derivative nor what the caller learns depends on the values
-        of so many first arguments. The others must be numbers."""
+        self.operands = 2 if func in _SUMS else int(_is_view(func))
+        """Of a sum 2, of a view 1: neither its derivative nor what the caller learns depends on the values of so many
+        first arguments. The others must be numbers."""
 
 
 effects_of = functools.lru_cache(maxsize=10_000)(Effects)  # custom functions may be made anew for each call
@@ -143,7 +139,7 @@ def reads_no_value(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any]
         return False
     numbers = args[effects.operands :]
     if kwargs:
-        numbers = (*numbers, *(v for k, v in kwargs.items() if k not in ("input", "other")[: effects.operands]))
+        numbers = (*numbers, *(v for k, v in kwargs.items() if k not in ("input", "other")))
     for x in numbers:
         if isinstance(x, Tensor) or (isinstance(x, (list, tuple)) and any(isinstance(n, Tensor) for n in x)):
             return False

@@ -31,7 +31,6 @@ from remat._nested_mode import NestedMode, watched
 from remat._saved import is_of_user
 from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, PLAIN, Signature, hash_of, kind_of
 from remat._tail import is_large
-from remat._unread import Unread
 
 level_of, stack_depth = internals.level_of, internals.stack_depth
 MADE_INSIDE = " If the function makes this parameter, or a module that has it, make that outside, and pass it."
@@ -48,7 +47,6 @@ class Look(NestedMode):
     - `read_quietly`: those that are differentiated but were first read in `no_grad`, perhaps in an autograd.Function.
     - `copies`: by identity, copies of those that the run wrote to, with their earlier values.
     - `drew`, `sets_hooks`: whether a torch call may have drawn random numbers; whether one put a hook on a tensor.
-    - `unread`: the arguments whose values it has not read, if somebody asks for them.
     - `reads_unseen`: whether the run called an autograd.Function of the user's, which may read memory unseen.
     - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
     - `tail_number`, `tail_results`: of the tail: the sequence number after its first call, and its results.
@@ -56,7 +54,6 @@ class Look(NestedMode):
 
     drew = sets_hooks = reads_unseen = False
     tail_number = 0
-    unread: Unread | None = None
     _reader: Any = None
     _memory: dict[int, list[int]] | None = None
 
@@ -94,8 +91,6 @@ class Look(NestedMode):
         self.reads_unseen |= inner.reads_unseen
         self.drew |= inner.drew
         self.handed_on |= inner.handed_on & self.outside.keys()
-        if self.unread:
-            self.unread.adopt(inner.unread, inner.outside.values())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_dynamo_compiling():  # dynamo traces what is compiled inside, with the active modes
@@ -132,8 +127,6 @@ class Look(NestedMode):
             self.call = func, args, {}
             out = func(*args)
             self.call = None
-        if self.unread:
-            self.unread.note(effects, args, {}, out)
         if at_depth and type(out) is Tensor and out.requires_grad:
             self.labels.note_result(out, self._count(), effects.writes)
             self._note(func, hash_of(out, plain), None if None in labels else hash(tuple(labels)))
@@ -172,8 +165,6 @@ class Look(NestedMode):
             if effects.shows_graph:
                 self.signature.shows_nodes |= not internals.called_by("torch.")
         out = self._maybe_tail(effects, func, args, kwargs)
-        if self.unread:
-            self.unread.note(effects, args, kwargs, out)
         if effects.looks_up and isinstance(out, Tensor):
             return self._seen(func, (out,))[0]
         if kind_of(out.__class__) is HOLDER or (out is None and written):
@@ -241,8 +232,6 @@ class Look(NestedMode):
             self.read(internals.unwrapped(below), handed_on=True)
             return tensor
         known = self._known_value(tensor)
-        if handed_on and self.unread:
-            self.unread.drop(self.unread.sources(tensor))
         if handed_on and (known is None or key in self.outside):  # its own may die, and others get their ids
             self.handed_on.add(key)
         if known is not None:

@@ -188,8 +188,6 @@ class Operands:
         self._note_cells(look)
         constants = self._add_read(look, tape, since)
         self._find_places(look, constants)
-        if look.unread and self._may_read_unseen(constants):
-            look.unread.clear()
         self._sort(look)
         for key, i in self._index.items():
             if (read := look.outside.get(key)) is not None:
@@ -251,13 +249,6 @@ class Operands:
     def _capture(self, read: Read) -> Original:
         """Make an operand of a tensor that the run has read from outside."""
         return self.originals[self.add(read.tensor).index]
-
-    def _may_read_unseen(self, constants: dict[int, Read]) -> bool:
-        """Whether code that no look sees may have made a tensor without a derivative, from any of the arguments."""
-        captured = zip(self.tensors[self.held :], self.originals[self.held :], strict=True)
-        lost = {id(t) for t, o in captured if not o.places and not internals.requires_grad_at_any_level(t)}
-        lost |= constants.keys()
-        return bool(lost) and lost != {id(t) for t, _ in search(self.objects, lost, far=False)}
 
     def _find_places(self, look: Look, constants: dict[int, Read]) -> None:
         """Find the places of captured operands. Constants in modules become operands, and leave `constants`."""

@@ -50,16 +50,15 @@ _CHANGED = (
 # Nodes.
 
 
-def _saved(ctx: Any) -> list[Tensor]:
+def _saved(ctx: Any) -> tuple[Tensor, ...]:
     """The saved operands of a node. Raises an error if they were written to since the forward."""
     link: Link = ctx.link
     try:
-        saved = ctx.saved_tensors
+        operands: tuple[Tensor, ...] = ctx.saved_tensors
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
         raise CheckpointError(f"{_CHANGED.format('a tensor', link.fn.call.name)} {error}") from None
-    operands = link.with_unread(saved)
     if link.versions:
         with internals.DisableTorchFunction():
             for tensor, now, before in zip(operands, map(internals.version, operands), link.versions, strict=True):
@@ -89,7 +88,7 @@ class RematNode(internals.SingleLevelFunction):
     def forward(ctx: Any, link: Link, values: Values, shared: set[int], *operands: Tensor) -> tuple[Tensor, ...]:
         ctx.link, ctx.hands_on = link, link.fn.call.hands_on
         ctx.tape = link.fn.call.tape
-        ctx.save_for_backward(*link.to_save(operands))
+        ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)
         return _unshared(values, shared)
 

@@ -160,10 +160,9 @@ def _with_derivative(call: Call, out: Any, outer: Look | None) -> Any:
     """The result of a forward, with the remat'd derivative instead of its graph."""
     with internals.DisableTorchFunction():
         results = call.results_of(out)
-        computed = [*results.leaves]
         if not results.tensors:
-            call.pass_on(computed, computed)
             return out
+        computed = [*results.leaves]
         attached = call.attach(results, functools.partial(attach, Derived(call, call, call.since)))
         values = results.tensors
         if attached is not values:
@@ -272,8 +271,7 @@ def remat(
 
     `remat(fun)` has the values of `fun` and its derivatives of every order, under every transform of `torch.func` and
     under plain autograd. Between forward and backward it keeps the tensors that `fun` was given and those that it read
-    from outside (closures, modules, globals), and none that it computed. It does not keep an argument that `fun` only
-    adds to: no derivative depends on its value.
+    from outside (closures, modules, globals), and none that it computed.
 
     The contract:
 

@@ -7,6 +7,7 @@ import contextvars
 import enum
 import functools
 import gc
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -996,3 +997,24 @@ def test_an_auxiliary_loss_on_an_attribute_that_is_differentiated_after_a_rerun(
     remat(block.forward)(x * 2).sum().backward(retain_graph=True)
     with pytest.raises(RematError, match=r"Block.forward has kept a tensor that it computed .*Return the tensor"):
         block.aux.backward()
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g * x.cos()
+
+
+def test_a_rerun_calls_an_autograd_function_with_another_argument() -> None:
+    """No torch-function mode sees that call: the graph shows it."""
+    runs = itertools.count()
+    a, b = leaf(numbers(3)), leaf(numbers(3, seed=1))
+    y = remat(lambda a, b: Sine.apply(b if next(runs) else a))(a, b)
+    with pytest.raises(CheckpointError, match="does not depend on tensor 1 of the 2 in its arguments"):
+        y.sum().backward()

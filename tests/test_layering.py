@@ -21,7 +21,7 @@ LAYERS = [
     {"_dispatch_mode", "_memory", "_ops", "_saved"},
     {"_effects", "_graph", "_closure", "_holder", "_signature"},
     {"_nested_mode", "_tree", "_places", "_labels", "_sealed"},
-    {"_tail", "_unread"},
+    {"_tail"},
     {"_names"},
     {"policies", "random", "debug", "_offload"},
     {"_context", "_static"},

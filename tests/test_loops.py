@@ -604,6 +604,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         r"tensor without dimensions",
     ),
+    "no condition": (lambda: remat.while_loop(lambda c: None, torch.sin, C), TypeError, r"dimensions; got None"),
     "number in a batch": (
         lambda: vmap(lambda x: remat.while_loop(lambda v: v[0] < 3, lambda v: (v[0] + 1, v[1] + 1), (x, 0)))(C),
         TypeError,

@@ -89,7 +89,7 @@ class Watched:
             results = [t for t in tensors(out) if internals.nodes_of(t)]
             if is_rerunning() or not results:
                 return
-            operands = largest_views(map(internals.innermost, call.held()))
+            operands = largest_views(map(internals.innermost, call.operands.still_there()))
             kept = {} if call.tape is None else call.tape.held()
             drops = sum(s.nbytes() for s in saved.difference(operands, kept))
             if self._log_tables:

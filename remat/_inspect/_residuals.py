@@ -138,9 +138,8 @@ def saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> li
     views = largest_views(tensors_behind(nodes))
     outside = {storage: t for storage, t in views.items() if storage not in origins.made}
     residuals = outside_residuals(fun, args, kwargs, outside, origins.read, here)
-    unread = {t.untyped_storage() for node in nodes if hasattr(node, "link") for t in node.link.unread.values()}
     for storage, origin in origins.made.items():
-        if storage.nbytes() and storage not in unread:
+        if storage.nbytes():
             held = views.get(storage, origin)
             residuals.append(residual_of(held.shape, held.dtype, storage, origin.why, origin.where))
     return residuals

@@ -215,10 +215,10 @@ def while_loop(
     def condition(carry: Any) -> tuple[Tensor | None, bool]:
         """Whether the condition holds for any element, with the elements it holds for. None: no vmap maps over it."""
         holds = cond_fun(carry)
+        if holds is None or (isinstance(holds, Tensor) and holds.shape):
+            raise TypeError(f"{who}: cond_fun must return a bool or a tensor without dimensions; got {shown(holds)}.")
         if not isinstance(holds, Tensor):
             return None, bool(holds)
-        if holds.shape:
-            raise TypeError(f"{who}: cond_fun must return a bool or a tensor without dimensions; got {shown(holds)}.")
         with internals.DisableTorchFunction():  # the loop asks, not the user's function
             every = internals.innermost(holds)
             is_batched, goes_on = every.dim() > 0, bool(every.any())
