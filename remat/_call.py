@@ -192,12 +192,6 @@ class Call:
             except Stranger as stranger:
                 self.operands.add_stranger(stranger, look, self.since)
 
-    def pass_on(self, computed: Sequence[Any], attached: Sequence[Any]) -> None:
-        """Tell the outer run that it gets the results with their derivative, in place of those that were computed."""
-        for before, after in zip(computed, attached, strict=True):
-            if before is not after and self._look.outer is not None:
-                self._look.outer.labels.replace(before, after)
-
     def remembered(self, outer: Look) -> Remembered | None:
         """The record with which a rerun of the outer function can skip this call. None if the call must run there."""
         if self._result is None or self.random is not None or self.tape is not None or self._drew_from is not None:

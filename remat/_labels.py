@@ -135,11 +135,12 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
             self.note_plain(out, label, begun)
         return True
 
-    def replace(self, before: Tensor, after: Tensor) -> None:
-        """A nested call returns one tensor in place of another: its derivative is attached."""
-        plain = self.plain.get(id(before))
-        if plain is not None and plain.ref() is before:
-            self.note_plain(after, plain.label, internals.version(after) - internals.version(before) + plain.begun)
+    def replace(self, values: Iterable[Tensor], attached: Iterable[Tensor]) -> None:
+        """A nested call returns its results with a derivative attached. Some may have tangents only."""
+        for before, after in zip(values, attached, strict=True):
+            plain = self.plain.get(id(before))
+            if plain is not None and plain.ref() is before:
+                self.note_plain(after, plain.label, internals.version(after) - internals.version(before) + plain.begun)
 
     def adopt(self, inner: Labels, outside: Container[int]) -> None:
         """Take over the living tensors that a nested run has made, all but those from `outside` of it."""

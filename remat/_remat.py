@@ -162,13 +162,13 @@ def _with_derivative(call: Call, out: Any, outer: Look | None) -> Any:
         results = call.results_of(out)
         if not results.tensors:
             return out
-        computed = [*results.leaves]
         attached = call.attach(results, functools.partial(attach, Derived(call, call, call.since)))
         values = results.tensors
         if attached is not values:
             attached = [of_kind(type(v), a) for v, a in zip(values, attached, strict=True)]
+            if outer is not None:
+                outer.labels.replace(values, attached)
             out = results.replaced(attached)
-        call.pass_on(computed, results.leaves)
         values.clear()
         return out
 

@@ -19,7 +19,7 @@ import numpy as np
 import optree
 import pytest
 import torch
-from helpers import UNIT, CountOps, activation, assert_same, leaf, numbers, plain, with_constants
+from helpers import UNIT, CountOps, ReadsTwice, activation, assert_same, leaf, numbers, plain, with_constants
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed._tools.mod_tracker import ModTracker
@@ -999,22 +999,10 @@ def test_an_auxiliary_loss_on_an_attribute_that_is_differentiated_after_a_rerun(
         block.aux.backward()
 
 
-class Sine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return g * x.cos()
-
-
 def test_a_rerun_calls_an_autograd_function_with_another_argument() -> None:
     """No torch-function mode sees that call: the graph shows it."""
     runs = itertools.count()
     a, b = leaf(numbers(3)), leaf(numbers(3, seed=1))
-    y = remat(lambda a, b: Sine.apply(b if next(runs) else a))(a, b)
+    y = remat(lambda a, b: ReadsTwice.apply(b if next(runs) else a))(a, b)
     with pytest.raises(CheckpointError, match="does not depend on tensor 1 of the 2 in its arguments"):
         y.sum().backward()
