@@ -363,7 +363,8 @@ class Call:
         plan.alive.clear()
         reached = self._reached | self._ambiguous
         of_each = zip(self.operands.originals, self.operands.positions, inputs, strict=True)
-        self.fill = [(place, t) for o, i, t in of_each if i in reached or not t.requires_grad for place in o.places]
+        stays = [(o, t) for o, i, t in of_each if i in reached or not (t.requires_grad or o.written)]
+        self.fill = [(place, t) for o, t in stays for place in o.places]
         look.finish()
         leaves, _ = _tree.flatten(out)
         found = []

@@ -518,6 +518,30 @@ def test_a_backward_that_differentiates_a_module(around: Decorator, hooked: bool
     assert_same(*results)
 
 
+class CountsBackwards(torch.autograd.Function):
+    """The identity. Its backward writes to a buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, norm: nn.BatchNorm1d, x: Tensor) -> Tensor:
+        ctx.norm = norm
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        ctx.norm.num_batches_tracked.add_(10)
+        return None, g
+
+
+def test_a_backward_that_writes_to_a_buffer() -> None:
+    """The forward writes to it too, so reruns work on a copy. That is in place only while the function runs."""
+    counts = []
+    for ck in (remat, plain):
+        norm = nn.BatchNorm1d(3).double()
+        ck(lambda x, norm=norm: CountsBackwards.apply(norm, norm(x)).sin())(leaf(numbers(4, 3))).sum().backward()
+        counts.append(norm.num_batches_tracked.item())
+    assert counts == [11, 11]
+
+
 @pytest.mark.parametrize("around", AROUND_ADJOINT.values(), ids=AROUND_ADJOINT)
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_backward_that_accumulates_into_parameters(around: Decorator, hooked: bool) -> None:
