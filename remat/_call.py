@@ -330,6 +330,8 @@ class Call:
         """
         if not self._was_differentiating:
             return False
+        if self.operands.reads_inference:  # below all transforms, autograd can't save it
+            return True
         return self.random is not None or self.tape is not None or bool(self.hooked) or self.signature.has_custom
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:

@@ -136,12 +136,13 @@ class Operands:
     - `given`, `held`: how many of the originals are arguments; how many are arguments or in cells.
     - `objects`: where to search for captured tensors: the objects in reach of the function.
     - `stands_in`: whether the call is skipped: see `Call.stand_in`.
+    - `reads_inference`: whether it reads a tensor from outside that was made in inference mode.
     - `known_places`: by identity, places that are known from the forward of an outer function.
     - `survivors`: tensors that the forward made without a derivative and read, and that are still alive.
     """
 
     given = held = 0
-    stands_in = False
+    stands_in = reads_inference = False
     objects: Sequence[Any] = ()
 
     def __init__(self, name: str) -> None:
@@ -194,6 +195,9 @@ class Operands:
                 self.originals[i].label = read.label
                 self.originals[i].also = [*map(weakref.ref, look.others_for(read))]
         self.constants += [(weakref.ref(r.tensor), r.version, r.label) for r in constants.values()]
+        self.reads_inference = any(
+            t.is_inference() for ref, *_ in (*self.constants, *self.cell_constants) if (t := ref()) is not None
+        )
 
     def _note_cells(self, look: Look) -> None:
         for tensor, version in self.in_cells:

@@ -19,7 +19,18 @@ import numpy as np
 import optree
 import pytest
 import torch
-from helpers import UNIT, CountOps, ReadsTwice, activation, assert_same, leaf, numbers, plain, with_constants
+from helpers import (
+    TRANSFORMS,
+    UNIT,
+    CountOps,
+    ReadsTwice,
+    activation,
+    assert_same,
+    leaf,
+    numbers,
+    plain,
+    with_constants,
+)
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed._tools.mod_tracker import ModTracker
@@ -1006,3 +1017,22 @@ def test_a_rerun_calls_an_autograd_function_with_another_argument() -> None:
     y = remat(lambda a, b: ReadsTwice.apply(b if next(runs) else a))(a, b)
     with pytest.raises(CheckpointError, match="does not depend on tensor 1 of the 2 in its arguments"):
         y.sum().backward()
+
+
+with torch.inference_mode():
+    TABLE = numbers(3)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap(grad)", "hessian", "grad(grad)"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("in_a_cell", [False, True])
+def test_a_table_made_in_inference_mode(in_a_cell: bool, nested: bool, transform: str) -> None:
+    """Autograd can't save it. Under a transform, it saves the wrapper."""
+
+    def fun(x: Tensor, ck: Decorator) -> Tensor:
+        table = TABLE
+        inner = ck((lambda x: (x * table).sin()) if in_a_cell else (lambda x: (x * TABLE).sin()))
+        return ck(lambda x: inner(x.cos()).sin())(x) if nested else inner(x)
+
+    results = [TRANSFORMS[transform](functools.partial(fun, ck=ck), numbers(3, seed=1)) for ck in (remat, plain)]
+    assert_same(*results)
