@@ -74,7 +74,8 @@ def _plain_in(arg: Any) -> str:
     """The numbers, flags and names in an argument of a call: a step, the bounds of a slice, dimensions in a list."""
     kind = arg.__class__
     if kind is slice:
-        return ":".join(map(_plain_in, (arg.start, arg.stop, arg.step)))
+        bounds = (arg.start, arg.stop, arg.step)
+        return ":".join([_plain_in(b.item() if type(b) is Tensor else b) for b in bounds])  # C++ reads them, unseen
     if kind_of(kind) is PLAIN:
         return repr(arg)  # -1 and -2 have the same hash, and NaN differs from itself
     return f"[{','.join(map(_plain_in, arg))}]" if kind is list or kind is tuple else ""

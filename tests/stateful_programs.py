@@ -22,6 +22,7 @@ class Stateful(nn.Module):
         self.grid = [[numbers(3, seed=5 + 2 * i + j) for j in range(2)] for i in range(2)]
         self.holder = SimpleNamespace(h=numbers(3, seed=9))
         self.flags: dict[str, Any] = {}
+        self.bounds = [torch.tensor(i) for i in range(9)]
         self.pair: Any = None
         self.kept: Any = ([numbers(3, seed=10)], {"n": 1})
 
@@ -76,6 +77,12 @@ def replace_item(m: Any, x: Tensor) -> Tensor:
 def change_item(m: Any, x: Tensor) -> Tensor:
     m.named["mean"] += 1
     return x.sin() * (m.named["mean"] + 1)
+
+
+def bounds_of_a_slice(m: Any, x: Tensor) -> Tensor:
+    begin, end, *_ = m.bounds
+    m.bounds = m.bounds[1:]
+    return x.sin() * torch.arange(1.0, 9.0, dtype=x.dtype)[begin:end]
 
 
 def append(m: Any, x: Tensor) -> Tensor:
@@ -281,6 +288,7 @@ IN_PLACE = [
 REPLACED = [
     replace_buffer,
     replace_item,
+    bounds_of_a_slice,
     append,
     a_new_key,
     a_pair_in_a_dict,
