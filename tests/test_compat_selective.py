@@ -711,6 +711,7 @@ def test_numbers_that_the_rerun_need_not_compute_count() -> None:
 KEEPING = [policies.save_ops("addmm"), policies.everything_saveable, policies.offload_ops("addmm", "tanh"), None]
 
 
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")  # torch's own (2.14)
 @pytest.mark.parametrize(
     ("around", "inner"),  # torch's own contexts see the copies that are offloaded
     [(a, p) for a in ("remat.compat", "debug", "torch", "remat") for p in KEEPING if (a, p) != ("torch", KEEPING[2])],
