@@ -59,11 +59,8 @@ class Variables:
     def __init__(self) -> None:
         self._context = context = contextvars.copy_context()
         self._left_out = [variable for variable, value in context.items() if isinstance(value, _MUTABLE)]
-        if self._left_out:
-            self._context = contextvars.Context()
-            for variable, value in context.items():
-                if variable not in self._left_out:
-                    self._context.run(variable.set, value)
+        for variable in self._left_out:
+            context.run(variable.set, None)
 
     def run(self, fun: Callable[..., T], *args: Any) -> T:
         """Call a function with them."""
@@ -71,7 +68,17 @@ class Variables:
         for variable in self._left_out:
             if variable in now:
                 context.run(variable.set, now[variable])
+            else:
+                context = _without(variable, context)
         return context.run(fun, *args)
+
+
+def _without(variable: contextvars.ContextVar[Any], context: contextvars.Context) -> contextvars.Context:
+    new = contextvars.Context()
+    for other, value in context.items():
+        if other is not variable:
+            new.run(other.set, value)
+    return new
 
 
 class Ambient(NamedTuple):

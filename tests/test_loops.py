@@ -1,11 +1,12 @@
 """Loops: the same values and derivatives as the loop written out, exact counts of runs, memory, errors."""
 
+import contextvars
 import functools
 import gc
 import itertools
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import comb
 from typing import Any
 
@@ -467,8 +468,18 @@ def test_python_objects_do_not_grow_with_the_steps(no_gc: None) -> None:
     assert objects(20) - 200 < objects(60) < objects(20) + 200
 
 
+@pytest.fixture
+def many_variables() -> Iterator[None]:
+    """Hundreds of context variables, as torch's compiler has them, one with a list."""
+    variables = [contextvars.ContextVar[Any](f"v{i}") for i in range(500)]
+    tokens = [variable.set([] if i == 0 else i) for i, variable in enumerate(variables)]
+    yield
+    for variable, token in zip(variables, tokens, strict=True):
+        variable.reset(token)
+
+
 @pytest.mark.parametrize(("n", "k"), [(60, 6), (400, 6), (120, 14), (600, 14)])
-def test_python_objects_at_the_peak_grow_with_the_checkpoints_only(n: int, k: int) -> None:
+def test_python_objects_at_the_peak_grow_with_the_checkpoints_only(n: int, k: int, many_variables: None) -> None:
     scale = torch.tensor(1.01, requires_grad=True)
     runs = itertools.count()
     found = []
