@@ -74,6 +74,7 @@ class Variables:
 
 
 def _without(variable: contextvars.ContextVar[Any], context: contextvars.Context) -> contextvars.Context:
+    """A copy of a context in which one variable is not set. No context lets go of a variable."""
     new = contextvars.Context()
     for other, value in context.items():
         if other is not variable:

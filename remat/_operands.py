@@ -136,13 +136,12 @@ class Operands:
     - `given`, `held`: how many of the originals are arguments; how many are arguments or in cells.
     - `objects`: where to search for captured tensors: the objects in reach of the function.
     - `stands_in`: whether the call is skipped: see `Call.stand_in`.
-    - `reads_inference`: whether it reads a tensor from outside that was made in inference mode.
     - `known_places`: by identity, places that are known from the forward of an outer function.
     - `survivors`: tensors that the forward made without a derivative and read, and that are still alive.
     """
 
     given = held = 0
-    stands_in = reads_inference = False
+    stands_in = False
     objects: Sequence[Any] = ()
 
     def __init__(self, name: str) -> None:
@@ -195,9 +194,6 @@ class Operands:
                 self.originals[i].label = read.label
                 self.originals[i].also = [*map(weakref.ref, look.others_for(read))]
         self.constants += [(weakref.ref(r.tensor), r.version, r.label) for r in constants.values()]
-        self.reads_inference = any(
-            t.is_inference() for ref, *_ in (*self.constants, *self.cell_constants) if (t := ref()) is not None
-        )
 
     def _note_cells(self, look: Look) -> None:
         for tensor, version in self.in_cells:
@@ -388,6 +384,12 @@ class Operands:
         refs = [original.ref for original in self.originals] + [ref for ref, *_ in self.constants]
         refs += [ref for ref, *_ in self.cell_constants]
         return [t for ref in refs if (t := ref()) is not None]
+
+    @property
+    def reads_inference(self) -> bool:
+        """Whether reruns read a tensor that was made in inference mode, besides operands."""
+        constants = (ref() for ref, *_ in (*self.constants, *self.cell_constants))
+        return any(t.is_inference() for t in constants if t is not None)
 
     def let_go(self, look: Look, reached: set[int]) -> None:
         """Called after the derivative is attached, when the forward's graph is freed. Notes which tensors are alive.
