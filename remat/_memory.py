@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
 
@@ -24,7 +25,8 @@ def sharing_memory(values: list[Tensor], others: list[Tensor]) -> set[int]:
 def memory_of(tensor: Tensor) -> int:
     """What tells the memory of the plain tensor below all transforms from that of others, while it is there."""
     plain = internals.innermost(tensor)
-    return plain.untyped_storage()._cdata if plain.layout == torch.strided else id(plain)
+    has_storage = plain.layout == torch.strided and not is_lazy(plain)
+    return plain.untyped_storage()._cdata if has_storage else id(plain)
 
 
 def two_that_share_memory(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:

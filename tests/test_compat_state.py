@@ -1,5 +1,6 @@
 """What a checkpointed function changes, assigns and reads besides its arguments: gradients, memory, messages."""
 
+import copy
 import functools
 import gc
 import itertools
@@ -672,6 +673,51 @@ def test_a_lazy_layer(variant: str) -> None:
         x = leaf(numbers(2, 3))
         checkpoint(module, x).sum().backward()
         return x.grad, module[0].weight.grad
+
+    right(run, VARIANTS[variant][1])
+
+
+def of_a_copy(layer: nn.Linear) -> nn.Linear:
+    layer = copy.deepcopy(layer)
+    nn.init.normal_(layer.weight)
+    return layer
+
+
+def of_zeros_that_change(layer: nn.Linear) -> nn.Linear:
+    layer = nn.Linear(3, 3, dtype=torch.float64)
+    layer.weight = nn.Parameter(torch.zeros_like(layer.weight))
+    layer.weight.data += 0.5
+    return layer
+
+
+FIRST_USE: dict[str, Callable[[nn.Linear], nn.Linear]] = {
+    "a new layer": lambda _: nn.Linear(3, 3, dtype=torch.float64),
+    "a copy of a layer": of_a_copy,
+    "zeros that change": of_zeros_that_change,
+}
+
+
+@both_variants
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("make", FIRST_USE.values(), ids=FIRST_USE)
+def test_a_layer_that_is_made_on_first_use(make: Any, depth: int, variant: str) -> None:
+    """Its rerun reads the weights as they are. The memory before the initialisation holds anything."""
+    other = nn.Linear(3, 3, dtype=torch.float64)
+
+    class Late(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "layer"):
+                self.layer = make(other)
+            return (self.layer(x) * x).tanh()
+
+    def run(checkpoint: Any) -> Any:
+        torch.manual_seed(0)
+        module, x = Late(), leaf(numbers(2, 3))
+        call = functools.partial(checkpoint, module)
+        for _ in range(depth - 1):
+            call = functools.partial(checkpoint, call)
+        call(x).sum().backward()
+        return x.grad, module.layer.weight.grad
 
     right(run, VARIANTS[variant][1])
 

@@ -75,6 +75,8 @@ class CheckpointLook(Look):
     def begin(self, outer: Look | None) -> None:
         self._known: set[int] = set()
         """The identities of the tensors that it was given, has read or has made."""
+        self._own_memory: set[int] = set()
+        """The memory that it has made. No call shows who makes a parameter, of a module that is made on first use."""
         super().begin(outer)
         # Whether no tensor has a stand-in, and FSDP2 gathers none.
         self._is_alone = outer is None and not self.is_rerun and not internals.uses_fully_shard()
@@ -82,6 +84,8 @@ class CheckpointLook(Look):
     def adopt(self, inner: Look) -> None:
         super().adopt(inner)
         self._known |= self.labels.keys() | self.labels.plain.keys()
+        if isinstance(inner, CheckpointLook):
+            self._own_memory |= inner._own_memory
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # It does less than `Look`: to compare calls would take half of the time.
@@ -117,6 +121,8 @@ class CheckpointLook(Look):
         self.call = None
         if type(out) is Tensor and not internals.is_wrapper(out):
             self._add_own(out)
+            if not (out.requires_grad or self.is_rerun):
+                self._own_memory |= {memory_of(out)}.difference(map(memory_of, tensors_in((args, kwargs))))
         elif kind_of(out.__class__) is HOLDER:
             with internals.DisableTorchFunction():
                 self.add_results(func, out)
@@ -133,6 +139,8 @@ class CheckpointLook(Look):
     def before_write(self, written: Tensor) -> None:
         if self.is_rerun or id(written) in self._was_lazy or internals.fully_shard_at_work():
             return  # the rerun writes to copies; what FSDP2's hooks write, they write again
+        if memory_of(written) in self._own_memory:
+            return
         super().before_write(written)
 
     def _set_data(self, tensor: Tensor, data: Tensor) -> None:
