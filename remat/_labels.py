@@ -22,8 +22,6 @@ from remat._effects import tensors_in
 kept: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 """By identity, living tensors that runs made without a derivative. Reruns of other calls must not read them."""
 
-_NESTED = 1 << 40  # tells the labels of an outer run from those of a nested one
-
 
 class Read(NamedTuple):
     """A tensor that a run was given or has read from outside, at the first read."""
@@ -91,7 +89,7 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
         if not is_new and (id(out) in self or internals.is_wrapper(out)) and self.returns(out):
             return
         ref = weakref.ref(out)
-        self[id(out)] = ref, -2 * position - 2  # as `of_result` says
+        self[id(out)] = ref, -4 * position - 4  # as `of_result` says
         self.results.append(ref)
 
     def has(self, tensor: Tensor) -> bool:
@@ -144,7 +142,8 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
 
     def adopt(self, inner: Labels, outside: Container[int]) -> None:
         """Take over the living tensors that a nested run has made, all but those from `outside` of it."""
-        self.update((key, entry) for key, entry in inner.items() if key not in outside and entry[0]() is not None)
+        made = ((key, entry) for key, entry in inner.items() if key not in outside and entry[0]() is not None)
+        self.update((key, (ref, _out_of_nested(label))) for key, (ref, label) in made)
         self.plain.update((key, plain) for key, plain in inner.plain.items() if plain.ref() is not None)
         self._read_at.update((key, version) for key, version in inner._read_at.items() if key in self.plain)
 
@@ -167,17 +166,22 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
 
 def of_outside(number: int) -> int:
     """The label of the tensor from outside with this number."""
-    return 2 * number
+    return 4 * number
 
 
 def of_result(position: int, i: int = 0) -> int:
     """The label of a differentiated result of the call at this position."""
-    return -2 * (position + 1) if i == 0 else hash((position, i)) & ~1
+    return -4 * (position + 1) if i == 0 else 4 * hash((position, i))
 
 
 def in_nested(label: int | None) -> int | None:
     """The label of a tensor in a nested run. If calls tell what computed it, the label is odd, and the same there."""
-    return label if label is None or label & 1 else hash((_NESTED, label)) & ~1
+    return label if label is None or label & 1 else 4 * label + 2
+
+
+def _out_of_nested(label: int | None) -> int | None:
+    """The label in the run around a nested one of what that has read from outside, and perhaps wrapped."""
+    return label // 4 if label is not None and label & 3 == 2 else label
 
 
 def together(labels: Iterable[int | None]) -> int | None:

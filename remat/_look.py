@@ -357,8 +357,9 @@ class Look(NestedMode):
         for i, t in enumerate(found):
             requires_grad = internals.requires_grad_at_any_level(t)
             differentiated |= requires_grad
-            if id(t) in self._swaps or self._is_from_outside(t):
-                continue  # a call returned it unchanged: its layers are not the run's
+            if id(t) in self._swaps or self.is_given_back(t):
+                self.labels.returns(t)
+                continue
             if not requires_grad:
                 inside = internals.layers_up_to(t, self.depth)
                 if not self.labels.returns(inside[0]):
@@ -372,6 +373,10 @@ class Look(NestedMode):
             self._note(func, shapes, given)
         elif listed and effects is not None and effects.writes and not self._is_in_jvp():
             self._note_write(func, call)
+
+    def is_given_back(self, result: Tensor) -> bool:
+        """Whether a call returned a tensor from outside unchanged, perhaps wrapped by a transform around the run."""
+        return any(map(self._is_from_outside, internals.layers(result)))
 
     def _is_from_outside(self, tensor: Tensor) -> bool:
         """Whether the run has read this tensor from outside, or in the place of one from outside."""

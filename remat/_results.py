@@ -34,7 +34,7 @@ def results_of(out: Any, look: Look, operands: Sequence[Tensor], since: int) -> 
 
     def is_computed(result: Tensor) -> bool:
         """Outside tensors, and views of them, keep their own graph: that of a view keeps only the tensor alive."""
-        if id(result) in look.outside:
+        if look.is_given_back(result):
             return False
         if not is_made_since(result, since) and not (internals.forward_ad_active() and look.has_made(result)):
             return False

@@ -633,6 +633,28 @@ def test_what_an_inner_transform_wraps_without_a_derivative(name: str, make: Any
     assert_same(TRANSFORMS[name](make(remat), x), TRANSFORMS[name](make(plain), x))
 
 
+GIVES_BACK: dict[str, Callable[[Tensor], Tensor]] = {"to": lambda t: t.to(t.dtype), "mT": lambda t: t.mT}
+"""Each returns the tensor itself in the forward. In a rerun, which has other levels, it may return a new wrapper."""
+
+
+@pytest.mark.filterwarnings("ignore:Tensor.mT is deprecated on 0-D tensors")
+@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize("name", GIVES_BACK)
+def test_a_nested_call_gives_back_what_it_reads(name: str, differentiated: bool) -> None:
+    def run(make: Any) -> Any:
+        x, w = numbers(3), numbers(1, seed=1).sum().requires_grad_(differentiated)
+
+        def product(x: Tensor, w: Tensor) -> Tensor:
+            return (x * make(lambda: GIVES_BACK[name](w))()).tanh()
+
+        if not differentiated:
+            return jvp(lambda x: jacrev(make(product))(x, w), (x,), (x,))
+        out = jvp(jacrev(lambda x: make(lambda: product(x, w))()), (x,), (x,))
+        return torch.autograd.grad(sum(t.sin().sum() for t in out), w)
+
+    assert_same(run(remat), run(plain))
+
+
 def test_a_gradient_that_no_vmap_around_it_maps() -> None:
     def derivative(w: Tensor, ck: Any) -> Tensor:
         inner = ck(torch.tanh)
