@@ -104,10 +104,15 @@ class Link:
         """How often operands had been written to. Below all transforms, autograd checks that itself."""
 
 
-def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[Batch]) -> Derived:
+def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], records: bool, batches: Sequence[Batch]) -> Derived:
     """(operands, cotangents of `outs`) -> gradients of the operands at `wrt`, None where there is no path.
 
-    The cotangents may be batched, several times, outermost first. Then so are the gradients, at dimension 0.
+    **Arguments:**
+
+    - `records`: whether the backward pass is recorded. In `no_grad`, that of `torch.func.grad` is, but one level down
+        the mode is off.
+    - `batches`: how the cotangents are batched, perhaps several times, outermost first. Then so are the gradients, at
+        dimension 0.
     """
     fn, call, level, leaves = link.fn, link.fn.call, link.level, link.leaves
 
@@ -116,7 +121,9 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[B
         call.level = level
         hands_on = call.hands_on and not batches
         is_read, record = any(map(_requires_grad, args)), torch.is_grad_enabled()
-        at_base = _may_run_at_base(call, operands, cotangents)
+        # Some of torch's formulas give tangents only if they are recorded: `slogdet` reads a saved `LU`.
+        records_above = records and not record and internals.forward_ad_active()
+        at_base = _may_run_at_base(call, operands, cotangents) and not records_above
         if at_base and record and is_read and call.random is None:
             # A leaf that the rerun makes would make results require grad that should not.
             at_base = all(operands[i].requires_grad or i in link.cut for i in leaves)
@@ -126,10 +133,12 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[B
         def gradients(edges: list[GradientEdge], inputs: list[Tensor], keep: bool) -> list[Any]:
             targets = [inputs[i] for i in wrt]
             with still_filled(call.fill):
-                return _batched(lambda c: internals.run_backward(edges, targets, c, keep, record), cotangents, batches)
+                recorded = record or records_above
+                return _batched(
+                    lambda c: internals.run_backward(edges, targets, c, keep, recorded), cotangents, batches
+                )
 
         if at_base:
-            # Some of torch's formulas give tangents only if they are recorded: `slogdet` reads a saved `LU`.
             record = record and (is_read or internals.forward_ad_active())
             # Faster than a functorch level, and an autograd.Function needs no functorch support.
             with internals.no_transforms(), torch.enable_grad():
@@ -141,7 +150,7 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], batches: Sequence[B
             with internals.grad_level() as lift:
                 inputs = [lift(t) if i in leaves else t for i, t in enumerate(operands)]
                 edges = _rerun(fn, inputs, outs, hands_on)
-                if call.signature.has_custom:  # its backward may begin levels of its own, above this one
+                if records_above or call.signature.has_custom:  # whose backward may begin levels above this one
                     found = gradients(edges, inputs, False)
                     return [None if g is None else internals.unwrap_grad(g, internals.stack_depth()) for g in found]
         # At the base, the graph of a recorded backward leads into the rerun's graph, which is then kept.
@@ -270,6 +279,21 @@ def jvp(fn: Derived, moving: Sequence[int], outs: Sequence[int]) -> Derived:
 
 def _below(tensor: Tensor, level: int | None) -> Tensor:
     return tensor if level is None else internals.unwrap_grad(tensor, level)
+
+
+def under_grad(fn: Derived, leaves: Collection[int]) -> Derived:
+    """`fn` under a `grad` level that differentiates the operands at `leaves`, as in the forward.
+
+    Elsewhere a function may run other ops: if it asks for `requires_grad`, as attention does with its mask.
+    """
+
+    def differentiated(*operands: Tensor) -> list[Any]:
+        with internals.grad_level() as lift:
+            level = internals.stack_depth()
+            values = fn.run(*(lift(t) if i in leaves else t for i, t in enumerate(operands)))
+            return [internals.unwrap_grad(v, level) for v in values]
+
+    return fn.then(differentiated, is_whole=True)
 
 
 def vmap(fn: Derived, in_dims: Sequence[int | None], batched: Sequence[bool], size: int, randomness: str) -> Derived:

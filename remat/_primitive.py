@@ -26,7 +26,20 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from remat import _torch_internals as internals
-from remat._derived import HOOKED, Batch, Derived, Link, at_front, functionalize, jvp, make_dual, pick, vjp, vmap
+from remat._derived import (
+    HOOKED,
+    Batch,
+    Derived,
+    Link,
+    at_front,
+    functionalize,
+    jvp,
+    make_dual,
+    pick,
+    under_grad,
+    vjp,
+    vmap,
+)
 from remat._errors import CheckpointError, RematError
 from remat._memory import sharing_memory
 from remat._nested_mode import unseen
@@ -101,7 +114,8 @@ class RematNode(internals.SingleLevelFunction):
         wrt = [i for i, n in enumerate(needed) if n]
         if given and wrt:  # else a later node cut the graph, and this node may be freed
             operands = _saved(ctx)
-            pullback = functools.partial(vjp, ctx.link, wrt, [ctx.link.outs[i] for i in given])
+            outs, records = [ctx.link.outs[i] for i in given], torch.is_grad_enabled()
+            pullback = functools.partial(vjp, ctx.link, wrt, outs, records)
             found = _gradients(ctx.link, pullback, operands, [unseal(cotangents[i]) for i in given])
             grads = _replace(grads, wrt, found)
         if not internals.graph_is_retained():
@@ -246,10 +260,14 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
 
 def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
     level = top.level
-    inner = below = [internals.unwrap_grad(v, level) for v in values]
+    lower, inner = fn, (below := [internals.unwrap_grad(v, level) for v in values])
     if _is_differentiated(below):
         with top.lower():
-            inner = attach(fn, below, [internals.unwrap_grad(t, level) for t in operands])
+            leaves = [i for i, t in enumerate(operands) if t.requires_grad]
+            next_top = internals.top_transform()
+            if leaves and next_top is not None and next_top.kind is not internals.TransformType.Grad:
+                lower = under_grad(fn, leaves)
+            inner = attach(lower, below, [internals.unwrap_grad(t, level) for t in operands])
     outs = [i for i, v in enumerate(values) if v.requires_grad and v is not below[i]]
     if inner is below and not outs:
         return values

@@ -632,6 +632,16 @@ def test_errors(error: str) -> None:
     assert re.search(message, str(caught.value), re.DOTALL), caught.value
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_y_has_memory_of_its_own(steps: int) -> None:
+    captured, xs = torch.ones(2), torch.ones(steps, 2)
+    carry, ys = remat.scan(lambda h, x: (h + x, (h + x, x, captured)), torch.zeros(2), xs)
+    before = carry.clone()
+    for y in ys:
+        y.fill_(7)
+    assert_same((carry, xs, captured), (before, torch.ones(steps, 2), torch.ones(2)))
+
+
 def test_no_steps() -> None:
     calls = []
 

@@ -1,5 +1,6 @@
 """A remat'd function is the plain one, in value and derivative, under every nest of transforms."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -618,6 +619,36 @@ def test_make_fx_with_a_captured_parameter() -> None:
     assert_same(traced(remat), traced(plain))
 
 
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "solve": lambda x: torch.linalg.solve(x, torch.eye(3, dtype=x.dtype)),
+    "slogdet": lambda x: torch.linalg.slogdet(x)[1],
+    "det": torch.linalg.det,
+    "group_norm": lambda x: F.group_norm(x, 1),
+}
+"""Their formulas for the gradient compute other tangents if grad mode is off."""
+
+
+@pytest.mark.parametrize("policy", [None, policies.everything_saveable])
+@pytest.mark.parametrize("around", IN_NO_GRAD)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_forward_over_reverse_in_no_grad(name: str, around: Any, policy: Any) -> None:
+    x = numbers(3, 3) + 2 * torch.eye(3, dtype=torch.float64)
+
+    def run(ck: Decorator, transform: Any) -> Any:
+        gradient = grad(loss(lambda w: ck(FORMULAS[name])(w).sin()))
+        given = x.clone().requires_grad_()
+        with around():
+            return transform(gradient)(given)
+
+    with_policy = functools.partial(remat, policy=policy)
+    for transform in (
+        lambda f: lambda x: jvp(f, (x,), (x.cos(),)),
+        lambda f: lambda x: vmap(lambda v: jvp(f, (x,), (v,)))(torch.stack([x, x.cos()])),
+        lambda f: lambda x: jvp(torch.no_grad()(f), (x,), (x.cos(),)),
+    ):
+        assert_same(run(with_policy, transform), run(plain, transform))
+
+
 def test_a_pullback_is_called_after_no_grad() -> None:
     def pulled(ck: Any) -> Any:
         with torch.no_grad():
@@ -728,6 +759,38 @@ def test_derivatives_inside_of_what_is_not_computed_there(kind: str, captured: b
         return TRANSFORMS[transform](fun, numbers(3))
 
     assert_same(run(remat), run(plain))
+
+
+ASKS_FOR_REQUIRES_GRAD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "autograd.grad": lambda x, w: torch.autograd.grad((x * w).sin().sum(), x, create_graph=True)[0] * (x * w).cos(),
+    "attention with a mask": lambda x, w: F.scaled_dot_product_attention(
+        x[None, None], x[None, None], x[None, None], attn_mask=x * w
+    )[0, 0],
+    "column_stack": lambda x, w: torch.column_stack([x.sin(), w * x]),
+    "a flag": lambda x, w: (x * w).sin() if x.requires_grad else (x * w).cos(),
+}
+"""They run other ops where nothing requires grad, or raise an error."""
+
+
+@pytest.mark.parametrize("policy", [None, policies.everything_saveable])
+@pytest.mark.parametrize("inner", ["grad", "jvp(grad)"])
+@pytest.mark.parametrize("name", ASKS_FOR_REQUIRES_GRAD)
+def test_a_derivative_of_per_sample_gradients(name: str, inner: str, policy: Any) -> None:
+    """Its rerun has a level of `grad` above the `vmap`, as the forward."""
+    w, xs = numbers(3, 3, seed=1), numbers(2, 3, 3)
+
+    def penalties(ck: Decorator, xs: Tensor) -> Tensor:
+        gradient = grad(lambda x: ck(ASKS_FOR_REQUIRES_GRAD[name])(x, w).square().sum())
+        if inner == "grad":
+            return vmap(gradient)(xs)
+        return vmap(lambda x: jvp(gradient, (x,), (x.cos(),))[1])(xs)
+
+    def run(ck: Decorator) -> Any:
+        given = leaf(xs)
+        backward = torch.autograd.grad(penalties(ck, given).square().sum(), given)
+        return backward, grad(lambda xs: penalties(ck, xs).square().sum())(xs)
+
+    assert_same(run(functools.partial(remat, policy=policy)), run(plain))
 
 
 @pytest.mark.parametrize("kind", OF_OTHER_GRAPHS)

@@ -90,7 +90,7 @@ def _joined(who: str, parts: list[Any], reverse: bool) -> Any:
                 path = paths(spec, "y")[i]
                 raise TypeError(f"{who}: {path} is {said(one)} in one step, and {said(another)} in another.")
     rows = zip(*(others for others, _ in (flat[::-1] if reverse else flat)), strict=True)
-    return _tree.unflatten(spec, [row[0] if row[0] is None or len(row) == 1 else torch.cat(row) for row in rows])
+    return _tree.unflatten(spec, [None if row[0] is None else torch.cat(row) for row in rows])
 
 
 @contextlib.contextmanager
