@@ -68,7 +68,10 @@ _PRODUCTS = _named("linear matmul __matmul__ mm bmm addmm baddbmm conv1d conv2d 
 _SUMS = _named("add __add__ __radd__ sub __sub__ rsub __rsub__ view_as")
 _METADATA = _named("__len__ dim ndimension size numel nelement stride is_floating_point is_complex is_contiguous") | {
     getattr(Tensor, name).__get__
-    for name in ("device", "dtype", "is_cuda", "is_meta", "is_nested", "is_sparse", "layout", "ndim", "shape")
+    for name in (
+        *("device", "dtype", "grad_fn", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_sparse", "layout", "ndim"),
+        *("requires_grad", "retains_grad", "shape"),
+    )
 }
 _VIEWS = _named("""
     alias view reshape flatten unflatten transpose swapaxes permute movedim squeeze unsqueeze contiguous
@@ -85,7 +88,7 @@ class Effects:
         """The positions and names of the arguments that it may change in place."""
         self.draws = getattr(func, "__name__", "") in _RANDOM
         """It draws random numbers."""
-        self.sets_hook = func is Tensor.register_hook
+        self.sets_hook = func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
         self.retains_grad = func is Tensor.retain_grad
         self.moves_hooks = func == internals.MOVES_HOOKS
         """Autograd moves hooks to a new node with it, and holds a lock that reading `grad_fn` would wait for."""
@@ -110,6 +113,8 @@ class Effects:
         """It is a matrix product or a convolution."""
         self.is_metadata = func in _METADATA
         """It tells shape, dtype and the like."""
+        self.gives_alias = _is_view(func) or func in (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+        """It returns a tensor over the same memory."""
         self.operands = 2 if func in _SUMS else int(_is_view(func))
         """Of a sum 2, of a view 1: neither its derivative nor what the caller learns depends on the values of so many
         first arguments. The others must be numbers."""
@@ -177,9 +182,11 @@ def as_given(out: Any, written: Sequence[Tensor], effects: Effects, given: tuple
 
 
 def tensors_in(out: Any) -> list[Tensor]:
-    """The tensors that a torch call was given or returned, also in nested lists, tuples and dicts."""
+    """The tensors that a torch call was given or returned, also in nested lists, tuples, dicts and slices."""
     if isinstance(out, Tensor):
         return [out]
     if isinstance(out, (list, tuple)):
         return [t for x in out for t in tensors_in(x)]
+    if isinstance(out, slice):
+        return tensors_in((out.start, out.stop, out.step))
     return [t for x in out.values() for t in tensors_in(x)] if isinstance(out, dict) else []

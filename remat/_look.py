@@ -214,6 +214,8 @@ class Look(NestedMode):
         if isinstance(arg, (list, tuple)) and HOLDER in map(kind_of, {*map(type, arg)}):
             items = [*map(self._seen_in, arg)]
             return type(arg)(*items) if hasattr(arg, "_fields") else type(arg)(items)
+        if type(arg) is slice and tensors_in(arg):
+            return slice(*map(self._seen_in, (arg.start, arg.stop, arg.step)))
         if type(arg) is dict:
             return {k: self._seen_in(v) for k, v in arg.items()}
         if isinstance(arg, torch.Generator):

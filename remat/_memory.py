@@ -13,6 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 
 def sharing_memory(values: list[Tensor], others: list[Tensor]) -> set[int]:
     """The positions of the values that share their storage with another value, or with one of the others."""
@@ -25,6 +27,10 @@ def sharing_memory(values: list[Tensor], others: list[Tensor]) -> set[int]:
 def memory_of(tensor: Tensor) -> int:
     """What tells the memory of the plain tensor below all transforms from that of others, while it is there."""
     plain = internals.innermost(tensor)
+    if plain.layout == torch.sparse_coo:
+        plain = plain._values()
+    elif plain.layout in _COMPRESSED:
+        plain = plain.values()
     has_storage = plain.layout == torch.strided and not is_lazy(plain)
     return plain.untyped_storage()._cdata if has_storage else id(plain)
 

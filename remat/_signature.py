@@ -19,7 +19,7 @@ function made the level."""
 
 HOLDER, PLAIN, OTHER = "holder", "plain", "other"
 """Kinds of arguments: one that may hold tensors, or is a generator; one that belongs to the signature; another."""
-_HOLDERS = (Tensor, list, tuple, dict, torch.Generator)
+_HOLDERS = (Tensor, list, tuple, dict, slice, torch.Generator)
 _PLAIN = (numbers.Number, str, type(None))  # numbers of NumPy and of enums too
 _COMMON = (Tensor, Parameter, list, tuple, dict, slice, bool, int, float, complex, str, type(None), torch.dtype)
 
@@ -29,7 +29,7 @@ class _Kinds(dict[Any, str]):
 
     def __missing__(self, cls: Any) -> str:
         if cls is torch.Size or not issubclass(cls, _HOLDERS):
-            return PLAIN if cls is slice or issubclass(cls, _PLAIN) else OTHER
+            return PLAIN if issubclass(cls, _PLAIN) else OTHER
         return HOLDER
 
 
@@ -74,8 +74,7 @@ def _plain_in(arg: Any) -> str:
     """The numbers, flags and names in an argument of a call: a step, the bounds of a slice, dimensions in a list."""
     kind = arg.__class__
     if kind is slice:
-        bounds = (arg.start, arg.stop, arg.step)
-        return ":".join([_plain_in(b.item() if type(b) is Tensor else b) for b in bounds])  # C++ reads them, unseen
+        return ":".join(map(_plain_in, (arg.start, arg.stop, arg.step)))
     if kind_of(kind) is PLAIN:
         return repr(arg)  # -1 and -2 have the same hash, and NaN differs from itself
     return f"[{','.join(map(_plain_in, arg))}]" if kind is list or kind is tuple else ""

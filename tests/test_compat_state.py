@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -697,27 +698,209 @@ FIRST_USE: dict[str, Callable[[nn.Linear], nn.Linear]] = {
 }
 
 
-@both_variants
+FIRST_USE |= {
+    "memory that no call makes": lambda _: initialised(torch.Tensor(3, 3).double()),
+    "an array": lambda _: initialised(torch.from_numpy(np.zeros((3, 3)))),
+    "memory of a result": lambda layer: initialised(layer.weight * 2),
+    "data of another shape": lambda _: initialised(torch.zeros(1, dtype=torch.float64), torch.ones(3, 3).double()),
+}
+
+
+def initialised(memory: Tensor, data: Tensor | None = None) -> nn.Linear:
+    layer = nn.Linear(3, 3, dtype=torch.float64)
+    layer.weight = nn.Parameter(memory)
+    if data is not None:
+        layer.weight.data = data
+    nn.init.uniform_(layer.weight)
+    return layer
+
+
+class Late(nn.Module):
+    """Makes a layer on first use."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "layer"):
+            self.layer = self.make(nn.Linear(3, 3, dtype=torch.float64))
+        return (self.layer(x) * x).tanh()
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("make", FIRST_USE.values(), ids=FIRST_USE)
-def test_a_layer_that_is_made_on_first_use(make: Any, depth: int, variant: str) -> None:
+def test_a_layer_that_is_made_on_first_use(make: Any, depth: int) -> None:
     """Its rerun reads the weights as they are. The memory before the initialisation holds anything."""
-    other = nn.Linear(3, 3, dtype=torch.float64)
-
-    class Late(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if not hasattr(self, "layer"):
-                self.layer = make(other)
-            return (self.layer(x) * x).tanh()
 
     def run(checkpoint: Any) -> Any:
         torch.manual_seed(0)
-        module, x = Late(), leaf(numbers(2, 3))
+        module, x = Late(make), leaf(numbers(2, 3))
         call = functools.partial(checkpoint, module)
         for _ in range(depth - 1):
             call = functools.partial(checkpoint, call)
         call(x).sum().backward()
         return x.grad, module.layer.weight.grad
+
+    right(run, of_torch)
+    right(run, ours)
+    with pytest.raises(remat.RematError, match="use use_reentrant=False"):
+        run(functools.partial(remat.checkpoint, use_reentrant=True))
+
+
+@both_variants
+@pytest.mark.parametrize("each_time", [False, True])
+@pytest.mark.parametrize("alias", [lambda t: t, lambda t: t.data, lambda t: t.view(-1)], ids=["itself", "data", "view"])
+def test_a_buffer_that_is_set_up_behind_a_flag(alias: Any, each_time: bool, variant: str) -> None:
+    """As ActNorm does. The forward writes to it before it reads it, and the rerun does so too or does not."""
+
+    def run(checkpoint: Any) -> Any:
+        state = SimpleNamespace(scale=torch.ones(3, dtype=torch.float64), ready=False)
+
+        def fun(x: Tensor) -> Tensor:
+            if each_time or not state.ready:
+                alias(state.scale).add_(x.detach())
+                state.ready = True
+            return (x * state.scale).sin()
+
+        x = leaf(numbers(3))
+        checkpoint(fun, x).sum().backward()
+        return x.grad, state.scale
+
+    right(run, VARIANTS[variant][1])
+
+
+def reads_up_to_a_position(state: Any, x: Tensor) -> Tensor:
+    y = x[: state.at].sum() * x + state.buffer[: state.at, 1:].sum()
+    state.at.add_(1)
+    return y.sin()
+
+
+def writes_at_a_position(state: Any, x: Tensor) -> Tensor:
+    state.buffer[state.at : state.at + 1] = x.detach()
+    state.at.add_(1)
+    return (x * state.buffer.clone()).sin()
+
+
+def resizes(state: Any, x: Tensor) -> Tensor:
+    state.buffer.resize_(state.buffer.numel() + 1).fill_(0.5)
+    return (x * state.buffer.sum()).sin()
+
+
+def adds_a_dimension(state: Any, x: Tensor) -> Tensor:
+    n = state.buffer.dim()
+    state.buffer.unsqueeze_(0)
+    return (x * n).sin()
+
+
+def grows(state: Any, x: Tensor) -> Tensor:
+    state.buffer.data = torch.cat([state.buffer, x.detach()[None]])
+    return (x * state.buffer.sum(0)).sin()
+
+
+def writes_to_sparse_values(state: Any, x: Tensor) -> Tensor:
+    state.sparse.values().mul_(0.5)
+    return torch.sparse.mm(state.sparse, x[:, None]).sin()
+
+
+def writes_to_compressed_values(state: Any, x: Tensor) -> Tensor:
+    state.compressed.values().mul_(0.5)
+    return (state.compressed @ x).sin()
+
+
+def sets_a_hook_while_it_is_recorded(state: Any, x: Tensor) -> Tensor:
+    y = x * state.weight
+    if y.requires_grad:
+        state.weight.register_hook(lambda g: g * 2)
+    return y.sin()
+
+
+def doubles_the_gradient(weight: Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.mul_(2)
+
+
+def sets_a_hook_after_the_gradient(state: Any, x: Tensor) -> Tensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        state.weight.register_post_accumulate_grad_hook(doubles_the_gradient)
+    return (x * state.weight).sin()
+
+
+STATEFUL = [
+    *(reads_up_to_a_position, writes_at_a_position, resizes, adds_a_dimension, grows, writes_to_sparse_values),
+    *(writes_to_compressed_values, sets_a_hook_while_it_is_recorded, sets_a_hook_after_the_gradient),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("way", [*(ours for _, ours in VARIANTS.values()), lambda f, x: remat.remat(f)(x)])
+@pytest.mark.parametrize("fun", STATEFUL)
+def test_a_state_that_the_function_changes_each_time(fun: Any, way: Any) -> None:
+    def run(checkpoint: Any) -> Any:
+        eye = torch.eye(3, dtype=torch.float64)
+        state = SimpleNamespace(
+            at=torch.tensor(1),
+            buffer=numbers(4, 3, seed=1),
+            sparse=eye.to_sparse_coo().coalesce(),
+            compressed=eye.to_sparse_csr(),
+            weight=leaf(numbers(3, seed=2)),
+        )
+        x = leaf(numbers(3))
+        checkpoint(functools.partial(fun, state), x).sum().backward()
+        return x.grad, state.weight.grad, state.buffer, state.at, state.sparse.to_dense(), state.compressed.to_dense()
+
+    right(run, way)
+
+
+@both_variants
+@pytest.mark.parametrize("dead", range(6))
+def test_identities_of_dead_tensors_are_not_taken_for_others(dead: int, variant: str) -> None:
+    """A transform inside wraps the buffer unseen, and the wrapper may lie where a tensor was that has died."""
+    state = SimpleNamespace(buffer=torch.ones(2, 3, dtype=torch.float64))
+
+    def fun(x: Tensor) -> Tensor:
+        for _ in range(dead):
+            x.detach() * 2
+        return torch.vmap(lambda row, part: row * part.mul_(0.5).clone())(x, state.buffer).sin()
+
+    x = leaf(numbers(2, 3))
+    y = VARIANTS[variant][1](fun, x)
+    with pytest.raises(CheckpointError, match="hands a tensor of shape"):
+        y.sum().backward()
+
+
+def test_autocast_casts_a_weight_that_is_changed_once() -> None:
+    def run(checkpoint: Any) -> Any:
+        x = leaf(numbers(3, 3).float())
+        state = SimpleNamespace(weight=leaf(numbers(3, 3, seed=1).float()))
+
+        def fun(x: Tensor) -> Tensor:
+            y = x @ state.weight
+            with torch.no_grad():
+                state.weight.mul_(2)
+            return (y @ state.weight).sin()
+
+        with torch.autocast("cpu", torch.bfloat16):
+            checkpoint(fun, x).sum().backward()
+        return x.grad
+
+    right(run)
+
+
+@both_variants
+def test_a_buffer_that_is_read_and_changed_in_the_forward_only(variant: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        state = SimpleNamespace(scale=torch.ones(3, dtype=torch.float64))
+
+        def fun(x: Tensor) -> Tensor:
+            y = (x * state.scale.clone()).sin()
+            if not remat.is_rerunning():
+                state.scale.mul_(0.5)
+            return y
+
+        x = leaf(numbers(3))
+        checkpoint(fun, x).sum().backward()
+        return x.grad, state.scale
 
     right(run, VARIANTS[variant][1])
 

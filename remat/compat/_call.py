@@ -52,14 +52,19 @@ class Read:
     - `saved`: the value that the forward read. If an outer checkpointed function made it, and it is differentiated, it
         is saved through the hooks of that, which recomputes it. If the forward wrote to it, this is a copy of the
         earlier value.
-    - `version`, `requires_grad`: of the value, in the forward.
+    - `version`, `requires_grad`, `is_leaf`: of the value, in the forward.
+    - `after`: the version of the tensor itself after the forward.
+    - `is_set_up`: whether the forward wrote to it before it read it: NOTE [state that is set up].
     """
 
-    __slots__ = ("is_written", "key", "ref", "requires_grad", "saved", "version")
+    __slots__ = ("after", "is_leaf", "is_set_up", "is_written", "key", "ref", "requires_grad", "saved", "version")
 
-    def __init__(self, tensor: Tensor, value: Tensor, packs: bool = False, is_written: bool = False) -> None:
+    def __init__(
+        self, tensor: Tensor, value: Tensor, packs: bool = False, is_written: bool = False, is_set_up: bool = False
+    ) -> None:
         """`value`: what the function reads in its place, or the copy. `packs`: whether hooks save it."""
-        self.key, self.ref, self.is_written = id(tensor), weakref.ref(tensor), is_written
+        self.key, self.ref, self.is_written, self.is_set_up = id(tensor), weakref.ref(tensor), is_written, is_set_up
+        self.after, self.is_leaf = internals.version(tensor), tensor.is_leaf
         self.saved: Any = internals.save(value) if packs else value
         self.version = internals.version(value)
         self.requires_grad = value.requires_grad
@@ -67,7 +72,8 @@ class Read:
     def value(self) -> Tensor:
         """The value for a rerun."""
         if self.is_written:
-            return self.saved.clone()
+            copy: Tensor = self.saved.clone()
+            return copy.detach().requires_grad_(self.requires_grad) if self.is_leaf else copy  # autocast asks
         return self.saved if isinstance(self.saved, Tensor) else self.saved.unpack()
 
     @property
@@ -96,7 +102,7 @@ class Call:
     places: Mapping[int, list[Place]] = types.MappingProxyType({})
     _look: CheckpointLook | None = None
     """Of the forward, while it runs."""
-    _needs_look = True
+    _nests = _sets_hooks = True
 
     def __init__(self, fun: Any, args: Any, kwargs: Any, preserve_rng_state: bool, watches_cells: bool = False) -> None:
         """A call that is about to run.
@@ -150,7 +156,7 @@ class Call:
         if len(look.outside) > self.arguments or look.copies:
             self._note_reads(look, look.outer if packs else None)
         look.outside.clear()
-        self._needs_look = look.signature.nests > 0 or look.sets_hooks
+        self._nests, self._sets_hooks = look.signature.nests > 0, look.sets_hooks
         self._objects, self.operands = [], []
 
     def _note_reads(self, look: CheckpointLook, around: Any) -> None:
@@ -174,7 +180,7 @@ class Call:
         Parameters are added to `reads` instead. Those that the caller holds and those that it wrote to are left out.
         """
         found, near = [], []
-        for key, (t, value) in look.outside.items():
+        for key, (t, value, _) in look.outside.items():
             position, is_written = self._index.get(key), key in look.copies
             if key not in look.gathered and (position is None or is_written or type(t) is Parameter):
                 near.append(t)
@@ -215,12 +221,11 @@ class Call:
         rerunning.set(True)
         context, trace = contexts
         with enable_grad():
-            values, fill, look = self._prepared(arguments, stand_ins, looks)
+            values, inputs, fill, look = self._prepared(arguments, stand_ins, looks)
             if tell is not None:
                 tell(values)
             draws = NOTHING if self.random is None else self.random.replayed()
             keys = suspended() if internals.function_modes_active() and running() is not None else NOTHING
-            inputs: Any = [values.get(key) for key in self._index]
             modes, rebuild = entered(self._modes), Rebuilder(self._closure, inputs)
             flags = [(key, cell, cell.cell_contents) for key, cell in self._flags.items()]
             try:
@@ -239,12 +244,12 @@ class Call:
 
     def _prepared(
         self, arguments: Any, stand_ins: Mapping[int, Tensor], looks: bool
-    ) -> tuple[dict[int, Tensor], list[tuple[Place, Tensor]], CheckpointLook | None]:
-        """By identity of the forward's tensors, those of the rerun; the tensors to put into modules; the look."""
+    ) -> tuple[dict[int, Tensor], list[Any], list[tuple[Place, Tensor]], CheckpointLook | None]:
+        """By identity of the forward's tensors, those of the rerun; operands; what to put into modules; the look."""
         values = {key: argument for key, argument in zip(self._index, arguments, strict=False) if argument is not None}
         # None of the others is left, except in a backward inside the forward.
         values |= {id(operand): operand for operand in self.operands[self.arguments :]}
-        swaps, stale = {}, {}
+        swaps, stale, undecided, originals = {}, {}, {}, {}
         reads = self.reads if self._look is None else _written(self._look)
         written = {read.key for read in reads if read.is_written}
         for read in reads:
@@ -254,6 +259,10 @@ class Call:
             if value.requires_grad and not read.requires_grad:
                 value = value.detach()
             values[read.key], tensor = value, read.ref()
+            if read.is_set_up and tensor is not None:
+                originals[read.key], swaps[read.key] = tensor, (tensor, value)
+                changed = internals.version(tensor) != read.after
+                undecided[read.key] = modified(tensor, read.after, self.name) if changed else None
             in_modules_alone = not looks and read.key in self.places and isinstance(read.saved, Parameter)
             if not (tensor is None or tensor is value or in_modules_alone):
                 swaps[read.key] = tensor, value
@@ -263,12 +272,18 @@ class Call:
             for place in self.places.get(key, ())
             # A look swaps what was there in the forward, but for reads that no mode sees, as of an index.
             if (now := item(*place)) is not value and not (id(now) == key and key in swaps and key not in written)
+            if key not in originals
         ]
-        if swaps or stale or looks or self._needs_look or internals.may_run_compiled_code():
-            return values, fill, CheckpointLook.at_rerun(self.name, values.values(), swaps, stale)
-        return values, fill, None
+        inputs = [values.get(key) if key not in originals else originals[key] for key in self._index]
+        if not (looks or swaps or stale or self._nests or self._sets_hooks or internals.may_run_compiled_code()):
+            return values, inputs, fill, None
+        given = [value for key, value in values.items() if key not in originals]
+        look = CheckpointLook.at_rerun(self.name, given, swaps, stale, undecided)
+        look.hooks_are_set = self._sets_hooks
+        return values, inputs, fill, look
 
 
 def _written(look: CheckpointLook) -> list[Read]:
     """The tensors that a forward wrote to."""
-    return [Read(look.outside[key].tensor, before, is_written=True) for key, before in look.copies.items()]
+    copies, tensors = look.copies.items(), look.outside
+    return [Read(tensors[key].tensor, before, is_written=True, is_set_up=key in look.set_up) for key, before in copies]

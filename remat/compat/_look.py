@@ -16,10 +16,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import Parameter, is_lazy
 
 from remat import _torch_internals as internals
-from remat._effects import Effects, effects_of, tensors_in
+from remat._dispatch_mode import ops_of_remat
+from remat._effects import Effects, effects_of, tensors_in, written_by
 from remat._errors import CheckpointError
 from remat._look import Look
 from remat._memory import memory_of
+from remat._nested_mode import current_look
 from remat._signature import HOLDER, kind_of
 
 _SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
@@ -34,6 +36,8 @@ class Seen(NamedTuple):
 
     tensor: Tensor
     value: Tensor
+    time: int
+    """The number of the torch call that was the first to take it; 0 if that call returned an alias or set the data."""
 
 
 class CheckpointLook(Look):
@@ -46,20 +50,33 @@ class CheckpointLook(Look):
 
     - `outside`: by identity, the tensors that it has read from outside, or was given.
     - `gathered`: by identity, parameters that hooks gather, as in ZeRO-3 and FSDP2. The rerun gathers them too.
+    - `set_up`: by identity, tensors that it wrote to before it read them: NOTE [state that is set up].
+    - `hooks_are_set`: whether the forward has put hooks on tensors from outside, if this is a rerun.
     - `saves_unwritten`: whether an op ran that saves memory before its kernel writes to it, as `rrelu` does. A rerun
         that stops as soon as everything is saved would then stop too early.
     """
 
     outside: dict[int, Seen]
     gathered: frozenset[int] = frozenset()
-    saves_unwritten = False
+    saves_unwritten = hooks_are_set = False
     _stale: Mapping[int, RuntimeError] = MappingProxyType({})
     _was_lazy: frozenset[int] = frozenset()
     """Parameters that a lazy module initialised in this run. A rerun finds them initialised."""
 
+    def __init__(self, name: str, given: Iterable[Tensor], random: Any = None) -> None:
+        super().__init__(name, given, random)
+        self.set_up: set[int] = set()
+        self._undecided: dict[int, RuntimeError | None] = {}
+        self._clock = [1]
+
     @classmethod
     def at_rerun(
-        cls, name: str, given: Iterable[Tensor], swaps: dict[int, tuple[Tensor, Tensor]], stale: dict[int, RuntimeError]
+        cls,
+        name: str,
+        given: Iterable[Tensor],
+        swaps: dict[int, tuple[Tensor, Tensor]],
+        stale: dict[int, RuntimeError],
+        undecided: dict[int, RuntimeError | None],
     ) -> CheckpointLook:
         """A look at a rerun of the function `name`, which is given tensors.
 
@@ -67,25 +84,18 @@ class CheckpointLook(Look):
 
         - `swaps`: by identity, tensors of the forward, each with its stand-in.
         - `stale`: by identity of tensors that have changed since the forward, the error to raise if one is read.
+        - `undecided`: by identity, the tensors that the forward set up, each with the error if it has changed since.
         """
-        look = cls(name, [t for t in given if id(t) not in stale], None)
-        look.is_rerun, look._stale, look._swaps = True, stale, swaps
+        look = cls(name, [t for t in given if id(t) not in stale])
+        look.is_rerun, look._stale, look._swaps, look._undecided = True, stale, swaps, undecided
         return look
 
     def begin(self, outer: Look | None) -> None:
-        self._known: set[int] = set()
-        """The identities of the tensors that it was given, has read or has made."""
-        self._own_memory: set[int] = set()
-        """The memory that it has made. No call shows who makes a parameter, of a module that is made on first use."""
+        if isinstance(outer, CheckpointLook):
+            self._clock, self._undecided = outer._clock, outer._undecided
         super().begin(outer)
         # Whether no tensor has a stand-in, and FSDP2 gathers none.
         self._is_alone = outer is None and not self.is_rerun and not internals.uses_fully_shard()
-
-    def adopt(self, inner: Look) -> None:
-        super().adopt(inner)
-        self._known |= self.labels.keys() | self.labels.plain.keys()
-        if isinstance(inner, CheckpointLook):
-            self._own_memory |= inner._own_memory
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # It does less than `Look`: to compare calls would take half of the time.
@@ -95,15 +105,19 @@ class CheckpointLook(Look):
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
         effects = effects_of(func)
-        if effects.is_metadata:
+        if effects.is_metadata and not (args and id(args[0]) in self._swaps):
             return func(*args, **kwargs) if kwargs else func(*args)
-        known = self._known
+        known = self.labels
         given = args, kwargs
+        self._clock[0] += 1
+        if self._undecided:
+            self._decide(effects, args, kwargs or {})
         for a in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(a, Tensor):
-                if id(a) in known:
+                if (entry := known.get(id(a))) is not None and entry[0]() is a:
                     continue
                 if type(a) is Parameter and self._is_alone:
+                    self._reader = func
                     self._add(a, a)
                     continue
             elif kind_of(a.__class__) is not HOLDER or (type(a) is tuple and _SCALARS.issuperset(map(type, a))):
@@ -120,13 +134,27 @@ class CheckpointLook(Look):
         out = func(*args, **kwargs) if kwargs else func(*args)
         self.call = None
         if type(out) is Tensor and not internals.is_wrapper(out):
-            self._add_own(out)
-            if not (out.requires_grad or self.is_rerun):
-                self._own_memory |= {memory_of(out)}.difference(map(memory_of, tensors_in((args, kwargs))))
+            known.note(out, None)
         elif kind_of(out.__class__) is HOLDER:
             with internals.DisableTorchFunction():
                 self.add_results(func, out)
         return out
+
+    def _decide(self, effects: Effects, args: Any, kwargs: dict[str, Any]) -> None:
+        """Decide whether a rerun reads a tensor that the forward set up as it is, or sets up a copy of it.
+
+        NOTE [state that is set up]: a forward may write to a tensor from outside before it reads it: it initialises a
+        module that it makes on first use, or behind a flag. Its rerun then begins with a read, and needs the tensor
+        as it is. If it begins with a write or an alias too, that is of a copy.
+        """
+        writes = effects.writes or "out" in kwargs or kwargs.get("inplace")
+        written = {*map(id, written_by(effects, args, kwargs) if writes else ())}
+        for key in self._undecided.keys() & {*map(id, tensors_in((args, kwargs)))}:
+            error = self._undecided.pop(key)
+            if not (key in written or effects.gives_alias or effects.sets_data):
+                del self._swaps[key]
+                if error is not None:
+                    raise error
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         """Skip nothing: a rerun stops as soon as it has recomputed all that the graph saves."""
@@ -139,21 +167,30 @@ class CheckpointLook(Look):
     def before_write(self, written: Tensor) -> None:
         if self.is_rerun or id(written) in self._was_lazy or internals.fully_shard_at_work():
             return  # the rerun writes to copies; what FSDP2's hooks write, they write again
-        if memory_of(written) in self._own_memory:
-            return
+        copied = {*self.copies}
         super().before_write(written)
+        # A nested look of another class has no clock.
+        now = (0, self._clock[0]) if isinstance(current_look(), CheckpointLook) else ()
+        self.set_up |= {key for key in self.copies.keys() - copied if self.outside[key].time in now}
 
     def _set_data(self, tensor: Tensor, data: Tensor) -> None:
         if is_lazy(tensor):
             self._was_lazy |= {id(tensor)}
-        elif tensor.shape != data.shape:
+            return
+        if isinstance(tensor, Parameter) and tensor.shape != data.shape:
             self.gathered |= {id(tensor)}
-        elif tensor.dtype != data.dtype or not tensor.is_set_to(data):  # else `module.to` changes nothing
+            return
+        with ops_of_remat():
+            changes_nothing = tensor.dtype == data.dtype and tensor.is_set_to(data)  # as `module.to` may do
+        if not changes_nothing:
             self.before_write(tensor)
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
-        self.outside[id(tensor)] = Seen(tensor, value)
-        self._known.add(id(value))
+        effects, before = effects_of(self._reader), self.outside.get(id(tensor))
+        time = 0 if effects.gives_alias or effects.sets_data else self._clock[0]
+        self.outside[id(tensor)] = Seen(tensor, value, time if before is None else before.time)
+        self.labels.note(value, None)
+        self._values.add(id(value))
         if self._memory is not None:
             self._memory.setdefault(memory_of(value), []).append(id(tensor))
 
@@ -163,35 +200,30 @@ class CheckpointLook(Look):
 
     def add_results(self, func: Any, out: Any, *_: Any, **__: Any) -> None:
         for t in tensors_in(out):
-            self._known.update(map(id, internals.layers_up_to(t, self.depth)))
-            self._add_own(t)
-
-    def _add_own(self, tensor: Tensor) -> None:
-        key = id(tensor)
-        self._known.add(key)
-        if key not in self.outside:
-            self.labels.note(tensor, None)
+            for layer in (t, *internals.layers_up_to(t, self.depth)):
+                self.labels.note(layer, None)
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
         if key in self._stale:
             raise self._stale[key]
-        if key in self._known:
+        if self.labels.has(tensor):
             return tensor
         if internals.level_of(tensor) > self.depth:
             inner = internals.unwrapped(tensor)
             if self.read(inner) is not inner and not inner.requires_grad:
                 raise CheckpointError(_HANDED_ON.format(self.name, list(inner.shape)))
-            self._known.add(key)
+            self.labels.note(tensor, None)
             return tensor
         if internals.fully_shard_at_work():
             return tensor
-        value = self._swaps.get(key, (tensor, tensor))[1] if self.outer is None else self.outer.read(tensor, handed_on)
+        if self.outer is None:
+            value = self._swaps.get(key, (tensor, tensor))[1]
+        else:
+            self.outer._reader = self._reader
+            value = self.outer.read(tensor, handed_on)
         self._add(tensor, value)
         return value
-
-    def has_made(self, tensor: Tensor) -> bool:
-        return id(tensor) not in self.outside and self.labels.has(tensor)
 
     def label_of(self, tensor: Tensor) -> int | None:
         """Tells a tensor from others of this run. No rerun compares it."""
@@ -205,7 +237,8 @@ class CheckpointLook(Look):
         """Any graph may be differentiated: it is there in the rerun."""
 
     def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
-        if self.is_rerun:  # the forward has put it on the tensor from outside itself
-            return (internals.leaf_of_nothing(), *args[1:]) if id(args[0]) in self.outside else args
+        if self.is_rerun:  # the forward may have put it on the tensor from outside itself
+            is_set = self.hooks_are_set and id(args[0]) in self.outside
+            return (internals.leaf_of_nothing(), *args[1:]) if is_set else args
         self.sets_hooks = self.sets_hooks or not self.has_made(args[0])
         return args if self.outer is None else self.outer._with_hook(args, (self._count(), *inner))
