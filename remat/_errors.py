@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 
 
@@ -30,6 +31,11 @@ PURITY = (
 )
 
 
+HANDED_ON = (
+    "remat: in {}, {} reads a tensor of shape {}, {} that the function takes from outside and hands straight to a "
+    "transform, an autograd.Function or an extension. No module, attribute, list, dict or global in reach holds it, so "
+    "a rerun can't put another tensor in its place. Pass it as an argument."
+)
 CHANGES = (
     "remat: {} changes an argument or a captured tensor of shape {}, {} in place, at {}. Its rerun would start from "
     "the changed value. Change a copy instead: x = x.clone()."
@@ -109,3 +115,8 @@ def call_site() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown"
+
+
+def changes(name: str, tensor: Tensor, hint: str = "") -> RematError:
+    """The error for a function that changes a differentiated tensor in place. `name`: of the function."""
+    return RematError(CHANGES.format(name, list(tensor.shape), tensor.dtype, call_site()) + hint)

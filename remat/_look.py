@@ -23,13 +23,13 @@ from torch.nn.parameter import is_lazy
 from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
 from remat._effects import Effects, as_given, effects_of, is_of_torch, reads_no_value, tensors_in, written_by
-from remat._errors import CHANGES, DATA_OF_A_LEVEL, LAZY, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, call_site
+from remat._errors import DATA_OF_A_LEVEL, HANDED_ON, LAZY, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, changes
 from remat._graph import goes_through_older, is_made_since
 from remat._labels import Labels, Read, in_nested, of_outside, of_result, together
 from remat._memory import memory_of
 from remat._nested_mode import NestedMode, watched
 from remat._saved import is_of_user
-from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, PLAIN, Signature, hash_of, kind_of
+from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, PLAIN, Signature, hash_of, kind_of, name_of
 from remat._tail import is_large
 
 level_of, stack_depth = internals.level_of, internals.stack_depth
@@ -231,7 +231,9 @@ class Look(NestedMode):
         _, value = self._swaps.get(key, (tensor, tensor))  # in an outer rerun, which may run below the original's level
         below = internals.unwrap_dead(tensor)
         if value is tensor and self.depth < level_of(below) <= stack_depth():
-            self.read(internals.unwrapped(below), handed_on=True)
+            inner = internals.unwrapped(below)
+            if self.read(inner, handed_on=True) is not inner:  # in an outer rerun
+                raise self._handed_on(inner)
             return tensor
         known = self._known_value(tensor)
         if handed_on and (known is None or key in self.outside):  # its own may die, and others get their ids
@@ -247,6 +249,9 @@ class Look(NestedMode):
             self.read_quietly.add(key)
         self._add(tensor, value)
         return value
+
+    def _handed_on(self, tensor: Tensor) -> RematError:
+        return RematError(HANDED_ON.format(self.name, name_of(self._reader), list(tensor.shape), tensor.dtype))
 
     def _known_value(self, tensor: Tensor) -> Tensor | None:
         """The tensor to read in the place of one that the run has made or has read before. None: it is from outside."""
@@ -310,7 +315,7 @@ class Look(NestedMode):
     def _copied(self, value: Tensor) -> Tensor:
         if internals.requires_grad_at_any_level(value):
             hint = MADE_INSIDE if isinstance(value, torch.nn.Parameter) else ""
-            raise RematError(CHANGES.format(self.name, list(value.shape), value.dtype, call_site()) + hint)
+            raise changes(self.name, value, hint)
         return value.clone()
 
     # What it makes.

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from remat import _torch_internals as internals
 from remat._closure import Operand
-from remat._errors import CHANGES, CheckpointError, RematError
+from remat._errors import CHANGES, HANDED_ON, CheckpointError, RematError
 from remat._graph import Stranger, edges_of, is_from_before, is_made_since, layers_and_tangents
 from remat._labels import Read, Survivor
 from remat._look import Look
@@ -38,11 +38,6 @@ _SCRIPTED = (
 _SHARED = (
     "remat: {} was given or captured two tensors of shape {} and {} that share memory, and changes them in place. Its "
     "rerun would change a separate copy of each. Pass one of them, and take views of it inside."
-)
-HANDED_ON = (
-    "remat: in {}, {} reads a tensor of shape {}, {} that the function takes from outside and hands straight to a "
-    "transform, an autograd.Function or an extension. No module, attribute, list, dict or global in reach holds it, so "
-    "a rerun can't put another tensor in its place. Pass it as an argument."
 )
 _CHANGED_SINCE = (
     "remat: a tensor of shape {}, {} that {} reads from outside has been modified by an inplace operation between its "

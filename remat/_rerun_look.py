@@ -19,7 +19,7 @@ from remat._graph import is_made_since
 from remat._labels import kept
 from remat._look import MADE_INSIDE, Look, level_of, stack_depth
 from remat._memory import memory_of
-from remat._operands import HANDED_ON, Original, Plan
+from remat._operands import Original, Plan
 from remat._places import is_in_reach
 from remat._signature import ELSEWHERE, NO_LEVEL, Signature, name_of
 from remat._tail import without_products
@@ -151,8 +151,7 @@ class RerunLook(Look):
             inner = internals.unwrapped(tensor)
             value = self.read(inner, handed_on=True)
             if value is not inner and is_inner:
-                reader = name_of(self._reader)
-                raise RematError(HANDED_ON.format(self.name, reader, list(inner.shape), inner.dtype))
+                raise self._handed_on(inner)
             return tensor if value is inner else value
         if not is_new:
             self._suspects[key] = weakref.ref(tensor), self._stranger(tensor)
