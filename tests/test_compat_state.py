@@ -725,6 +725,7 @@ class Late(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "layer"):
             self.layer = self.make(nn.Linear(3, 3, dtype=torch.float64))
+        x = x.to(self.layer.weight.dtype)
         return (self.layer(x) * x).tanh()
 
 

@@ -110,7 +110,7 @@ class CheckpointLook(Look):
         known = self.labels
         given = args, kwargs
         self._clock[0] += 1
-        if self._undecided:
+        if self._undecided and not effects.is_metadata:
             self._decide(effects, args, kwargs or {})
         for a in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(a, Tensor):
