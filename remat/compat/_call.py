@@ -54,16 +54,16 @@ class Read:
         earlier value.
     - `version`, `requires_grad`, `is_leaf`: of the value, in the forward.
     - `after`: the version of the tensor itself after the forward.
-    - `is_set_up`: whether the forward wrote to it before it read it: NOTE [state that is set up].
+    - `first`: if the forward wrote to it before it read it: `Seen.first`, else None. NOTE [state that is set up].
     """
 
-    __slots__ = ("after", "is_leaf", "is_set_up", "is_written", "key", "ref", "requires_grad", "saved", "version")
+    __slots__ = ("after", "first", "is_leaf", "is_written", "key", "ref", "requires_grad", "saved", "version")
 
     def __init__(
-        self, tensor: Tensor, value: Tensor, packs: bool = False, is_written: bool = False, is_set_up: bool = False
+        self, tensor: Tensor, value: Tensor, packs: bool = False, is_written: bool = False, first: Any = None
     ) -> None:
         """`value`: what the function reads in its place, or the copy. `packs`: whether hooks save it."""
-        self.key, self.ref, self.is_written, self.is_set_up = id(tensor), weakref.ref(tensor), is_written, is_set_up
+        self.key, self.ref, self.is_written, self.first = id(tensor), weakref.ref(tensor), is_written, first
         self.after, self.is_leaf = internals.version(tensor), tensor.is_leaf
         self.saved: Any = internals.save(value) if packs else value
         self.version = internals.version(value)
@@ -259,10 +259,10 @@ class Call:
             if value.requires_grad and not read.requires_grad:
                 value = value.detach()
             values[read.key], tensor = value, read.ref()
-            if read.is_set_up and tensor is not None:
+            if read.first is not None and tensor is not None:
                 originals[read.key], swaps[read.key] = tensor, (tensor, value)
                 changed = internals.version(tensor) != read.after
-                undecided[read.key] = modified(tensor, read.after, self.name) if changed else None
+                undecided[read.key] = read.first, modified(tensor, read.after, self.name) if changed else None
             in_modules_alone = not looks and read.key in self.places and isinstance(read.saved, Parameter)
             if not (tensor is None or tensor is value or in_modules_alone):
                 swaps[read.key] = tensor, value
@@ -286,4 +286,4 @@ class Call:
 def _written(look: CheckpointLook) -> list[Read]:
     """The tensors that a forward wrote to."""
     copies, tensors = look.copies.items(), look.outside
-    return [Read(tensors[key].tensor, before, is_written=True, is_set_up=key in look.set_up) for key, before in copies]
+    return [Read(tensors[key].tensor, before, is_written=True, first=look.set_up.get(key)) for key, before in copies]

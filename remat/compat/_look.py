@@ -36,8 +36,8 @@ class Seen(NamedTuple):
 
     tensor: Tensor
     value: Tensor
-    time: int
-    """The number of the torch call that was the first to take it; 0 if that call returned an alias or set the data."""
+    first: Any
+    """The first torch call that took it: the function if that returned an alias or set the data; else its number."""
 
 
 class CheckpointLook(Look):
@@ -50,7 +50,8 @@ class CheckpointLook(Look):
 
     - `outside`: by identity, the tensors that it has read from outside, or was given.
     - `gathered`: by identity, parameters that hooks gather, as in ZeRO-3 and FSDP2. The rerun gathers them too.
-    - `set_up`: by identity, tensors that it wrote to before it read them: NOTE [state that is set up].
+    - `set_up`: by identity, tensors that it wrote to before it read them, and `Seen.first` of these: NOTE [state that
+        is set up].
     - `hooks_are_set`: whether the forward has put hooks on tensors from outside, if this is a rerun.
     - `saves_unwritten`: whether an op ran that saves memory before its kernel writes to it, as `rrelu` does. A rerun
         that stops as soon as everything is saved would then stop too early.
@@ -65,8 +66,8 @@ class CheckpointLook(Look):
 
     def __init__(self, name: str, given: Iterable[Tensor], random: Any = None) -> None:
         super().__init__(name, given, random)
-        self.set_up: set[int] = set()
-        self._undecided: dict[int, RuntimeError | None] = {}
+        self.set_up: dict[int, Any] = {}
+        self._undecided: dict[int, tuple[Any, RuntimeError | None]] = {}
         self._clock = [1]
 
     @classmethod
@@ -76,7 +77,7 @@ class CheckpointLook(Look):
         given: Iterable[Tensor],
         swaps: dict[int, tuple[Tensor, Tensor]],
         stale: dict[int, RuntimeError],
-        undecided: dict[int, RuntimeError | None],
+        undecided: dict[int, tuple[Any, RuntimeError | None]],
     ) -> CheckpointLook:
         """A look at a rerun of the function `name`, which is given tensors.
 
@@ -84,7 +85,8 @@ class CheckpointLook(Look):
 
         - `swaps`: by identity, tensors of the forward, each with its stand-in.
         - `stale`: by identity of tensors that have changed since the forward, the error to raise if one is read.
-        - `undecided`: by identity, the tensors that the forward set up, each with the error if it has changed since.
+        - `undecided`: by identity, the tensors that the forward set up: `Seen.first`, and the error to raise if they
+            have changed since.
         """
         look = cls(name, [t for t in given if id(t) not in stale])
         look.is_rerun, look._stale, look._swaps, look._undecided = True, stale, swaps, undecided
@@ -111,7 +113,7 @@ class CheckpointLook(Look):
         given = args, kwargs
         self._clock[0] += 1
         if self._undecided and not effects.is_metadata:
-            self._decide(effects, args, kwargs or {})
+            self._decide(func, args, kwargs or {})
         for a in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(a, Tensor):
                 if (entry := known.get(id(a))) is not None and entry[0]() is a:
@@ -140,18 +142,19 @@ class CheckpointLook(Look):
                 self.add_results(func, out)
         return out
 
-    def _decide(self, effects: Effects, args: Any, kwargs: dict[str, Any]) -> None:
+    def _decide(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Decide whether a rerun reads a tensor that the forward set up as it is, or sets up a copy of it.
 
         NOTE [state that is set up]: a forward may write to a tensor from outside before it reads it: it initialises a
         module that it makes on first use, or behind a flag. Its rerun then begins with a read, and needs the tensor
-        as it is. If it begins with a write or an alias too, that is of a copy.
+        as it is. If it begins with a write too, or with the same alias for a write, that is of a copy.
         """
+        effects = effects_of(func)
         writes = effects.writes or "out" in kwargs or kwargs.get("inplace")
         written = {*map(id, written_by(effects, args, kwargs) if writes else ())}
         for key in self._undecided.keys() & {*map(id, tensors_in((args, kwargs)))}:
-            error = self._undecided.pop(key)
-            if not (key in written or effects.gives_alias or effects.sets_data):
+            first, error = self._undecided.pop(key)
+            if key not in written and func != first:
                 del self._swaps[key]
                 if error is not None:
                     raise error
@@ -169,9 +172,10 @@ class CheckpointLook(Look):
             return  # the rerun writes to copies; what FSDP2's hooks write, they write again
         copied = {*self.copies}
         super().before_write(written)
-        # A nested look of another class has no clock.
-        now = (0, self._clock[0]) if isinstance(current_look(), CheckpointLook) else ()
-        self.set_up |= {key for key in self.copies.keys() - copied if self.outside[key].time in now}
+        for key in self.copies.keys() - copied if isinstance(current_look(), CheckpointLook) else ():  # it has the time
+            first = self.outside[key].first
+            if first == self._clock[0] or not isinstance(first, int):
+                self.set_up[key] = first
 
     def _set_data(self, tensor: Tensor, data: Tensor) -> None:
         if is_lazy(tensor):
@@ -187,8 +191,8 @@ class CheckpointLook(Look):
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
         effects, before = effects_of(self._reader), self.outside.get(id(tensor))
-        time = 0 if effects.gives_alias or effects.sets_data else self._clock[0]
-        self.outside[id(tensor)] = Seen(tensor, value, time if before is None else before.time)
+        first = self._reader if effects.gives_alias or effects.sets_data else self._clock[0]
+        self.outside[id(tensor)] = Seen(tensor, value, first if before is None else before.first)
         self.labels.note(value, None)
         self._values.add(id(value))
         if self._memory is not None:
