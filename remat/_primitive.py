@@ -8,7 +8,7 @@ kind of level gives derivatives of every order, under every nesting:
 | level on top | rule |
 |---|---|
 | none | detach the values; a node saves the operands |
-| grad | unwrap, attach one level down, wrap; a node of this level saves the wrapped operands |
+| grad | unwrap, attach one level down (`under_grad(fn)` above other kinds of levels), wrap; a node saves the operands |
 | vmap | unwrap, attach `vmap(fn)` one level down, wrap |
 | jvp | unwrap, attach one level down, wrap |
 | functionalize | unwrap, attach one level down, wrap |
