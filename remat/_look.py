@@ -47,12 +47,13 @@ class Look(NestedMode):
     - `read_quietly`: those that are differentiated but were first read in `no_grad`, perhaps in an autograd.Function.
     - `copies`: by identity, copies of those that the run wrote to, with their earlier values.
     - `drew`, `sets_hooks`: whether a torch call may have drawn random numbers; whether one put a hook on a tensor.
+    - `in_checkpoint`: whether the run is that of a checkpointed function, or in one.
     - `reads_unseen`: whether the run called an autograd.Function of the user's, which may read memory unseen.
     - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
     - `tail_number`, `tail_results`: of the tail: the sequence number after its first call, and its results.
     """
 
-    drew = sets_hooks = reads_unseen = False
+    drew = sets_hooks = reads_unseen = in_checkpoint = False
     tail_number = 0
     _reader: Any = None
     _memory: dict[int, list[int]] | None = None
@@ -80,7 +81,7 @@ class Look(NestedMode):
     def begin(self, outer: Look | None) -> None:
         """Note the tensors that the run is given. `outer`: the look at the surrounding run."""
         if outer is not None:
-            self.outer, self._swaps = outer, outer._swaps
+            self.outer, self._swaps, self.in_checkpoint = outer, outer._swaps, outer.in_checkpoint
         for t in self._given:
             self._add(t, t)
 

@@ -217,8 +217,8 @@ class Operands:
                 original.origin = None if tape is None else tape.origin(read.tensor)
             elif internals.version(value) != read.version:
                 raise self._changed(read)
-            elif key in known or value is not read.tensor:
-                self._capture(read)
+            elif key in known or value is not read.tensor or look.in_checkpoint:
+                self._capture(read)  # a checkpoint's hooks must save as many in its rerun, which may read a copy
             elif matters(value) and self._is_outside(value, since):
                 if key in look.handed_on and self._is_made_unseen(value, since):
                     look.labels.note_plain(look.outside.pop(key).tensor, None)

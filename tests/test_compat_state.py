@@ -889,6 +889,69 @@ def test_autocast_casts_a_weight_that_is_changed_once() -> None:
     right(run)
 
 
+HOLDS: dict[str, Callable[[Any], Any]] = {
+    "closure": lambda b: lambda x, setup: (setup(b), (x * b).sin())[1],
+    "default": lambda b: lambda x, setup, b=b: (setup(b), (x * b).sin())[1],
+    "partial": lambda b: functools.partial(lambda b, x, setup: (setup(b), (x * b).sin())[1], b),
+    "nested remat": lambda b: lambda x, setup: (setup(b), remat.remat(lambda x: (x * b).sin())(x))[1],
+    "jvp": lambda b: lambda x, setup: (setup(b), x * torch.func.jvp(torch.sin, (b,), (b,))[1].detach())[1],
+}
+
+
+@pytest.mark.parametrize("holder", HOLDS)
+def test_a_buffer_that_the_function_holds_is_set_up_behind_a_flag(holder: str) -> None:
+    def run(checkpoint: Any) -> Any:
+        ready = SimpleNamespace(ready=False)
+        held = HOLDS[holder](torch.ones(3, dtype=torch.float64))
+
+        def setup(buffer: Tensor) -> None:
+            if not ready.ready:
+                buffer.add_(2)
+                ready.ready = True
+
+        x = leaf(numbers(3))
+        checkpoint(lambda x: held(x, setup) * x, x).sum().backward()
+        return x.grad
+
+    right(run)
+
+
+@both_variants
+def test_a_state_that_is_set_up_and_then_changed_is_an_error(variant: str) -> None:
+    state = SimpleNamespace(buffer=torch.ones(3), ready=False)
+
+    def fun(x: Tensor) -> Tensor:
+        if not state.ready:
+            state.buffer.fill_(2)
+            state.ready = True
+        state.buffer[:2].add_(1)
+        return (x * state.buffer.clone()).sin()
+
+    y = VARIANTS[variant][1](fun, leaf(torch.ones(3)))
+    with pytest.raises(CheckpointError, match="Its rerun finds it set up"):
+        y.sum().backward()
+    assert state.buffer.tolist() == [3, 3, 2]
+
+
+@both_variants
+@pytest.mark.parametrize("inner", [lambda x, b: x * b, lambda x, b: (x * b).sin()])
+def test_a_remat_inside_reads_what_the_checkpoint_has_written(inner: Any, variant: str) -> None:
+    """The inner call saves the tensor in both runs, or the hooks would take one saved tensor for another."""
+
+    def run(checkpoint: Any) -> Any:
+        state = SimpleNamespace(buffer=torch.zeros(3, dtype=torch.float64))
+
+        def fun(x: Tensor) -> Tensor:
+            state.buffer.add_(2)
+            return remat.remat(lambda x: inner(x, state.buffer))(x) * x
+
+        x = leaf(numbers(3))
+        checkpoint(fun, x).sum().backward()
+        return x.grad, state.buffer
+
+    right(run, VARIANTS[variant][1])
+
+
 @both_variants
 def test_a_buffer_that_is_read_and_changed_in_the_forward_only(variant: str) -> None:
     def run(checkpoint: Any) -> Any:

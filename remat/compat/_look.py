@@ -29,6 +29,10 @@ _HANDED_ON = (
     "checkpoint: {} hands a tensor of shape {} to a transform inside, and the tensor is not as it was in the forward. "
     "Pass it as an argument."
 )
+_SET_UP = (
+    "checkpoint: the forward of {} sets up a tensor of shape {}, and then changes it in place. Its rerun finds it set "
+    "up, and would change it again. Set it up outside, or call the function once before, in torch.no_grad()."
+)
 
 
 class Seen(NamedTuple):
@@ -58,6 +62,7 @@ class CheckpointLook(Look):
     """
 
     outside: dict[int, Seen]
+    in_checkpoint = True
     gathered: frozenset[int] = frozenset()
     saves_unwritten = hooks_are_set = False
     _stale: Mapping[int, RuntimeError] = MappingProxyType({})
@@ -68,6 +73,8 @@ class CheckpointLook(Look):
         super().__init__(name, given, random)
         self.set_up: dict[int, Any] = {}
         self._undecided: dict[int, tuple[Any, RuntimeError | None]] = {}
+        self._as_it_is: set[int] = set()
+        """By memory, tensors that the forward set up and that a rerun reads as they are."""
         self._clock = [1]
 
     @classmethod
@@ -94,8 +101,9 @@ class CheckpointLook(Look):
 
     def begin(self, outer: Look | None) -> None:
         if isinstance(outer, CheckpointLook):
-            self._clock, self._undecided = outer._clock, outer._undecided
+            self._clock, self._undecided, self._as_it_is = outer._clock, outer._undecided, outer._as_it_is
         super().begin(outer)
+        self.labels.clear()  # the first calls that take the given tensors are noted too
         # Whether no tensor has a stand-in, and FSDP2 gathers none.
         self._is_alone = outer is None and not self.is_rerun and not internals.uses_fully_shard()
 
@@ -112,7 +120,7 @@ class CheckpointLook(Look):
         known = self.labels
         given = args, kwargs
         self._clock[0] += 1
-        if self._undecided and not effects.is_metadata:
+        if self._undecided:
             self._decide(func, args, kwargs or {})
         for a in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(a, Tensor):
@@ -150,12 +158,15 @@ class CheckpointLook(Look):
         as it is. If it begins with a write too, or with the same alias for a write, that is of a copy.
         """
         effects = effects_of(func)
+        if effects.is_metadata:
+            return
         writes = effects.writes or "out" in kwargs or kwargs.get("inplace")
         written = {*map(id, written_by(effects, args, kwargs) if writes else ())}
         for key in self._undecided.keys() & {*map(id, tensors_in((args, kwargs)))}:
             first, error = self._undecided.pop(key)
             if key not in written and func != first:
-                del self._swaps[key]
+                tensor, _ = self._swaps.pop(key)
+                self._as_it_is.add(memory_of(tensor))
                 if error is not None:
                     raise error
 
@@ -168,13 +179,15 @@ class CheckpointLook(Look):
         self.saves_unwritten = self.saves_unwritten or "rrelu" in func.__name__
 
     def before_write(self, written: Tensor) -> None:
+        if self._as_it_is and memory_of(written) in self._as_it_is:
+            raise CheckpointError(_SET_UP.format(self.name, list(written.shape)))
         if self.is_rerun or id(written) in self._was_lazy or internals.fully_shard_at_work():
             return  # the rerun writes to copies; what FSDP2's hooks write, they write again
         copied = {*self.copies}
         super().before_write(written)
         for key in self.copies.keys() - copied if isinstance(current_look(), CheckpointLook) else ():  # it has the time
             first = self.outside[key].first
-            if first == self._clock[0] or not isinstance(first, int):
+            if first == self._clock[0] or not isinstance(first, (int, type(None))):
                 self.set_up[key] = first
 
     def _set_data(self, tensor: Tensor, data: Tensor) -> None:
@@ -192,7 +205,11 @@ class CheckpointLook(Look):
     def _add(self, tensor: Tensor, value: Tensor) -> None:
         effects, before = effects_of(self._reader), self.outside.get(id(tensor))
         first = self._reader if effects.gives_alias or effects.sets_data else self._clock[0]
-        self.outside[id(tensor)] = Seen(tensor, value, first if before is None else before.first)
+        if self._reader is None:
+            first = None  # it is given, and no call has taken it
+        elif before is not None and before.first is not None:
+            first = before.first
+        self.outside[id(tensor)] = Seen(tensor, value, first)
         self.labels.note(value, None)
         self._values.add(id(value))
         if self._memory is not None:
@@ -221,6 +238,8 @@ class CheckpointLook(Look):
             return tensor
         if internals.fully_shard_at_work():
             return tensor
+        if key in self._undecided:  # a look of another class watches the call, or a transform inside has wrapped it
+            self._decide(self._reader, (tensor,), {})
         if self.outer is None:
             value = self._swaps.get(key, (tensor, tensor))[1]
         else:
