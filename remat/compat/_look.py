@@ -103,7 +103,8 @@ class CheckpointLook(Look):
         if isinstance(outer, CheckpointLook):
             self._clock, self._undecided, self._as_it_is = outer._clock, outer._undecided, outer._as_it_is
         super().begin(outer)
-        self.labels.clear()  # the first calls that take the given tensors are noted too
+        if not self.is_rerun:
+            self.labels.clear()  # the first calls that take the given tensors are noted too
         # Whether no tensor has a stand-in, and FSDP2 gathers none.
         self._is_alone = outer is None and not self.is_rerun and not internals.uses_fully_shard()
 
@@ -126,7 +127,7 @@ class CheckpointLook(Look):
             if isinstance(a, Tensor):
                 if (entry := known.get(id(a))) is not None and entry[0]() is a:
                     continue
-                if type(a) is Parameter and self._is_alone:
+                if self._is_alone and (type(a) is Parameter or id(a) in self.outside):
                     self._reader = func
                     self._add(a, a)
                     continue
