@@ -24,6 +24,14 @@ _STATISTICS: dict[Any, tuple[tuple[int, str], ...]] = {
     torch.native_batch_norm: ((3, "running_mean"), (4, "running_var")),
 }
 """Functions that write to arguments, by position and name, without saying so in their names."""
+_IF_TRUE = {
+    F.batch_norm: ("training", False),
+    F.instance_norm: ("use_input_stats", True),
+    torch.batch_norm: ("training", False),
+    torch.instance_norm: ("use_input_stats", True),
+    torch.native_batch_norm: ("training", False),
+}
+"""Some of these write only if a flag is true, their sixth argument: its name, and its default."""
 GIVES_MEMORY_AWAY = {
     Tensor.__array__,
     Tensor.__cuda_array_interface__.__get__,
@@ -86,6 +94,8 @@ class Effects:
     def __init__(self, func: Any) -> None:
         self.writes = _written_arguments(func)
         """The positions and names of the arguments that it may change in place."""
+        self.writes_if = _IF_TRUE.get(func)
+        """The name and default of the flag without which it writes to nothing."""
         self.draws = getattr(func, "__name__", "") in _RANDOM
         """It draws random numbers."""
         self.sets_hook = func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
@@ -165,6 +175,9 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 def written_by(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that a call of a function with these effects writes to."""
     writes = effects.writes or (_FIRST if kwargs.get("inplace") else ())
+    if effects.writes_if is not None:
+        name, default = effects.writes_if
+        writes = writes if (args[5] if len(args) > 5 else kwargs.get(name, default)) else ()
     if writes is _FIRST:  # the argument may have another name
         found = [*args, *kwargs.values()][:1]
     else:

@@ -632,6 +632,16 @@ def test_buffers_that_are_not_read_are_not_held() -> None:
     assert len(alive) == 1
 
 
+@pytest.mark.parametrize("way", [*(ours for _, ours in VARIANTS.values()), lambda f, x: remat.remat(f)(x)])
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, functools.partial(nn.InstanceNorm1d, track_running_stats=True)])
+def test_statistics_that_are_only_read_are_not_copied(kind: Any, way: Any) -> None:
+    norm = kind(4097).eval()
+    y = way(lambda x: norm(x).sin(), leaf(torch.ones(2, 4097, 1)))
+    alive = [t for t in gc.get_objects() if type(t) is Tensor and t.shape == (4097,)]
+    assert len(alive) == 2
+    y.sum().backward()
+
+
 def test_attributes_that_are_not_read_are_not_held() -> None:
     class Shows(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
