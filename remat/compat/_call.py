@@ -260,7 +260,7 @@ class Call:
                 value = value.detach()
             values[read.key], tensor = value, read.ref()
             if read.first is not None and tensor is not None:
-                originals[read.key], swaps[read.key] = tensor, (tensor, value)
+                originals[read.key] = tensor
                 changed = internals.version(tensor) != read.after
                 undecided[read.key] = read.first, modified(tensor, read.after, self.name) if changed else None
             in_modules_alone = not looks and read.key in self.places and isinstance(read.saved, Parameter)
@@ -274,11 +274,12 @@ class Call:
             if (now := item(*place)) is not value and not (id(now) == key and key in swaps and key not in written)
             if key not in originals
         ]
-        inputs = [values.get(key) if key not in originals else originals[key] for key in self._index]
+        inputs = [originals.get(key, values.get(key)) for key in self._index]
         if not (looks or swaps or stale or self._nests or self._sets_hooks or internals.may_run_compiled_code()):
             return values, inputs, fill, None
-        given = [value for key, value in values.items() if key not in originals]
-        look = CheckpointLook.at_rerun(self.name, given, swaps, stale, undecided)
+        given = [value for key, value in values.items() if key not in originals and id(value) not in stale]
+        look = CheckpointLook(self.name, given)
+        look.prepare_rerun(swaps, stale, undecided)
         look.hooks_are_set = self._sets_hooks
         return values, inputs, fill, look
 

@@ -35,13 +35,20 @@ _SET_UP = (
 )
 
 
+Swaps = dict[int, tuple[Tensor, Tensor]]
+Undecided = dict[int, tuple[Any, RuntimeError | None]]
+
+
 class Seen(NamedTuple):
     """A tensor that a run was given or has read from outside, and its stand-in: the tensor to read in its place."""
 
     tensor: Tensor
     value: Tensor
     first: Any
-    """The first torch call that took it: the function if that returned an alias or set the data; else its number."""
+    """The first torch call that took it: the function if that returned an alias or set the data; else its number.
+
+    None before that.
+    """
 
 
 class CheckpointLook(Look):
@@ -72,21 +79,13 @@ class CheckpointLook(Look):
     def __init__(self, name: str, given: Iterable[Tensor], random: Any = None) -> None:
         super().__init__(name, given, random)
         self.set_up: dict[int, Any] = {}
-        self._undecided: dict[int, tuple[Any, RuntimeError | None]] = {}
+        self._undecided: Undecided = {}
         self._as_it_is: set[int] = set()
         """By memory, tensors that the forward set up and that a rerun reads as they are."""
         self._clock = [1]
 
-    @classmethod
-    def at_rerun(
-        cls,
-        name: str,
-        given: Iterable[Tensor],
-        swaps: dict[int, tuple[Tensor, Tensor]],
-        stale: dict[int, RuntimeError],
-        undecided: dict[int, tuple[Any, RuntimeError | None]],
-    ) -> CheckpointLook:
-        """A look at a rerun of the function `name`, which is given tensors.
+    def prepare_rerun(self, swaps: Swaps, stale: Mapping[int, RuntimeError], undecided: Undecided) -> None:
+        """Make this the look at a rerun.
 
         **Arguments:**
 
@@ -95,9 +94,7 @@ class CheckpointLook(Look):
         - `undecided`: by identity, the tensors that the forward set up: `Seen.first`, and the error to raise if they
             have changed since.
         """
-        look = cls(name, [t for t in given if id(t) not in stale])
-        look.is_rerun, look._stale, look._swaps, look._undecided = True, stale, swaps, undecided
-        return look
+        self.is_rerun, self._swaps, self._stale, self._undecided = True, swaps, stale, undecided
 
     def begin(self, outer: Look | None) -> None:
         if isinstance(outer, CheckpointLook):
@@ -205,11 +202,12 @@ class CheckpointLook(Look):
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
         effects, before = effects_of(self._reader), self.outside.get(id(tensor))
-        first = self._reader if effects.gives_alias or effects.sets_data else self._clock[0]
-        if self._reader is None:
-            first = None  # it is given, and no call has taken it
-        elif before is not None and before.first is not None:
+        if before is not None and before.first is not None:
             first = before.first
+        elif self._reader is None:
+            first = None  # it is given, and no call has taken it
+        else:
+            first = self._reader if effects.gives_alias or effects.sets_data else self._clock[0]
         self.outside[id(tensor)] = Seen(tensor, value, first)
         self.labels.note(value, None)
         self._values.add(id(value))
