@@ -130,16 +130,18 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], records: bool, batc
         if hands_on:
             cotangents = [*map(seal, cotangents)]
 
+        if at_base:
+            record = record and (is_read or internals.forward_ad_active())
+        recorded = record or records_above
+
         def gradients(edges: list[GradientEdge], inputs: list[Tensor], keep: bool) -> list[Any]:
             targets = [inputs[i] for i in wrt]
             with still_filled(call.fill):
-                recorded = record or records_above
                 return _batched(
                     lambda c: internals.run_backward(edges, targets, c, keep, recorded), cotangents, batches
                 )
 
         if at_base:
-            record = record and (is_read or internals.forward_ad_active())
             # Faster than a functorch level, and an autograd.Function needs no functorch support.
             with internals.no_transforms(), torch.enable_grad():
                 inputs = _leaves(operands, leaves, record)

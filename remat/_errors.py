@@ -31,12 +31,12 @@ PURITY = (
 )
 
 
-HANDED_ON = (
+_HANDED_ON = (
     "remat: in {}, {} reads a tensor of shape {}, {} that the function takes from outside and hands straight to a "
     "transform, an autograd.Function or an extension. No module, attribute, list, dict or global in reach holds it, so "
     "a rerun can't put another tensor in its place. Pass it as an argument."
 )
-CHANGES = (
+_CHANGES = (
     "remat: {} changes an argument or a captured tensor of shape {}, {} in place, at {}. Its rerun would start from "
     "the changed value. Change a copy instead: x = x.clone()."
 )
@@ -117,6 +117,11 @@ def call_site() -> str:
     return "unknown"
 
 
-def changes(name: str, tensor: Tensor, hint: str = "") -> RematError:
+def changes(name: str, tensor: Tensor, hint: str = "", where: str = "") -> RematError:
     """The error for a function that changes a differentiated tensor in place. `name`: of the function."""
-    return RematError(CHANGES.format(name, list(tensor.shape), tensor.dtype, call_site()) + hint)
+    return RematError(_CHANGES.format(name, list(tensor.shape), tensor.dtype, where or call_site()) + hint)
+
+
+def not_replaced(name: str, reader: str, tensor: Tensor) -> RematError:
+    """The error for a tensor that a rerun can't replace. `name`, `reader`: of the function, and of the torch call."""
+    return RematError(_HANDED_ON.format(name, reader, list(tensor.shape), tensor.dtype))

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
 from remat._effects import Effects, as_given, effects_of, is_of_torch, reads_no_value, tensors_in, written_by
-from remat._errors import DATA_OF_A_LEVEL, HANDED_ON, LAZY, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, changes
+from remat._errors import DATA_OF_A_LEVEL, LAZY, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, changes, not_replaced
 from remat._graph import goes_through_older, is_made_since
 from remat._labels import Labels, Read, in_nested, of_outside, of_result, together
 from remat._memory import memory_of
@@ -234,7 +234,7 @@ class Look(NestedMode):
         if value is tensor and self.depth < level_of(below) <= stack_depth():
             inner = internals.unwrapped(below)
             if self.read(inner, handed_on=True) is not inner:  # in an outer rerun
-                raise self._handed_on(inner)
+                raise not_replaced(self.name, name_of(self._reader), inner)
             return tensor
         known = self._known_value(tensor)
         if handed_on and (known is None or key in self.outside):  # its own may die, and others get their ids
@@ -250,9 +250,6 @@ class Look(NestedMode):
             self.read_quietly.add(key)
         self._add(tensor, value)
         return value
-
-    def _handed_on(self, tensor: Tensor) -> RematError:
-        return RematError(HANDED_ON.format(self.name, name_of(self._reader), list(tensor.shape), tensor.dtype))
 
     def _known_value(self, tensor: Tensor) -> Tensor | None:
         """The tensor to read in the place of one that the run has made or has read before. None: it is from outside."""

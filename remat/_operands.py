@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from remat import _torch_internals as internals
 from remat._closure import Operand
-from remat._errors import CHANGES, HANDED_ON, CheckpointError, RematError
+from remat._errors import CheckpointError, RematError, changes, not_replaced
 from remat._graph import Stranger, edges_of, is_from_before, is_made_since, layers_and_tangents
 from remat._labels import Read, Survivor
 from remat._look import Look
@@ -203,7 +203,7 @@ class Operands:
     def _changed(self, read: Read) -> RematError:
         first = "" if read.reader is None else f" ({name_of(read.reader)} was the first to read it)"
         where = f"an unknown line{first}, by an op whose name does not say so (an embedding with max_norm?)"
-        return RematError(CHANGES.format(self.name, list(read.value.shape), read.value.dtype, where))
+        return changes(self.name, read.value, where=where)
 
     def _add_read(self, look: Look, tape: Tape | None, since: int) -> dict[int, Read]:
         """Add each tensor that was read and must be an operand. Returns the other reads, by identity of the tensor."""
@@ -333,7 +333,7 @@ class Operands:
         if not original.places and (internals.is_wrapper(tensor) or not tensor.is_leaf):
             read = look.outside.get(key)
             reader = name_of(None if read is None else read.reader)
-            raise RematError(HANDED_ON.format(self.name, reader, list(tensor.shape), tensor.dtype))
+            raise not_replaced(self.name, reader, tensor)
 
     def plan(self, inputs: list[Tensor]) -> Plan:
         """Plan a rerun with these inputs. An input that the function writes to is replaced by a copy."""

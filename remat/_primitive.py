@@ -260,13 +260,13 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
 
 def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
     level = top.level
-    lower, inner = fn, (below := [internals.unwrap_grad(v, level) for v in values])
+    inner = below = [internals.unwrap_grad(v, level) for v in values]
     if _is_differentiated(below):
         with top.lower():
             leaves = [i for i, t in enumerate(operands) if t.requires_grad]
             next_top = internals.top_transform()
-            if leaves and next_top is not None and next_top.kind is not internals.TransformType.Grad:
-                lower = under_grad(fn, leaves)
+            is_last = leaves and next_top is not None and next_top.kind is not internals.TransformType.Grad
+            lower = under_grad(fn, leaves) if is_last else fn
             inner = attach(lower, below, [internals.unwrap_grad(t, level) for t in operands])
     outs = [i for i, v in enumerate(values) if v.requires_grad and v is not below[i]]
     if inner is below and not outs:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._effects import Effects, tensors_in
-from remat._errors import PURITY, CheckpointError, RematError, call_site
+from remat._errors import PURITY, CheckpointError, RematError, call_site, not_replaced
 from remat._graph import is_made_since
 from remat._labels import kept
 from remat._look import MADE_INSIDE, Look, level_of, stack_depth
@@ -151,7 +151,7 @@ class RerunLook(Look):
             inner = internals.unwrapped(tensor)
             value = self.read(inner, handed_on=True)
             if value is not inner and is_inner:
-                raise self._handed_on(inner)
+                raise not_replaced(self.name, name_of(self._reader), inner)
             return tensor if value is inner else value
         if not is_new:
             self._suspects[key] = weakref.ref(tensor), self._stranger(tensor)

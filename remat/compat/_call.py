@@ -52,22 +52,21 @@ class Read:
     - `saved`: the value that the forward read. If an outer checkpointed function made it, and it is differentiated, it
         is saved through the hooks of that, which recomputes it. If the forward wrote to it, this is a copy of the
         earlier value.
-    - `version`, `requires_grad`, `is_leaf`: of the value, in the forward.
-    - `after`: the version of the tensor itself after the forward.
+    - `version`: of the value; if the forward wrote to it, of the tensor itself, after the forward.
+    - `requires_grad`, `is_leaf`: of the value, in the forward.
     - `first`: if the forward wrote to it before it read it: `Seen.first`, else None. NOTE [state that is set up].
     """
 
-    __slots__ = ("after", "first", "is_leaf", "is_written", "key", "ref", "requires_grad", "saved", "version")
+    __slots__ = ("first", "is_leaf", "is_written", "key", "ref", "requires_grad", "saved", "version")
 
     def __init__(
         self, tensor: Tensor, value: Tensor, packs: bool = False, is_written: bool = False, first: Any = None
     ) -> None:
         """`value`: what the function reads in its place, or the copy. `packs`: whether hooks save it."""
         self.key, self.ref, self.is_written, self.first = id(tensor), weakref.ref(tensor), is_written, first
-        self.after, self.is_leaf = internals.version(tensor), tensor.is_leaf
         self.saved: Any = internals.save(value) if packs else value
-        self.version = internals.version(value)
-        self.requires_grad = value.requires_grad
+        self.version = internals.version(tensor if is_written else value)
+        self.requires_grad, self.is_leaf = value.requires_grad, tensor.is_leaf
 
     def value(self) -> Tensor:
         """The value for a rerun."""
@@ -79,7 +78,7 @@ class Read:
     @property
     def is_stale(self) -> bool:
         """Whether it was written to since the forward. What an outer function's hooks saved is checked there."""
-        return isinstance(self.saved, Tensor) and internals.version(self.saved) != self.version
+        return not self.is_written and isinstance(self.saved, Tensor) and internals.version(self.saved) != self.version
 
 
 class Call:
@@ -261,8 +260,8 @@ class Call:
             values[read.key], tensor = value, read.ref()
             if read.first is not None and tensor is not None:
                 originals[read.key] = tensor
-                changed = internals.version(tensor) != read.after
-                undecided[read.key] = read.first, modified(tensor, read.after, self.name) if changed else None
+                changed = internals.version(tensor) != read.version
+                undecided[read.key] = read.first, modified(tensor, read.version, self.name) if changed else None
             in_modules_alone = not looks and read.key in self.places and isinstance(read.saved, Parameter)
             if not (tensor is None or tensor is value or in_modules_alone):
                 swaps[read.key] = tensor, value

@@ -34,7 +34,6 @@ _SET_UP = (
     "up, and would change it again. Set it up outside, or call the function once before, in torch.no_grad()."
 )
 
-
 Swaps = dict[int, tuple[Tensor, Tensor]]
 Undecided = dict[int, tuple[Any, RuntimeError | None]]
 
@@ -158,8 +157,7 @@ class CheckpointLook(Look):
         effects = effects_of(func)
         if effects.is_metadata:
             return
-        writes = effects.writes or "out" in kwargs or kwargs.get("inplace")
-        written = {*map(id, written_by(effects, args, kwargs) if writes else ())}
+        written = {*map(id, written_by(effects, args, kwargs))}
         for key in self._undecided.keys() & {*map(id, tensors_in((args, kwargs)))}:
             first, error = self._undecided.pop(key)
             if key not in written and func != first:
@@ -201,12 +199,13 @@ class CheckpointLook(Look):
             self.before_write(tensor)
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
-        effects, before = effects_of(self._reader), self.outside.get(id(tensor))
+        before = self.outside.get(id(tensor))
         if before is not None and before.first is not None:
             first = before.first
         elif self._reader is None:
             first = None  # it is given, and no call has taken it
         else:
+            effects = effects_of(self._reader)
             first = self._reader if effects.gives_alias or effects.sets_data else self._clock[0]
         self.outside[id(tensor)] = Seen(tensor, value, first)
         self.labels.note(value, None)
