@@ -502,7 +502,7 @@ def test_python_objects_at_the_peak_grow_with_the_checkpoints_only(n: int, k: in
     (calls, objects), (most_calls, most_objects) = found[0], map(max, zip(*found, strict=True))
     levels = k + _schedule.repeats(n, k)
     assert most_calls - calls <= levels
-    assert most_objects - objects <= 200 * levels
+    assert most_objects - objects <= 300 * levels  # it is some 200, and 900 more if each call copies the variables
 
 
 def test_nothing_is_left(no_gc: None) -> None:
