@@ -42,7 +42,8 @@ _MUTATED = (
 )
 _NOT_FOUND = (
     "checkpoint: {} invocation index {} encountered during backward but not found in storage: the forward did not run "
-    "it as often. The function is not deterministic, or depends on something that changed in the meantime."
+    "it as often. The function is not deterministic, or depends on something that has changed since, such as a cache "
+    "that the forward has filled (use_cache=True)."
 )
 
 
