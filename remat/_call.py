@@ -18,6 +18,7 @@ from remat._closure import ATOMS, Closure, Operand, Rebuilder
 from remat._context import NOTHING, Ambient, OwnCasts, RandomState, Variables, entered, modes_of_user, rerunning
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun
 from remat._graph import Stranger, prove
+from remat._layers import layers, requires_grad_at_any_level, requires_grad_below
 from remat._look import Look
 from remat._operands import Operands, matters
 from remat._places import Place, filled
@@ -25,7 +26,7 @@ from remat._recorder import Recorder
 from remat._replay import Replay
 from remat._rerun_look import RerunLook
 from remat._results import results_of, returned_unchanged
-from remat._saved import forget_saved, is_custom
+from remat._saved import forget_saved, hooks_set_inside, is_custom, without_saved_tensors_hooks
 from remat._tail import Remembered, Returned, expanded, keep_no_tensors, returned
 from remat._tape import Tape
 from remat._traced import Traced
@@ -138,7 +139,7 @@ class Call:
             self._followed = policy or nothing_saveable
         around = policy_around.set(self._followed)
         try:
-            with internals.without_saved_tensors_hooks(), recorder, look, OwnCasts():
+            with without_saved_tensors_hooks(), recorder, look, OwnCasts():
                 out = fun(*args, **kwargs)
         finally:
             policy_around.reset(around)
@@ -171,7 +172,7 @@ class Call:
         self._returned = [(i, t.shape, t.dtype) for i, t in zip(results.positions, results.tensors, strict=True)]
         if look.outer is not None:
             self._like = [*map(returned, results.tensors)]
-            self._layers = {id(layer) for t in results.tensors for layer in internals.layers(t)}
+            self._layers = {id(layer) for t in results.tensors for layer in layers(t)}
         others = [x for i, x in enumerate(results.leaves) if i not in results.positions]
         if not any(isinstance(x, Tensor) or type(x) not in ATOMS for x in others):
             self._result = [None if isinstance(x, Tensor) else x for x in results.leaves], results.spec
@@ -184,9 +185,7 @@ class Call:
         lowest = internals.lowest_recorded_level()
         while True:
             operands = self.operands.values(look)
-            self.leaves = frozenset(
-                [i for i, t in enumerate(operands) if internals.requires_grad_at_any_level(t, lowest)]
-            )
+            self.leaves = frozenset([i for i, t in enumerate(operands) if requires_grad_at_any_level(t, lowest)])
             try:
                 return attach(results.tensors, operands)
             except Stranger as stranger:
@@ -197,7 +196,7 @@ class Call:
         if self._result is None or self.random is not None or self.tape is not None or self._drew_from is not None:
             return None
         # The hooks of torch.utils.checkpoint count what they see.
-        if internals.hooks_set_inside() or any(original.written for original in self.operands.originals):
+        if hooks_set_inside() or any(original.written for original in self.operands.originals):
             return None
         like = [r for r in self._like if r is not None]
         if len(like) < len(self._like):
@@ -381,7 +380,7 @@ class Call:
         if self.tape is None or internals.tracing():
             return NOTHING
         # Whether this rerun is differentiated, so that another one will follow.
-        again = any(t.grad_fn is not None or internals.requires_grad_below(t) for t in operands)
+        again = any(t.grad_fn is not None or requires_grad_below(t) for t in operands)
         replay = Replay(self.tape, self.last_rerun and not again)
         for original, operand in zip(self.operands.originals, inputs, strict=True):
             if original.written:

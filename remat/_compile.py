@@ -22,6 +22,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._context import rerunning
 from remat._errors import RematError
+from remat._layers import requires_grad_at_any_level
 from remat._names import current_name
 from remat.policies import CheckpointPolicy, Policy, as_policy
 from remat.policies._policy import by_identity
@@ -68,15 +69,15 @@ def _as_op(
     def run(*args: Any, **kwargs: Any) -> Any:
         # A rerun does what the forward did, although the level of `vjp` may be over.
         by_partitioner = internals.compiling() and not (internals.differentiating() or rerunning.get())
-        if not by_partitioner and internals.uses_transforms(graph):
+        if not by_partitioner and _uses_transforms(graph):
             internals.allow_saved_tensors_hooks()
             raise RematError(_TRANSFORMS_INSIDE)
         decides = by_identity[policy] if isinstance(policy, int) else policy_of(policy)
         if not by_partitioner:
             return remat(function, policy=decides, preserve_rng_state=preserve_rng_state)(*args, **kwargs)
-        if not any(isinstance(a, Tensor) and internals.requires_grad_at_any_level(a) for a in args):
+        if not any(isinstance(a, Tensor) and requires_grad_at_any_level(a) for a in args):
             return graph(*args)  # without a backward graph, torch refuses draws that are marked
-        inputs = [_copied(a) if changes else a for a, changes in zip(args, internals.changed_by(graph), strict=True)]
+        inputs = [_copied(a) if changes else a for a, changes in zip(args, _changed_by(graph), strict=True)]
         out = internals.run_marked(graph, inputs, _marking(decides.start()))
         for before, after in zip(args, inputs, strict=True):
             if after is not before:
@@ -103,3 +104,19 @@ def _marking(policy: Callable[..., CheckpointPolicy]) -> Callable[..., Checkpoin
         return decision
 
     return decide
+
+
+def _changed_by(graph: Any) -> list[bool]:
+    """For each argument of a graph of dynamo, whether it is changed in place, and not differentiated.
+
+    Dynamo has run the graph on fake tensors, which count the changes: also those before it, which do no harm here.
+    """
+    examples = [n.meta.get("example_value") for n in graph.graph.nodes if n.op == "placeholder"]
+    return [isinstance(t, Tensor) and t._version > 0 and not t.requires_grad for t in examples]
+
+
+def _uses_transforms(graph: Any) -> bool:
+    """Whether a graph of dynamo contains transforms: it then contains the numbers of their levels."""
+    modules = graph.modules() if isinstance(graph, torch.fx.GraphModule) else ()
+    nodes = (n for m in modules if isinstance(m, torch.fx.GraphModule) for n in m.graph.nodes)
+    return any("increment_nesting" in getattr(n.target, "__name__", "") for n in nodes)

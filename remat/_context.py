@@ -82,6 +82,14 @@ def _without(variable: contextvars.ContextVar[Any], context: contextvars.Context
     return new
 
 
+def _default_device() -> torch.device | None:
+    """The device of the innermost `with torch.device(...)` (or `set_default_device`), None without one."""
+    for mode in reversed(internals.function_modes()):
+        if isinstance(mode, internals.DeviceContext):
+            return mode.device
+    return None
+
+
 class Ambient(NamedTuple):
     """Settings of a thread that change what an op computes."""
 
@@ -93,7 +101,7 @@ class Ambient(NamedTuple):
     @staticmethod
     def current() -> Ambient:
         """The current settings."""
-        dtype, device = torch.get_default_dtype(), internals.default_device()
+        dtype, device = torch.get_default_dtype(), _default_device()
         if not internals.any_autocast_enabled():
             return _USUAL if dtype is torch.float32 and device is None else Ambient(dtype, device, ())
         cache = torch.is_autocast_cache_enabled()

@@ -20,6 +20,7 @@ from remat import _torch_internals as internals
 from remat._call import Call
 from remat._errors import RematError
 from remat._graph import Proof, Stranger, prove
+from remat._layers import unpack_dual, version_of
 from remat._operands import alias
 from remat._places import still_filled
 from remat._sealed import hand_on, seal, unseal
@@ -100,7 +101,7 @@ class Link:
         self.cut: Container[int] = ()
         """Positions of differentiated operands that the node saves detached: its values do not depend on them."""
         self.thread = threading.get_ident()
-        self.versions = [*map(internals.version, operands)] if level else []
+        self.versions = [*map(version_of, operands)] if level else []
         """How often operands had been written to. Below all transforms, autograd checks that itself."""
 
 
@@ -247,7 +248,7 @@ def _batched(
 
 def _detached(tensor: Tensor, leaf: bool = False) -> Tensor:
     """Take a tensor off its graph, but keep its tangent. `leaf`: make the result require grad."""
-    primal, tangent = internals.unpack_dual(tensor) if internals.forward_ad_active() else (tensor, None)
+    primal, tangent = unpack_dual(tensor) if internals.forward_ad_active() else (tensor, None)
     if leaf or tangent is not None or primal.requires_grad:
         primal = primal.detach()
     if leaf:
@@ -268,7 +269,7 @@ def jvp(fn: Derived, moving: Sequence[int], outs: Sequence[int]) -> Derived:
         with internals.dual_level() if plain else internals.jvp_level() as level:
             for i, tangent in zip(moving, args[n:], strict=True):
                 inputs[i] = make_dual(inputs[i], tangent)
-            pairs = [internals.unpack_dual(v) for v in fn.run(*inputs)]
+            pairs = [unpack_dual(v) for v in fn.run(*inputs)]
             primals = [_below(p, level) for p, _ in pairs]
             tangents = [pairs[o].tangent for o in outs]
             return primals + [

@@ -12,6 +12,7 @@ has the highest number.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._dispatch_mode import ops_of_remat
+from remat._layers import layers, unpack_dual
 
 
 class Stranger(Exception):  # noqa: N818  # always caught, and raised again as another
@@ -170,16 +172,16 @@ def _of_one(accumulator: Any, tensors: Sequence[Tensor]) -> int | None:
 
 def layers_and_tangents(tensor: Tensor) -> list[Tensor]:
     """The layers of a tensor, and their tangents."""
-    found = [*internals.layers(tensor)]
+    found = [*layers(tensor)]
     if internals.forward_ad_active():
-        tangents = (internals.unpack_dual(t).tangent for t in found)
-        found += [layer for t in tangents if t is not None for layer in internals.layers(t)]
+        tangents = (unpack_dual(t).tangent for t in found)
+        found += [layer for t in tangents if t is not None for layer in layers(t)]
     return found
 
 
 def is_made_since(tensor: Tensor, since: int) -> bool:
     """Whether a tensor has, at any level, a node with a sequence number of at least `since`."""
-    for t in internals.layers(tensor) if internals.is_wrapper(tensor) else (tensor,):
+    for t in layers(tensor) if internals.is_wrapper(tensor) else (tensor,):
         node = t.grad_fn
         if node is not None and since <= internals.sequence_number(node):
             return True
@@ -191,8 +193,8 @@ def goes_through_older(outputs: Sequence[Tensor], inputs: Sequence[Tensor], sinc
 
     The graph of a tensor does not lead to tensors of higher levels: `vjp` differentiates whatever its function returns.
     """
-    lowest = min(map(internals.height_of, inputs), default=0)
-    nodes = [t.grad_fn for t in outputs if internals.height_of(t) >= lowest]
+    lowest = min(map(_height_of, inputs), default=0)
+    nodes = [t.grad_fn for t in outputs if _height_of(t) >= lowest]
     return any(node is not None and internals.sequence_number(node) < since for node in nodes)
 
 
@@ -205,3 +207,8 @@ def is_from_before(tensor: Tensor, since: int) -> bool:
         return True
     base = tensor._base
     return base is not None and base.grad_fn is not None and not is_made_since(base, since)
+
+
+def _height_of(tensor: Tensor) -> float:
+    """The level of a tensor. A level that is over was above those that are left."""
+    return math.inf if internals.is_dead(tensor) else internals.level_of(tensor)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from remat import _torch_internals as internals
+from remat._layers import innermost
 from remat._saved import held_by
 
 
@@ -39,4 +39,4 @@ def tensors_held(nodes: Iterable[Any]) -> list[Tensor]:
         if isinstance(h, Holder) and h.owner not in owners:
             owners.add(h.owner)
             held += h.owner.held()
-    return [internals.innermost(h) for h in held if isinstance(h, Tensor)]
+    return [innermost(h) for h in held if isinstance(h, Tensor)]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._effects import tensors_in
+from remat._layers import layers, unwrap_dead, version_of
 
 kept: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 """By identity, living tensors that runs made without a derivative. Reruns of other calls must not read them."""
@@ -81,7 +82,7 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
     def note_plain(self, tensor: Tensor, label: int | None, begun: int | None = None) -> None:
         """Give a label to a tensor that a run made without a derivative. `begun`: its version then, if not now."""
         self._read_at.pop(id(tensor), None)  # the identity may have belonged to a dead tensor
-        version = internals.version(tensor) if begun is None else begun
+        version = version_of(tensor) if begun is None else begun
         self.plain[id(tensor)] = Plain(weakref.ref(tensor), label, version)
 
     def note_result(self, out: Tensor, position: int, is_new: Any) -> None:
@@ -99,7 +100,7 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
 
     def of(self, tensor: Tensor) -> int | None:
         """The label of a tensor that the run reads. A transform inside may have wrapped it."""
-        tensor = internals.unwrap_dead(tensor)
+        tensor = unwrap_dead(tensor)
         while not self.has(tensor) and internals.level_of(tensor) > self._depth:
             tensor = internals.unwrapped(tensor)
         ref, label = self.get(id(tensor), (None, None))
@@ -108,7 +109,7 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
         plain = self.plain.get(id(tensor))
         if plain is None or plain.ref() is not tensor:
             return None
-        version = self._read_at[id(tensor)] = internals.version(tensor)
+        version = self._read_at[id(tensor)] = version_of(tensor)
         if plain.label is None or tensor.requires_grad:  # an autograd.Function has returned it
             return None
         return hash((plain.label, version - plain.begun)) | 1
@@ -122,7 +123,7 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
 
         Then that has the same label: a rerun below the transform gets the tensor itself.
         """
-        known = next(filter(self.has, internals.layers(out)), None)
+        known = next(filter(self.has, layers(out)), None)
         if known is None or known is out:
             return known is out
         entry = self.get(id(known))
@@ -138,7 +139,7 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
         for before, after in zip(values, attached, strict=True):
             plain = self.plain.get(id(before))
             if plain is not None and plain.ref() is before:
-                self.note_plain(after, plain.label, internals.version(after) - internals.version(before) + plain.begun)
+                self.note_plain(after, plain.label, version_of(after) - version_of(before) + plain.begun)
 
     def adopt(self, inner: Labels, outside: Container[int]) -> None:
         """Take over the living tensors that a nested run has made, all but those from `outside` of it."""
@@ -160,7 +161,7 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
 
     def survivors(self) -> list[Survivor]:
         """The plain tensors that were read as they are now, and are still alive."""
-        alive = [(key, self.plain[key], internals.version(tensor)) for key, tensor in self.keep()]
+        alive = [(key, self.plain[key], version_of(tensor)) for key, tensor in self.keep()]
         return [Survivor(*plain, now) for key, plain, now in alive if self._read_at.get(key) == now]
 
 

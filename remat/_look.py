@@ -26,6 +26,7 @@ from remat._effects import Effects, as_given, effects_of, is_of_torch, reads_no_
 from remat._errors import DATA_OF_A_LEVEL, LAZY, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, changes, not_replaced
 from remat._graph import goes_through_older, is_made_since
 from remat._labels import Labels, Read, in_nested, of_outside, of_result, together
+from remat._layers import layers, layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
 from remat._memory import memory_of
 from remat._nested_mode import NestedMode, watched
 from remat._saved import is_of_user
@@ -188,7 +189,7 @@ class Look(NestedMode):
         out = func(*args, **kwargs)
         self.call = None
         begins = effects.multiplies and is_large(out, args) and not self._is_in_jvp()
-        if begins and internals.requires_grad_at_any_level(out):
+        if begins and requires_grad_at_any_level(out):
             self._begin_tail(position, None, out)
         elif signature.tail is not None:
             self.tail_results += map(weakref.ref, tensors_in(out))
@@ -230,7 +231,7 @@ class Look(NestedMode):
         """
         key = id(tensor)
         _, value = self._swaps.get(key, (tensor, tensor))  # in an outer rerun, which may run below the original's level
-        below = internals.unwrap_dead(tensor)
+        below = unwrap_dead(tensor)
         if value is tensor and self.depth < level_of(below) <= stack_depth():
             inner = internals.unwrapped(below)
             if self.read(inner, handed_on=True) is not inner:  # in an outer rerun
@@ -253,14 +254,14 @@ class Look(NestedMode):
 
     def _known_value(self, tensor: Tensor) -> Tensor | None:
         """The tensor to read in the place of one that the run has made or has read before. None: it is from outside."""
-        below = internals.unwrap_dead(tensor)  # a transform inside the function may have wrapped it
+        below = unwrap_dead(tensor)  # a transform inside the function may have wrapped it
         if self.labels.has(below):
             return tensor if below is tensor else self._swaps.get(id(tensor), (tensor, tensor))[1]
         return read.value if (read := self.outside.get(id(tensor))) else None
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
         label = self.number_of(value)
-        self.outside[id(tensor)] = Read(tensor, value, internals.version(value), label, self._reader)
+        self.outside[id(tensor)] = Read(tensor, value, version_of(value), label, self._reader)
         self.labels.note(value, label)
         self._values.add(id(value))
         if self._memory is not None:
@@ -295,7 +296,7 @@ class Look(NestedMode):
             raise RematError(LAZY.format(self.name))
         if level_of(data) > max(level_of(tensor), 0):
             raise RematError(DATA_OF_A_LEVEL.format(self.name, list(tensor.shape), tensor.dtype))
-        if not internals.requires_grad_at_any_level(tensor):
+        if not requires_grad_at_any_level(tensor):
             self.before_write(tensor)
 
     def before_write(self, written: Tensor) -> None:
@@ -311,7 +312,7 @@ class Look(NestedMode):
             self.outer.before_write(written)
 
     def _copied(self, value: Tensor) -> Tensor:
-        if internals.requires_grad_at_any_level(value):
+        if requires_grad_at_any_level(value):
             hint = MADE_INSIDE if isinstance(value, torch.nn.Parameter) else ""
             raise changes(self.name, value, hint)
         return value.clone()
@@ -360,19 +361,19 @@ class Look(NestedMode):
         given, position = together(labels), self._count()
         call = together((hash(func), shapes, given))
         for i, t in enumerate(found):
-            requires_grad = internals.requires_grad_at_any_level(t)
+            requires_grad = requires_grad_at_any_level(t)
             differentiated |= requires_grad
             if id(t) in self._swaps or self.is_given_back(t):
                 self.labels.returns(t)
                 continue
             if not requires_grad:
-                inside = internals.layers_up_to(t, self.depth)
+                inside = layers_up_to(t, self.depth)
                 if not self.labels.returns(inside[0]):
                     self.labels.note_plain(inside[0], together((call, i)))
                 continue
             self.labels.results.append(weakref.ref(t))
             if new or not self.labels.returns(t):
-                for layer in internals.layers_up_to(t, self.depth):
+                for layer in layers_up_to(t, self.depth):
                     self.labels.note(layer, of_result(position, i) if listed else None)
         if listed and differentiated:
             self._note(func, shapes, given)
@@ -381,7 +382,7 @@ class Look(NestedMode):
 
     def is_given_back(self, result: Tensor) -> bool:
         """Whether a call returned a tensor from outside unchanged, perhaps wrapped by a transform around the run."""
-        return any(map(self._is_from_outside, internals.layers(result)))
+        return any(map(self._is_from_outside, layers(result)))
 
     def _is_from_outside(self, tensor: Tensor) -> bool:
         """Whether the run has read this tensor from outside, or in the place of one from outside."""

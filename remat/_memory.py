@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from remat import _torch_internals as internals
+from remat._layers import innermost, layers
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def sharing_memory(values: list[Tensor], others: list[Tensor]) -> set[int]:
     """The positions of the values that share their storage with another value, or with one of the others."""
-    if not any(t._is_view() for value in values for t in internals.layers(value)):
+    if not any(t._is_view() for value in values for t in layers(value)):
         return set()  # autograd tracks views, so nothing is shared
     storages = [memory_of(t) for t in (*values, *others)]
     return {i for i in range(len(values)) if storages.count(storages[i]) > 1}
@@ -26,7 +26,7 @@ def sharing_memory(values: list[Tensor], others: list[Tensor]) -> set[int]:
 
 def memory_of(tensor: Tensor) -> int:
     """What tells the memory of the plain tensor below all transforms from that of others, while it is there."""
-    plain = internals.innermost(tensor)
+    plain = innermost(tensor)
     if plain.layout == torch.sparse_coo:
         plain = plain._values()
     elif plain.layout in _COMPRESSED:
@@ -39,7 +39,7 @@ def two_that_share_memory(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | 
     """Two tensors that lie in the same stretch of the same storage, if there are such."""
     found: dict[int, list[tuple[int, int, Tensor]]] = {}
     for tensor in tensors:
-        plain = internals.innermost(tensor)
+        plain = innermost(tensor)
         begin = end = 0
         if plain.layout == torch.strided:
             begin = int(plain.storage_offset())

@@ -20,6 +20,7 @@ from remat._closure import Operand
 from remat._errors import CheckpointError, RematError, changes, not_replaced
 from remat._graph import Stranger, edges_of, is_from_before, is_made_since, layers_and_tangents
 from remat._labels import Read, Survivor
+from remat._layers import requires_grad_at_any_level, unpack_dual, unwrap_dead, version_of
 from remat._look import Look
 from remat._memory import memory_of, two_that_share_memory
 from remat._places import Place, is_in_reach, item, places_in_modules, script_module_near, search
@@ -52,7 +53,7 @@ def matters(tensor: Tensor) -> bool:
     if not internals.forward_ad_active():
         return False
     with internals.no_transforms():
-        return internals.unpack_dual(tensor).tangent is not None
+        return unpack_dual(tensor).tangent is not None
 
 
 def of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
@@ -166,7 +167,7 @@ class Operands:
     def operand_of(self, tensor: Tensor) -> Any:
         if matters(tensor):
             return self.add(tensor)
-        self.in_cells.append((tensor, internals.version(tensor)))
+        self.in_cells.append((tensor, version_of(tensor)))
         return tensor
 
     def find(self, look: Look, tape: Tape | None, since: int) -> None:
@@ -197,7 +198,7 @@ class Operands:
             if read is not None or self.stands_in:
                 label = look.number_of(tensor) if read is None else read.label
                 self.cell_constants.append((weakref.ref(tensor), version, label))
-            if read is not None and internals.version(tensor) != version:
+            if read is not None and version_of(tensor) != version:
                 raise self._changed(read)
 
     def _changed(self, read: Read) -> RematError:
@@ -215,7 +216,7 @@ class Operands:
                 original = self._capture(read)
                 original.written = True
                 original.origin = None if tape is None else tape.origin(read.tensor)
-            elif internals.version(value) != read.version:
+            elif version_of(value) != read.version:
                 raise self._changed(read)
             elif key in known or value is not read.tensor or look.in_checkpoint:
                 self._capture(read)  # a checkpoint's hooks must save as many in its rerun, which may read a copy
@@ -237,7 +238,7 @@ class Operands:
 
         If it comes from outside, from a place that no search finds, reading it in a rerun is an error.
         """
-        differentiated = internals.requires_grad_at_any_level(tensor)
+        differentiated = requires_grad_at_any_level(tensor)
         may_be_new = is_made_since(tensor, since) if differentiated else internals.is_wrapper(tensor)
         return may_be_new and not is_in_reach(tensor, self.objects)
 
@@ -298,7 +299,7 @@ class Operands:
             value = look.copies.get(key)
             if value is None:
                 read = look.outside.get(key)
-                value = internals.unwrap_dead(tensor if read is None else read.value)
+                value = unwrap_dead(tensor if read is None else read.value)
             found.append(value.clone() if value.is_inference() else value)  # an inference tensor can't be saved
         # In an outer rerun, one tensor may replace several originals.
         unique = {id(t): t for t in found}
@@ -370,7 +371,7 @@ class Operands:
 
     def _is_alive(self, tensor: Tensor | None, version: int) -> bool:
         """Whether a tensor is still alive. If it has been changed in place, that is an error."""
-        if tensor is not None and internals.version(tensor) != version:
+        if tensor is not None and version_of(tensor) != version:
             raise CheckpointError(_CHANGED_SINCE.format(list(tensor.shape), tensor.dtype, self.name))
         return tensor is not None
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from remat import _torch_internals as internals
+from remat._layers import inner_tensors
 
 # These write to running_mean and running_var, although their schemas do not say so.
 _WRITE_STATISTICS = {
@@ -113,7 +114,7 @@ def plain(tensor: Tensor) -> bool:
 
 def storages(found: Iterable[Tensor]) -> list[Any]:
     """The storages of the tensors that have one, plain or not, and of the tensors inside of subclasses."""
-    return [t.untyped_storage() for x in found for t in internals.inner_tensors(x) if t.layout is torch.strided]
+    return [t.untyped_storage() for x in found for t in inner_tensors(x) if t.layout is torch.strided]
 
 
 class Layout(NamedTuple):

@@ -41,6 +41,7 @@ from remat._derived import (
     vmap,
 )
 from remat._errors import CheckpointError, RematError
+from remat._layers import requires_grad_at_any_level, requires_grad_below, unpack_dual, unwrap_dead, version_of
 from remat._memory import sharing_memory
 from remat._nested_mode import unseen
 from remat._sealed import seal, unseal
@@ -74,7 +75,7 @@ def _saved(ctx: Any) -> tuple[Tensor, ...]:
         raise CheckpointError(f"{_CHANGED.format('a tensor', link.fn.call.name)} {error}") from None
     if link.versions:
         with internals.DisableTorchFunction():
-            for tensor, now, before in zip(operands, map(internals.version, operands), link.versions, strict=True):
+            for tensor, now, before in zip(operands, map(version_of, operands), link.versions, strict=True):
                 if now != before:
                     which = f"a tensor of shape {list(tensor.shape)}, {tensor.dtype}"
                     raise CheckpointError(_CHANGED.format(which, link.fn.call.name))
@@ -129,7 +130,7 @@ def _gradients(link: Link, pullback: Pullback, operands: Sequence[Tensor], cotan
     if call.tape is not None:
         with internals.DisableTorchFunction():
             read = [*filter(call.tape.was_read, operands), *cotangents]
-            retained = internals.graph_is_retained() or any(map(internals.requires_grad_below, read))
+            retained = internals.graph_is_retained() or any(map(requires_grad_below, read))
         call.last_rerun = not retained
     try:
         with unseen():
@@ -159,7 +160,7 @@ def _differentiate(
         return _derivative(pullback(batches), operands, cotangents)
     level = top.level
     if top.kind is internals.TransformType.Vmap and level >= link.level:
-        pairs = [internals.unwrap_batched(internals.unwrap_dead(c), level) for c in cotangents]
+        pairs = [internals.unwrap_batched(unwrap_dead(c), level) for c in cotangents]
         dims = [d for _, d in pairs]
         batched = dims.count(None) < len(dims)
         with top.lower():
@@ -182,7 +183,7 @@ def _derivative(fn: Derived, operands: Sequence[Tensor], cotangents: Values) -> 
     """Compute the derivative on the current stack."""
     inputs = [*operands, *cotangents]
     if any(map(internals.is_dead, inputs)):
-        inputs = [*map(internals.unwrap_dead, inputs)]
+        inputs = [*map(unwrap_dead, inputs)]
     if fn.call.hands_on and not (torch.is_grad_enabled() and _is_differentiated(inputs)):
         inputs[len(operands) :] = map(seal, inputs[len(operands) :])
         cotangents.clear()
@@ -205,7 +206,7 @@ def run(fn: Derived, operands: Values) -> list[Any]:
 
 def _is_differentiated(values: Values) -> bool:
     """Whether something may differentiate one of these values."""
-    return any(map(internals.requires_grad_at_any_level, values)) or (internals.forward_ad_active() and bool(values))
+    return any(map(requires_grad_at_any_level, values)) or (internals.forward_ad_active() and bool(values))
 
 
 def attach(fn: Derived, values: Values, operands: Values) -> Values:
@@ -231,13 +232,13 @@ def _cut(tensor: Tensor, level: int) -> Tensor:
     """Take a tensor off its graph at a level, but keep its tangent, which a value computed in no_grad may have used."""
     tangent = _tangent_of(tensor)
     if tangent is not None:
-        tensor = internals.unpack_dual(tensor).primal
+        tensor = unpack_dual(tensor).primal
     tensor = internals.wrap_grad(internals.unwrap_grad(tensor, level), level) if level else tensor.detach()
     return tensor if tangent is None else forward_ad.make_dual(tensor, tangent)
 
 
 def _tangent_of(tensor: Tensor) -> Tensor | None:
-    return internals.unpack_dual(tensor).tangent if internals.forward_ad_active() else None
+    return unpack_dual(tensor).tangent if internals.forward_ad_active() else None
 
 
 def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) -> Values:
@@ -314,12 +315,12 @@ def _attach_duals(rule: Callable[..., Values], top: Any, fn: Derived, values: Va
     tangents of operands go with them, because the node of a nested call may depend on these even if no value does. At
     other levels the backward of a primal result reads the operands with their tangents, as in plain autograd.
     """
-    duals = [internals.unpack_dual(v) for v in values]
+    duals = [unpack_dual(v) for v in values]
     outs = [i for i, (_, tangent) in enumerate(duals) if tangent is not None]
     is_jvp = top is not None and top.kind is internals.TransformType.Jvp
     if not outs and (not is_jvp or internals.in_inference_mode()):  # torch can't unpack a plain tensor there
         return rule(top, fn, values, operands)
-    pairs = [internals.unpack_dual(t) for t in operands]
+    pairs = [unpack_dual(t) for t in operands]
     moving = [i for i, (_, tangent) in enumerate(pairs) if tangent is not None]
     if not outs and not moving:
         return rule(top, fn, values, operands)

@@ -21,6 +21,7 @@ from remat import _torch_internals as internals
 from remat._context import drawn_from
 from remat._dispatch_mode import ops_of_remat
 from remat._errors import RematError
+from remat._layers import innermost, nodes_of, version_of
 from remat._names import Kept as KeptName
 from remat._names import current_name
 from remat._nested_mode import current_call
@@ -200,7 +201,7 @@ class Recorder(OpMode):
     def _value(self, tensor: Tensor, storage: Any, decision: CheckpointPolicy) -> Value:
         value = Value(len(self._ops) - 1)
         _decide(value, decision, tensor)
-        value.layout, value.version = layout_of(tensor), internals.version(tensor)
+        value.layout, value.version = layout_of(tensor), version_of(tensor)
         value.nbytes, value.device = storage.nbytes(), tensor.device
         if self._where is not None:
             value.where = self._where()
@@ -258,7 +259,7 @@ class Recorder(OpMode):
             renamed = name is not None and decision in _MUST
             if renamed or (decision in KEEP and value.decision not in _MUST):
                 counted = viewed if isinstance(viewed, Tensor) else t
-                value.is_replaced |= internals.version(counted) > value.version
+                value.is_replaced |= version_of(counted) > value.version
                 _decide(value, decision, counted)
                 if self._saved is not None and value in self._saved:
                     self._pin(content)
@@ -306,7 +307,7 @@ class Recorder(OpMode):
                 alone = self._only_returned(results)
                 needed = [v for v, s in memory.items() if internals.storage_uses(s._cdata) > 1 and v not in alone]
             memory |= self._pins
-            raw = [r for r in map(internals.innermost, results) if plain(r)]
+            raw = [r for r in map(innermost, results) if plain(r)]
             with internals.no_transforms(), torch.no_grad(), ops_of_remat():
                 for value in self._walk(needed, memory):
                     aliases = [t.detach() for t in raw if t.untyped_storage() is memory[value]]
@@ -333,16 +334,16 @@ class Recorder(OpMode):
 
     def _only_returned(self, results: list[Tensor]) -> set[Value]:
         """The values of results that no backward reads: they are alive only because they are returned."""
-        memory = {r: raw.untyped_storage() for r in results if plain(raw := internals.innermost(r))}
+        memory = {r: raw.untyped_storage() for r in results if plain(raw := innermost(r))}
         values = {r: self._content(storage).value for r, storage in memory.items()}
         read = {value for op in self._ops for value in op.reads}.intersection(values.values())
-        nodes = [n for r in results for n in internals.nodes_of(r)]
+        nodes = [n for r in results for n in nodes_of(r)]
         if read:
             nodes = nodes_behind(nodes, self._since)
         if any(map(packs, nodes)):  # hooks may hold any tensor
             return set()
         tapes = [tape for n in nodes if isinstance(tape := getattr(n, "tape", None), Tape)]  # of nested calls
         held = [h for n in nodes for h in held_by(n)] + [k.memory for t in tapes for k in t.kept.values()]
-        saved = {*map(id, storages(internals.innermost(t) for t in held if isinstance(t, Tensor)))}
+        saved = {*map(id, storages(innermost(t) for t in held if isinstance(t, Tensor)))}
         alone = [r for r, storage in memory.items() if id(storage) not in saved]
         return {values[r] for r in alone if values[r] in read or not saves_output(r)}

@@ -19,6 +19,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._context import NOTHING, Ambient, RandomState
 from remat._dispatch_mode import ops_of_remat
+from remat._layers import innermost
 from remat._ops import FACTS, OpFacts, bytes_of, facts_of, flat, storages, tensors
 from remat._tape import Origin, Tape, origin_of
 from remat._values import CONSTANT, Changed, Content, Key, Op, Operand, OpMode, Value
@@ -56,7 +57,7 @@ class Replay(OpMode):
 
     def stands_for(self, copy: Tensor, origin: Origin | None) -> None:
         """Give a copy the value of the original: the rerun gets a copy of a tensor to which the forward wrote."""
-        raw = internals.innermost(copy)
+        raw = innermost(copy)
         with internals.DisableTorchFunction():
             if origin is not None and origin == origin_of(raw, origin.value):
                 self._set(raw.untyped_storage(), origin.value)

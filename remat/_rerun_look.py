@@ -14,9 +14,10 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._effects import Effects, tensors_in
-from remat._errors import PURITY, CheckpointError, RematError, call_site, not_replaced
+from remat._errors import CACHE_OR_STATE, PURITY, CheckpointError, RematError, call_site, not_replaced
 from remat._graph import is_made_since
 from remat._labels import kept
+from remat._layers import below_grad_levels, nodes_of, requires_grad_at_any_level
 from remat._look import MADE_INSIDE, Look, level_of, stack_depth
 from remat._memory import memory_of
 from remat._operands import Original, Plan
@@ -47,11 +48,6 @@ _KEPT = (
 )
 _STRANGER = (
     "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, which its forward did not read. {}{}"
-)
-_CACHE_OR_STATE = (
-    " If it is a cache that the forward has filled (use_cache=True), switch the cache off. If it is a state that the "
-    "function replaces (self.h = ...), pass it as an argument and return the new one. If it is a table that is made on "
-    "first use, call the function once before, in torch.no_grad()."
 )
 
 _OTHER_HOOKS = (
@@ -116,7 +112,7 @@ class RerunLook(Look):
         if not is_inner and self.labels.has(tensor):
             return tensor
         if key in self._plan.survivors:
-            value = internals.below_grad_levels(tensor)
+            value = below_grad_levels(tensor)
             if internals.is_wrapper(value) and level_of(value) not in (level for level, *_ in internals.vmap_levels()):
                 raise CheckpointError(self._stranger(tensor))
             self.labels.note_plain(value, *self._plan.survivors[key])
@@ -128,7 +124,7 @@ class RerunLook(Look):
         return operand
 
     def _stranger(self, tensor: Tensor) -> str:
-        hint = MADE_INSIDE if isinstance(tensor, torch.nn.Parameter) else _CACHE_OR_STATE
+        hint = MADE_INSIDE if isinstance(tensor, torch.nn.Parameter) else CACHE_OR_STATE
         return _STRANGER.format(self.name, list(tensor.shape), tensor.dtype, call_site(), PURITY, hint)
 
     def _read_other(self, tensor: Tensor, is_inner: bool) -> Tensor:
@@ -140,7 +136,7 @@ class RerunLook(Look):
         # The sequence numbers of each thread are its own.
         tells_age = self._forward.thread == threading.get_ident()
         is_new = isinstance(tensor, internals.FakeTensor) or (tells_age and is_made_since(tensor, self.since))
-        has_graph = tensor.grad_fn is not None if wraps else internals.nodes_of(tensor)
+        has_graph = tensor.grad_fn is not None if wraps else nodes_of(tensor)
         is_old = tells_age and has_graph and not is_new
         is_above = level_of(tensor) > stack_depth()  # only the forward ran there
         is_kept = kept.get(key) is tensor and not self.labels.has(tensor)  # else a nested call has returned it
@@ -173,7 +169,7 @@ class RerunLook(Look):
         at_product = self._at_tail and self._forward.tail_call is None
         if at_product and effects.multiplies and torch.is_grad_enabled() and not self._is_in_jvp():
             given = tensors_in((*args, *kwargs.values()))
-            if any(map(internals.requires_grad_at_any_level, given)):  # else it comes before the tail: `x + a @ b @ x`
+            if any(map(requires_grad_at_any_level, given)):  # else it comes before the tail: `x + a @ b @ x`
                 return without_products(func, args, kwargs)
         return func(*args, **kwargs)
 

@@ -11,6 +11,33 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._layers import innermost, layers
+
+
+class Packed:
+    """A saved tensor, packed. A node that packs its own output unchanged would hold itself."""
+
+    @internals.hook_of_checkpoint
+    def __init__(self, tensor: Tensor) -> None:
+        with internals.DisableTorchFunction():
+            self.tensor: Tensor | None = tensor.detach()
+
+    def unpack(self) -> Any:
+        """The tensor; None if it is forgotten."""
+        return self.tensor
+
+
+def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
+    """A context in which the user's `saved_tensors_hooks` are not called: only the innermost hooks are."""
+    if internals.saved_tensors_hooks() is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(Packed, Packed.unpack)
+
+
+def hooks_set_inside() -> bool:
+    """Whether there are saved-tensor hooks besides those of `without_saved_tensors_hooks`."""
+    hooks = internals.saved_tensors_hooks()
+    return hooks is not None and hooks[0] is not Packed
 
 
 @functools.cache
@@ -57,14 +84,14 @@ def _saved_tensors_of(node: Any) -> list[Any]:
 def _data_of(saved: Any) -> Any:
     """What is held for a saved tensor: the tensor, or what the user's hooks have put in its place."""
     data = saved.data
-    return data.tensor if isinstance(data, internals.Packed) else data
+    return data.tensor if isinstance(data, Packed) else data
 
 
 def forget_saved(nodes: Iterable[Any]) -> None:
     """Make nodes forget the tensors that they have saved: somebody may hold the graph, which will not be used."""
     for node in nodes:
         for saved in _saved_tensors_of(node):
-            if isinstance(saved.data, internals.Packed):
+            if isinstance(saved.data, Packed):
                 saved.data.tensor = None
                 continue
             with contextlib.suppress(RuntimeError):  # it holds None
@@ -110,13 +137,13 @@ def unpacked_by_hooks(nodes: Iterable[Any], checkpoints: type) -> Iterator[Tenso
     for node in nodes:
         packed = any(not isinstance(_data_of(s), left) for s in _saved_tensors_of(node))
         if packed:  # the hooks of a node are the same for all that it saves
-            yield from (internals.innermost(s) for s in _saved_by(node) if isinstance(s, Tensor))
+            yield from (innermost(s) for s in _saved_by(node) if isinstance(s, Tensor))
 
 
 def saves_output(tensor: Tensor) -> bool:
     """Whether the autograd node that made `tensor`, at any level, holds on to the tensor's storage."""
-    storage = internals.innermost(tensor).untyped_storage()
-    for layer in internals.layers(tensor):
+    storage = innermost(tensor).untyped_storage()
+    for layer in layers(tensor):
         for t in (layer, layer._base) if layer._is_view() else (layer,):
             node = None if t is None else t.grad_fn
             if node is None:
@@ -124,7 +151,7 @@ def saves_output(tensor: Tensor) -> bool:
             if is_custom(node):
                 return True  # it may
             for held in held_by(node):
-                raw = internals.innermost(held) if isinstance(held, Tensor) else None
+                raw = innermost(held) if isinstance(held, Tensor) else None
                 if raw is not None and raw.layout is torch.strided and raw.untyped_storage() is storage:
                     return True
     return False

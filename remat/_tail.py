@@ -20,6 +20,7 @@ from remat import _torch_internals as internals
 from remat import _tree
 from remat._dispatch_mode import DispatchMode
 from remat._labels import Survivor
+from remat._layers import batched_at, requires_grad_at_any_level
 from remat._ops import plain, tensors
 from remat._places import Place
 from remat._saved import saves_tensors
@@ -79,10 +80,10 @@ class Returned(NamedTuple):
 
 def returned(tensor: Tensor) -> Returned | None:
     """Describe a result. None: nothing can stand in for it."""
-    if tensor.layout is not torch.strided or tensor.is_nested or not internals.requires_grad_at_any_level(tensor):
+    if tensor.layout is not torch.strided or tensor.is_nested or not requires_grad_at_any_level(tensor):
         return None
     stride = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
-    return Returned(type(tensor), stride, internals.batched_at(tensor))
+    return Returned(type(tensor), stride, batched_at(tensor))
 
 
 def expanded(value: Tensor, shape: torch.Size, like: Returned) -> Tensor | None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from remat import _torch_internals as internals
+from remat._layers import innermost, version_of
 from remat._offload import Offloaded
 from remat._ops import Layout, bytes_of, layout_of, plain
 from remat._values import Key, Op, Value
@@ -38,7 +38,7 @@ class Kept:
             return
         self.memory = value.layout.over(storage)
         self._watched = [self.memory, *aliases, *(counter for counter, _ in value.counters)]
-        self._versions = [*map(internals.version, self._watched)]
+        self._versions = [*map(version_of, self._watched)]
 
     def fetch(self) -> None:
         """Start the copy back, if it is offloaded."""
@@ -49,7 +49,7 @@ class Kept:
         """Return the tensor as it was computed, or None if it was changed in place since."""
         if self.offloaded:
             return self._layout.over(self._copy.get().untyped_storage())
-        return self.memory.detach() if [*map(internals.version, self._watched)] == self._versions else None
+        return self.memory.detach() if [*map(version_of, self._watched)] == self._versions else None
 
 
 class Origin(NamedTuple):
@@ -108,13 +108,13 @@ class Tape:
 
         A copy has the same value only if it has the same layout.
         """
-        raw = internals.innermost(tensor)
+        raw = innermost(tensor)
         value = self.outsides.get(raw.untyped_storage()) if plain(raw) else None
         return None if value is None else origin_of(raw, value)
 
     def was_read(self, tensor: Tensor) -> bool:
         """Whether the run may have read a tensor from outside, or a tensor that shares its memory."""
-        raw = internals.innermost(tensor)
+        raw = innermost(tensor)
         return not plain(raw) or raw.untyped_storage() in self.outsides
 
     def fetch(self) -> None:

@@ -41,7 +41,8 @@ from torch.utils import _cxx_pytree as _cxx_pytree
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext as DeviceContext  # the mode behind `with torch.device(...)`
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented, its path is private
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as create_selective_checkpoint_contexts
 
@@ -153,12 +154,6 @@ def vmap_levels() -> tuple[tuple[int, int, str], ...]:
     return tuple((v.level, v.batch_size(), v.randomness()) for v in vmaps)
 
 
-def batched_at(tensor: Tensor) -> list[int]:
-    """The positions of the vmaps that map over a tensor, among the active ones, outermost first."""
-    levels = [*map(_C.maybe_get_level, layers(tensor))]
-    return [i for i, (level, *_) in enumerate(vmap_levels()) if level in levels]
-
-
 def no_transforms() -> contextlib.AbstractContextManager[Any]:
     """A context in which ops run as if no transform were active."""
     return temporarily_clear_interpreter_stack() if transforms_active() else _NOTHING
@@ -183,6 +178,8 @@ is_wrapper: Callable[[Tensor], bool] = _C.is_functorch_wrapped_tensor
 level_of: Callable[[Tensor], int] = _C.maybe_get_level  # -1: no wrapper; -2: its level is over
 unwrapped: Callable[[Tensor], Tensor] = _C.get_unwrapped
 is_dead: Callable[[Tensor], bool] = _C.is_dead_tensor_wrapper  # the transform that made this wrapper is over
+unwrap_if_dead: Callable[[Tensor], Tensor] = _C.unwrap_if_dead
+is_grad_wrapper: Callable[[Tensor], bool] = _C.is_gradtrackingtensor  # of a `grad` or `jvp`
 is_legacy_batched: Callable[[Tensor], bool] = _C.is_legacy_batchedtensor
 # The tensor below a level; the tensor itself if it is not wrapped at that level.
 unwrap_grad: Callable[[Tensor, int], Tensor] = _C._unwrap_for_grad
@@ -200,72 +197,6 @@ def wrap_grad(tensor: Tensor, level: int) -> Tensor:
 def unwrap_functional(tensor: Tensor, reapply_views: bool) -> Tensor:
     """The tensor below a `functionalize` level, with pending mutations applied."""
     return _eager._maybe_unwrap_functional_tensor(tensor, reapply_views=reapply_views)
-
-
-def height_of(tensor: Tensor) -> float:
-    """The level of a tensor. A level that is over was above those that are left."""
-    return math.inf if is_dead(tensor) else level_of(tensor)
-
-
-def unwrap_dead(tensor: Tensor) -> Tensor:
-    """The tensor below the wrappers of transforms that are over."""
-    while _C.is_dead_tensor_wrapper(tensor):
-        tensor = _C.unwrap_if_dead(tensor)
-    return tensor
-
-
-def below_grad_levels(tensor: Tensor) -> Tensor:
-    """The tensor below the wrappers of `grad` and `jvp` that are outermost: nothing differentiates it."""
-    while _C.is_gradtrackingtensor(tensor):
-        tensor = _C.get_unwrapped(tensor)
-    return tensor
-
-
-def innermost(tensor: Tensor) -> Tensor:
-    """The plain tensor below all transforms."""
-    while _C.is_functorch_wrapped_tensor(tensor):
-        tensor = _C.get_unwrapped(tensor)
-    return tensor
-
-
-def layers(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor and those below its wrappers."""
-    yield tensor
-    while _C.is_functorch_wrapped_tensor(tensor):
-        tensor = _C.get_unwrapped(tensor)
-        yield tensor
-
-
-def layers_up_to(tensor: Tensor, level: int) -> list[Tensor]:
-    """The layers of a tensor at a level and below."""
-    return [layer for layer in layers(tensor) if _C.maybe_get_level(layer) <= level]
-
-
-def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors of which a subclass consists (nested tensors, DTensor); else the tensor itself."""
-    if type(tensor) is Tensor or not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    held = (getattr(tensor, name) for name in names)  # also other objects: a DeviceMesh
-    return [inner for x in held if isinstance(x, Tensor) for inner in inner_tensors(x)]
-
-
-def requires_grad_at_any_level(tensor: Tensor, lowest: int = -2) -> bool:
-    """Whether some transform, or plain autograd, differentiates with respect to `tensor`. `lowest`: the least level."""
-    while not tensor.requires_grad and _C.is_functorch_wrapped_tensor(tensor):
-        tensor = _C.get_unwrapped(tensor)
-    return tensor.requires_grad and (lowest == -2 or _C.maybe_get_level(tensor) >= lowest)
-
-
-def requires_grad_below(tensor: Tensor) -> bool:
-    """Whether something differentiates with respect to `tensor` below the level that it is wrapped at."""
-    return is_wrapper(tensor) and requires_grad_at_any_level(unwrapped(tensor))
-
-
-def version(tensor: Tensor) -> int:
-    """How often the memory below all transforms was written to; -1 if torch does not count. Wrappers count apart."""
-    plain = innermost(tensor)
-    return -1 if plain.is_inference() else plain._version
 
 
 # Levels of our own.
@@ -351,14 +282,6 @@ any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 autocast_devices: Callable[[], list[str]] = torch._C._autocast_supported_devices
 
 
-def default_device() -> torch.device | None:
-    """The device of the innermost `with torch.device(...)` (or `set_default_device`), None without one."""
-    for mode in reversed(function_modes()):
-        if isinstance(mode, DeviceContext):
-            return mode.device
-    return None
-
-
 def in_inference_mode() -> bool:
     """Whether plain autograd records nothing. `torch.is_inference_mode_enabled` says no inside a transform."""
     return not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.ADInplaceOrView)
@@ -367,13 +290,6 @@ def in_inference_mode() -> bool:
 def tracing() -> bool:
     """Whether `make_fx` records ops, as in `torch.func.linearize`. Its graph has only ops that it sees."""
     return dispatch_modes_active() > 0 and get_proxy_mode() is not None
-
-
-def unpack_dual(tensor: Tensor) -> fwad.UnpackedDualTensor:
-    """Primal and tangent of a tensor. One without strides carries no tangent, and torch can't unpack it."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return fwad.UnpackedDualTensor(tensor, None)
-    return fwad.unpack_dual(tensor)
 
 
 def traced_by_jit() -> bool:
@@ -478,11 +394,6 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
     return GradientEdge(get_gradient_edge(tensor).ownership_token, 0)  # the node of a view
 
 
-def nodes_of(tensor: Tensor) -> list[Any]:
-    """The autograd nodes that made a tensor, at all levels."""
-    return [layer.grad_fn for layer in layers(tensor) if layer.grad_fn is not None]
-
-
 def metadata_of(node: Any, number: int) -> tuple[Any, torch.dtype]:
     """Shape and dtype of an output of an autograd node."""
     metadata = node._input_metadata[number]
@@ -539,37 +450,6 @@ def saved_tensors_hooks_of_user() -> tuple[Any, Any] | None:
     if hooks is None or getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:  # before 2.14
         return None
     return hooks
-
-
-def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
-    """A context in which the user's `saved_tensors_hooks` are not called: only the innermost hooks are."""
-    if saved_tensors_hooks() is None:
-        return _NOTHING
-    return torch.autograd.graph.saved_tensors_hooks(Packed, Packed.unpack)
-
-
-def hooks_set_inside() -> bool:
-    """Whether there are saved-tensor hooks besides those of `without_saved_tensors_hooks`."""
-    hooks = saved_tensors_hooks()
-    return hooks is not None and hooks[0] is not Packed
-
-
-class Packed:
-    """A saved tensor, packed. A node that packs its own output unchanged would hold itself."""
-
-    @hook_of_checkpoint
-    def __init__(self, tensor: Tensor) -> None:
-        with DisableTorchFunction():
-            self.tensor: Tensor | None = tensor.detach()
-
-    def unpack(self) -> Any:
-        """The tensor; None if it is forgotten."""
-        return self.tensor
-
-
-def same(tensor: Tensor) -> Tensor:
-    """An unpack hook for tensors that are packed as they are."""
-    return tensor
 
 
 def save(tensor: Tensor) -> Any:
@@ -659,11 +539,6 @@ set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
 at_end_of_graph_task: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
-def in_last_backward() -> bool:
-    """Whether a backward pass runs that goes through all of the graph behind its results, and frees it."""
-    return graph_task() != -1 and not graph_is_retained() and accumulates_into_all_leaves()
-
-
 def wanted(node: Any, needed: Sequence[bool]) -> Sequence[bool]:
     """Which gradients of its inputs the running backward pass asks a node for. `needed`: those that exist.
 
@@ -716,11 +591,10 @@ def called_by_grad_transform(thread: int) -> bool:
     return next(outer, None) is _LAST_BACKWARD and next(outer, None) is _TRANSFORM
 
 
-def running_backward(thread: int) -> list[Any]:
-    """The nodes from which the running backward pass started; empty if it can't be found."""
+def outputs_of_running_backward(thread: int) -> Sequence[Any]:
+    """The tensors and edges from which the running backward pass started; empty if it can't be found."""
     frame = _engine_frame(sys._getframe(1), thread)
-    outputs = () if frame is None else frame.f_locals["t_outputs"]
-    return [n for t in outputs for n in (nodes_of(t) if isinstance(t, Tensor) else [t.node])]
+    return () if frame is None else frame.f_locals["t_outputs"]
 
 
 def _engine_frame(inner: types.FrameType, thread: int) -> types.FrameType | None:
@@ -871,22 +745,6 @@ def run_marked(graph: Any, args: Iterable[Any], policy: Any) -> Any:
         node.meta["ac_graph_id"] = region  # before 2.12, the mode does not pass it on
     with preserve_node_meta(), mode:
         return Interpreter(graph).run(*args)
-
-
-def changed_by(graph: Any) -> list[bool]:
-    """For each argument of a graph of dynamo, whether it is changed in place, and not differentiated.
-
-    Dynamo has run the graph on fake tensors, which count the changes: also those before it, which do no harm here.
-    """
-    examples = [n.meta.get("example_value") for n in graph.graph.nodes if n.op == "placeholder"]
-    return [isinstance(t, Tensor) and t._version > 0 and not t.requires_grad for t in examples]
-
-
-def uses_transforms(graph: Any) -> bool:
-    """Whether a graph of dynamo contains transforms: it then contains the numbers of their levels."""
-    modules = graph.modules() if isinstance(graph, torch.fx.GraphModule) else ()
-    nodes = (n for m in modules if isinstance(m, torch.fx.GraphModule) for n in m.graph.nodes)
-    return any("increment_nesting" in getattr(n.target, "__name__", "") for n in nodes)
 
 
 # FSDP2 and DTensor.

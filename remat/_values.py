@@ -20,6 +20,7 @@ from remat import _torch_internals as internals
 from remat._context import RandomState, uncompiled
 from remat._dispatch_mode import DispatchMode
 from remat._effects import GIVES_MEMORY_AWAY
+from remat._layers import innermost, version_of
 from remat._memory import digest
 from remat._ops import Layout, OpFacts, is_plain, plain, storages, tensors
 
@@ -59,7 +60,7 @@ class Value:
         """Note the version of a tensor that is the value, or an alias of it."""
         if self.is_saveable and not tensor.is_inference():
             counter = internals.version_counter(tensor)
-            self.counters = (*self.counters, (counter, internals.version(counter)))
+            self.counters = (*self.counters, (counter, version_of(counter)))
 
     def expect_write(self) -> None:
         """Torch is about to count a write that is known: it counts when the mode has done the op."""
@@ -69,7 +70,7 @@ class Value:
     @property
     def is_lost(self) -> bool:
         """Whether its memory was written to since: by a later op, or unseen, in a Function that says `mark_dirty`."""
-        return self.is_replaced or any(internals.version(counter) > before for counter, before in self.counters)
+        return self.is_replaced or any(version_of(counter) > before for counter, before in self.counters)
 
 
 @dataclass(slots=True, eq=False)
@@ -171,7 +172,7 @@ class OpMode(DispatchMode):
 
         User code makes the same writes in each run, so the earlier value is the key of the new one.
         """
-        for content in map(self._content, storages(map(internals.innermost, tensors(args, kwargs)))):
+        for content in map(self._content, storages(map(innermost, tensors(args, kwargs)))):
             self._read(content)
             if func in GIVES_MEMORY_AWAY:
                 self._shares = content.is_shared = True

@@ -658,6 +658,65 @@ def test_attributes_that_are_not_read_are_not_held() -> None:
 # What a module builds when it is first called.
 
 
+def keeps_a_window(kept: Any, x: Tensor, w: Tensor) -> Tensor:
+    """Attention with a cache of keys, of which it reads as many each time."""
+    keys = torch.cat([kept.value, x @ w]) if hasattr(kept, "value") else x @ w
+    kept.value = keys[-2:]
+    return (x @ keys[:3].mT).tanh() @ x
+
+
+def keeps_a_state(kept: Any, x: Tensor, w: Tensor) -> Tensor:
+    kept.value = (getattr(kept, "value", 0.0) + x @ w).tanh()
+    return kept.value.sin()
+
+
+def keeps_two_states(kept: Any, x: Tensor, w: Tensor) -> Tensor:
+    """An addition to what was kept is no error by itself. To read the value of the sum is."""
+    before = getattr(kept, "value", torch.zeros(()))
+    kept.value = before + (x @ w).sum()
+    return (kept.value + x).sin()
+
+
+def collects_a_loss(kept: Any, x: Tensor, w: Tensor) -> Tensor:
+    y = (x @ w).tanh()
+    kept.value = getattr(kept, "value", torch.zeros(())) + y.square().mean()
+    return y
+
+
+def keeps_what_it_reads_itself(kept: Any, x: Tensor, w: Tensor) -> Tensor:
+    kept.value = (x @ w).softmax(-1)
+    return kept.value @ x.mT
+
+
+@pytest.mark.parametrize("in_another", [False, True], ids=["alone", "in another"])
+@pytest.mark.parametrize("fun", [keeps_a_window, keeps_a_state, keeps_two_states])
+def test_a_rerun_that_reads_what_its_forward_has_kept_is_an_error(fun: Any, in_another: bool) -> None:
+    def run(checkpoint: Any) -> Any:
+        kept, x, w = SimpleNamespace(), leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+
+        def called(x: Tensor) -> Tensor:
+            return checkpoint(lambda x: fun(kept, x, w), x) if in_another else fun(kept, x, w)
+
+        for _ in range(2):
+            x = checkpoint(called, x)
+        return torch.autograd.grad(x.sum(), w)
+
+    assert_same(run(lambda f, x: f(x)), run(lambda f, x: f(x)))
+    with pytest.raises(CheckpointError, match=r"kept\. If it is a cache .*use_cache"):
+        run(VARIANTS["non-reentrant"][1])
+
+
+@pytest.mark.parametrize("fun", [collects_a_loss, keeps_what_it_reads_itself])
+def test_a_rerun_may_add_to_what_its_forward_has_kept_and_replace_it(fun: Any) -> None:
+    def run(checkpoint: Any) -> Any:
+        kept, x, w = SimpleNamespace(), leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+        for _ in range(3):
+            x = checkpoint(lambda x: fun(kept, x, w), x)
+        return torch.autograd.grad(x.sum() + kept.value.sum(), w)
+
+    assert_same(run(VARIANTS["non-reentrant"][1]), run(lambda f, x: f(x)))
+
+
 @both_variants
 def test_a_given_tensor_that_is_written_to_beside_a_cache(variant: str) -> None:
     def run(checkpoint: Any) -> Any:

@@ -18,6 +18,7 @@ ROOT = Path(remat.__file__).parent
 LAYERS = [
     {"_errors"},
     {"_torch_internals"},
+    {"_layers"},
     {"_dispatch_mode", "_memory", "_ops", "_saved"},
     {"_effects", "_graph", "_closure", "_holder", "_signature"},
     {"_nested_mode", "_tree", "_places", "_labels", "_sealed"},

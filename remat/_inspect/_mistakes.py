@@ -20,6 +20,7 @@ from remat._errors import call_site
 from remat._inspect._forward import tensors, tensors_behind
 from remat._inspect._residuals import format_residuals, largest_views, outside_residuals, residual_of, total_bytes
 from remat._inspect._tables import bytes_text
+from remat._layers import innermost, nodes_of
 from remat._ops import storages
 from remat._remat import watchers
 from remat._saved import nodes_behind
@@ -78,7 +79,7 @@ class Watched:
 
     def __call__(self, fun: Any, call: Call, out: Any, args: Any, kwargs: Any) -> Callable[[Any], None]:
         with internals.DisableTorchFunction():
-            nodes = nodes_behind((node for t in tensors(out) for node in internals.nodes_of(t)), call.since)
+            nodes = nodes_behind((node for t in tensors(out) for node in nodes_of(t)), call.since)
             saved = set(storages(tensors_behind(nodes)))
         return functools.partial(self._see, fun, call, args, kwargs, saved)
 
@@ -86,10 +87,10 @@ class Watched:
         """Called when the results have the derivative of the call. `saved`: the storages that its own graph held."""
         where = call_site()
         with internals.DisableTorchFunction():
-            results = [t for t in tensors(out) if internals.nodes_of(t)]
+            results = [t for t in tensors(out) if nodes_of(t)]
             if is_rerunning() or not results:
                 return
-            operands = largest_views(map(internals.innermost, call.operands.still_there()))
+            operands = largest_views(map(innermost, call.operands.still_there()))
             kept = {} if call.tape is None else call.tape.held()
             drops = sum(s.nbytes() for s in saved.difference(operands, kept))
             if self._log_tables:
@@ -100,7 +101,7 @@ class Watched:
                 keeps, dropped = bytes_text(total_bytes(residuals)), bytes_text(drops)
                 title = _TITLE.format(name=call.name, where=where, keeps=keeps, drops=dropped)
                 _pending[title, format_residuals(residuals)] += 1
-                internals.nodes_of(results[0])[0].register_prehook(_log_pending)
+                nodes_of(results[0])[0].register_prehook(_log_pending)
         if drops:
             if call.tape is not None and not call.tape.matched and call.policy != nothing_saveable:
                 self._warn(_NOTHING.format(policy=call.policy, name=call.name, where=where))
@@ -111,12 +112,13 @@ class Watched:
     def _check_place(self, name: str, where: str, drops: int, results: list[Tensor]) -> None:
         """When the backward pass reaches the call, compare the values after it with those that it frees."""
         elements, result = sum(t.numel() for t in results), results[0]
-        batch = internals.innermost(result).numel() // max(result.numel(), 1)  # nodes do not know an outer vmap
-        node = internals.nodes_of(result)[0]
+        batch = innermost(result).numel() // max(result.numel(), 1)  # nodes do not know an outer vmap
+        node = nodes_of(result)[0]
         number, thread = internals.sequence_number(node), threading.get_ident()
 
         def check(cotangents: Any) -> None:
-            nodes = nodes_behind(internals.running_backward(thread))
+            outputs = internals.outputs_of_running_backward(thread)
+            nodes = nodes_behind([n for t in outputs for n in (nodes_of(t) if isinstance(t, Tensor) else [t.node])])
             numbers = {n: internals.sequence_number(n) for n in nodes if not isinstance(n, internals.AccumulateGrad)}
             if number not in numbers.values():
                 return

@@ -12,11 +12,11 @@ import optree
 import torch
 from torch import Tensor
 
-from remat import _torch_internals as internals
 from remat._closure import parts_of
 from remat._dispatch_mode import DispatchMode
 from remat._errors import call_site
 from remat._inspect._forward import tensors
+from remat._layers import innermost
 from remat._names import current_name
 from remat._ops import facts_of, storages
 from remat._places import names_in
@@ -87,7 +87,7 @@ def names_of(fun: Any, args: Any, kwargs: Any, views: dict[Any, Tensor]) -> dict
     found += [(t, f"captured {name or 'a tensor'} (closure of {owner or own})") for t, name, owner in captured]
     names: dict[Any, str] = {}
     for tensor, why in found:
-        for storage in views.keys() & storages([internals.innermost(tensor)]):
+        for storage in views.keys() & storages([innermost(tensor)]):
             names.setdefault(storage, why)
     return names
 

@@ -17,10 +17,11 @@ from remat._closure import Closure, Operand, Rebuilder
 from remat._context import NOTHING, Ambient, OwnCasts, RandomState, Variables, entered, modes_of_user, rerunning
 from remat._errors import CheckpointError, function_name, note_rerun
 from remat._graph import is_made_since
+from remat._layers import version_of
 from remat._memory import two_that_share_memory
 from remat._nested_mode import unseen
 from remat._places import Place, filled, item, places_in_modules
-from remat.compat._look import CheckpointLook
+from remat.compat._look import CheckpointLook, Kept
 from remat.random._keyed import running, suspended
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -65,7 +66,7 @@ class Read:
         """`value`: what the function reads in its place, or the copy. `packs`: whether hooks save it."""
         self.key, self.ref, self.is_written, self.first = id(tensor), weakref.ref(tensor), is_written, first
         self.saved: Any = internals.save(value) if packs else value
-        self.version = internals.version(tensor if is_written else value)
+        self.version = version_of(tensor if is_written else value)
         self.requires_grad, self.is_leaf = value.requires_grad, tensor.is_leaf
 
     def value(self) -> Tensor:
@@ -78,7 +79,7 @@ class Read:
     @property
     def is_stale(self) -> bool:
         """Whether it was written to since the forward. What an outer function's hooks saved is checked there."""
-        return not self.is_written and isinstance(self.saved, Tensor) and internals.version(self.saved) != self.version
+        return not self.is_written and isinstance(self.saved, Tensor) and version_of(self.saved) != self.version
 
 
 class Call:
@@ -96,6 +97,8 @@ class Call:
 
     random: RandomState | None = None
     reads: Sequence[Read] = ()
+    _kept: Kept = types.MappingProxyType({})
+    """By identity, the differentiated tensors that the forward made and that somebody keeps, besides its results."""
     _flags: Mapping[int, types.CellType] = types.MappingProxyType({})
     """The cells of the function in which a context around the rerun may set a flag."""
     places: Mapping[int, list[Place]] = types.MappingProxyType({})
@@ -143,8 +146,8 @@ class Call:
         self._look = CheckpointLook(self.name, self.operands, self.random)
         return self._look
 
-    def finish(self, packs: bool) -> None:
-        """Called when the forward is over. Notes the tensors that it read from outside, and those that it wrote to.
+    def finish(self, out: Any, packs: bool) -> None:
+        """Called when the forward is over, with its results. Notes the tensors that it read, wrote to or keeps.
 
         `packs`: whether those that an outer checkpointed function made are saved through its hooks.
         """
@@ -154,6 +157,7 @@ class Call:
             self.random = self.random.drawn_since(look.drew)
         if len(look.outside) > self.arguments or look.copies:
             self._note_reads(look, look.outer if packs else None)
+        self._kept = look.keeps(out)
         look.outside.clear()
         self._nests, self._sets_hooks = look.signature.nests > 0, look.sets_hooks
         self._objects, self.operands = [], []
@@ -260,8 +264,8 @@ class Call:
             values[read.key], tensor = value, read.ref()
             if read.first is not None and tensor is not None:
                 originals[read.key] = tensor
-                changed = internals.version(tensor) != read.version
-                undecided[read.key] = read.first, modified(tensor, read.version, self.name) if changed else None
+                is_old = version_of(tensor) != read.version
+                undecided[read.key] = read.first, modified(tensor, read.version, self.name) if is_old else None
             in_modules_alone = not looks and read.key in self.places and isinstance(read.saved, Parameter)
             if not (tensor is None or tensor is value or in_modules_alone):
                 swaps[read.key] = tensor, value
@@ -274,12 +278,13 @@ class Call:
             if key not in originals
         ]
         inputs = [originals.get(key, values.get(key)) for key in self._index]
-        if not (looks or swaps or stale or self._nests or self._sets_hooks or internals.may_run_compiled_code()):
+        changed = swaps or stale or any(ref() is not None for ref in self._kept.values())
+        if not (looks or changed or self._nests or self._sets_hooks or internals.may_run_compiled_code()):
             return values, inputs, fill, None
         given = [value for key, value in values.items() if key not in originals and id(value) not in stale]
         look = CheckpointLook(self.name, given)
         look.prepare_rerun(swaps, stale, undecided)
-        look.hooks_are_set = self._sets_hooks
+        look.hooks_are_set, look.kept = self._sets_hooks, self._kept
         return values, inputs, fill, look
 
 

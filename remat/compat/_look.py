@@ -6,6 +6,7 @@ write to differentiated tensors.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ from torch.nn.parameter import Parameter, is_lazy
 from remat import _torch_internals as internals
 from remat._dispatch_mode import ops_of_remat
 from remat._effects import Effects, effects_of, tensors_in, written_by
-from remat._errors import CheckpointError
+from remat._errors import CACHE_OR_STATE, CheckpointError, call_site
+from remat._layers import layers_up_to
 from remat._look import Look
 from remat._memory import memory_of
 from remat._nested_mode import current_look
@@ -33,8 +35,10 @@ _SET_UP = (
     "checkpoint: the forward of {} sets up a tensor of shape {}, and then changes it in place. Its rerun finds it set "
     "up, and would change it again. Set it up outside, or call the function once before, in torch.no_grad()."
 )
+_KEPT = "checkpoint: the rerun of {} reads a tensor of shape {}, {} at {} that its forward has computed and kept.{}"
 
 Swaps = dict[int, tuple[Tensor, Tensor]]
+Kept = Mapping[int, weakref.ref[Tensor]]
 Undecided = dict[int, tuple[Any, RuntimeError | None]]
 
 
@@ -62,6 +66,8 @@ class CheckpointLook(Look):
     - `gathered`: by identity, parameters that hooks gather, as in ZeRO-3 and FSDP2. The rerun gathers them too.
     - `set_up`: by identity, tensors that it wrote to before it read them, and `Seen.first` of these: NOTE [state that
         is set up].
+    - `kept`: by identity, tensors that the forward computed and kept, if this is a rerun, and sums with these. To read
+        the value of one is an error. To add to one is none: the function may collect losses.
     - `hooks_are_set`: whether the forward has put hooks on tensors from outside, if this is a rerun.
     - `saves_unwritten`: whether an op ran that saves memory before its kernel writes to it, as `rrelu` does. A rerun
         that stops as soon as everything is saved would then stop too early.
@@ -70,7 +76,8 @@ class CheckpointLook(Look):
     outside: dict[int, Seen]
     in_checkpoint = True
     gathered: frozenset[int] = frozenset()
-    saves_unwritten = hooks_are_set = False
+    saves_unwritten = hooks_are_set = _adds_to_kept = False
+    kept: Kept = MappingProxyType({})
     _stale: Mapping[int, RuntimeError] = MappingProxyType({})
     _was_lazy: frozenset[int] = frozenset()
     """Parameters that a lazy module initialised in this run. A rerun finds them initialised."""
@@ -140,7 +147,10 @@ class CheckpointLook(Look):
         self.call = func, args, kwargs or {}
         out = func(*args, **kwargs) if kwargs else func(*args)
         self.call = None
-        if type(out) is Tensor and not internals.is_wrapper(out):
+        if self._adds_to_kept:
+            self._adds_to_kept = False
+            self.kept = {**self.kept, id(out): weakref.ref(out)}
+        elif type(out) is Tensor and not internals.is_wrapper(out):
             known.note(out, None)
         elif kind_of(out.__class__) is HOLDER:
             with internals.DisableTorchFunction():
@@ -219,13 +229,18 @@ class CheckpointLook(Look):
 
     def add_results(self, func: Any, out: Any, *_: Any, **__: Any) -> None:
         for t in tensors_in(out):
-            for layer in (t, *internals.layers_up_to(t, self.depth)):
+            for layer in (t, *layers_up_to(t, self.depth)):
                 self.labels.note(layer, None)
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
         if key in self._stale:
             raise self._stale[key]
+        if (ref := self.kept.get(key)) is not None and ref() is tensor and torch.is_grad_enabled():
+            self._adds_to_kept = current_look() is self and effects_of(self._reader).operands == 2
+            if not self._adds_to_kept:
+                shape, dtype = list(tensor.shape), tensor.dtype
+                raise CheckpointError(_KEPT.format(self.name, shape, dtype, call_site(), CACHE_OR_STATE))
         if self.labels.has(tensor):
             return tensor
         if internals.level_of(tensor) > self.depth:
@@ -245,6 +260,12 @@ class CheckpointLook(Look):
             value = self.outer.read(tensor, handed_on)
         self._add(tensor, value)
         return value
+
+    def keeps(self, out: Any) -> Kept:
+        """By identity, the differentiated tensors that the run has made and somebody keeps, besides its results."""
+        results = {*map(id, tensors_in(out))}
+        alive = [t for ref, _ in self.labels.values() if (t := ref()) is not None and t.grad_fn is not None]
+        return {id(t): weakref.ref(t) for t in alive if id(t) not in results and not self._is_from_outside(t)}
 
     def label_of(self, tensor: Tensor) -> int | None:
         """Tells a tensor from others of this run. No rerun compares it."""

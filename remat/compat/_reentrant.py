@@ -76,7 +76,7 @@ class CheckpointFunction(torch.autograd.Function):
                 v.detach() if isinstance(v, Tensor) and not look.has_made(v) else v  # the function only passes it on
                 for v in (out if isinstance(out, tuple) else (out,))
             ]
-            call.finish(packs=False)  # the node holds them: to unpack one would run the outer function now
+            call.finish(out, packs=False)  # the node holds them: to unpack one would run the outer function now
             captured = {r.key: r.value() for r in call.reads if r.requires_grad}
             rest = [captured.pop(key) for key in look.gathered if key in captured]
             results = super().apply(call, captured, rest, values, len(arguments), *arguments, *captured.values())

@@ -181,7 +181,7 @@ class Region:
                 self._options = self._options._replace(early_stop=False)
             if selective is not None:
                 selective.finish(look, out)
-            call.finish(packs=True)
+            call.finish(out, packs=True)
             if look.outer is not None:
                 look.outer.add_call(call.name, out)
         self._is_complete = True
@@ -245,7 +245,7 @@ class Region:
             elif self._selective is not None:
                 context = recomputed.replay = self._selective.replay()
                 tell = functools.partial(self._selective.stand_in, context)
-            internals.push_saved_tensors_hooks(recomputed.pack, internals.same)
+            internals.push_saved_tensors_hooks(recomputed.pack, _same)
             try:
                 self._call.rerun(arguments, (context, trace), tell=tell)
             except (_Stop, Exception):
@@ -277,3 +277,8 @@ class Region:
     def _error(self, message: str) -> CheckpointError:
         error = CheckpointError(f"remat.checkpoint: {message}")
         return error if self.explain is None else self.explain(error)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    """An unpack hook for tensors that are packed as they are."""
+    return tensor

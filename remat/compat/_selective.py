@@ -110,7 +110,7 @@ class Replay(_replay.Replay):
 
     def __init__(self, tape: Tape, counts: Counter[int], mutated: set[Value] | None) -> None:
         """`mutated`: the values that must not have been changed in place; None if all may be."""
-        super().__init__(tape, internals.in_last_backward())
+        super().__init__(tape, _in_last_backward())
         self._counts, self._runs, self._mutated = counts, Counter[int](), mutated
         self._graph_task = internals.graph_task()
 
@@ -289,3 +289,9 @@ def _policy_of(context_fn: Any) -> Policy:
             f"create_selective_checkpoint_contexts. Got {shown(contexts[0])}."
         )
     return as_policy(selective[0])
+
+
+def _in_last_backward() -> bool:
+    """Whether a backward pass runs that goes through all of the graph behind its results, and frees it."""
+    runs = internals.graph_task() != -1
+    return runs and not internals.graph_is_retained() and internals.accumulates_into_all_leaves()

@@ -11,6 +11,7 @@ from torch import Tensor
 from remat import _compile, _tree
 from remat import _torch_internals as internals
 from remat._errors import shown
+from remat._layers import innermost
 from remat._remat import remat
 from remat.loops._checks import CarryCheck, as_int, check_options, paths, steps_of
 from remat.loops._run import run, trial
@@ -220,7 +221,7 @@ def while_loop(
         if not isinstance(holds, Tensor):
             return None, bool(holds)
         with internals.DisableTorchFunction():  # the loop asks, not the user's function
-            every = internals.innermost(holds)
+            every = innermost(holds)
             is_batched, goes_on = every.dim() > 0, bool(every.any())
         return (holds != 0 if is_batched else None), goes_on
 

@@ -17,6 +17,7 @@ from remat import _torch_internals as internals
 from remat import _tree
 from remat._context import NOTHING, RandomState
 from remat._errors import function_name
+from remat._layers import innermost
 from remat._look import Look
 from remat._remat import remat
 from remat.loops._checks import differ, kinds_of, paths, said, structure
@@ -108,4 +109,4 @@ def trial(who: str, args: Any) -> Iterator[None]:
         random.put_back()
         with torch.no_grad(), internals.DisableTorchFunction(), internals.no_transforms():
             for key, before in look.copies.items():
-                internals.innermost(look.outside[key].value).copy_(internals.innermost(before))
+                innermost(look.outside[key].value).copy_(innermost(before))
