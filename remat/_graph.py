@@ -110,7 +110,7 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
     ambiguous: set[int] = set()
     for i, t in enumerate(map(_with_node, operands)):
         if t.requires_grad:
-            edges = edges_of(t, since)
+            edges = () if t.grad_fn is None else edges_of(t, since)
             leaf = _leaf_at(edges[-1][0]) if edges else t
             for key in edges if leaf is None else (*edges, id(leaf)):
                 first = ends.setdefault(key, i)

@@ -95,17 +95,20 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
 
     def has(self, tensor: Tensor) -> bool:
         """Whether the run knows this tensor."""
-        entry, plain = self.get(id(tensor)), self.plain.get(id(tensor))
-        return (entry is not None and entry[0]() is tensor) or (plain is not None and plain.ref() is tensor)
+        key = id(tensor)
+        if (entry := self.get(key)) is not None and entry[0]() is tensor:
+            return True
+        plain = self.plain.get(key)
+        return plain is not None and plain.ref() is tensor
 
     def of(self, tensor: Tensor) -> int | None:
         """The label of a tensor that the run reads. A transform inside may have wrapped it."""
         tensor = unwrap_dead(tensor)
         while not self.has(tensor) and internals.level_of(tensor) > self._depth:
             tensor = internals.unwrapped(tensor)
-        ref, label = self.get(id(tensor), (None, None))
-        if ref is not None and ref() is tensor:
-            return label
+        entry = self.get(id(tensor))
+        if entry is not None and entry[0]() is tensor:
+            return entry[1]
         plain = self.plain.get(id(tensor))
         if plain is None or plain.ref() is not tensor:
             return None
@@ -116,7 +119,8 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
 
     def of_all(self, args: Any) -> list[int | None]:
         """The labels of all tensors in the arguments of a call."""
-        return [*map(self.of, tensors_in(args))]
+        known = ((t, self.get(id(t))) for t in tensors_in(args))
+        return [entry[1] if entry is not None and entry[0]() is t else self.of(t) for t, entry in known]
 
     def returns(self, out: Tensor) -> bool:
         """Whether a call has returned what it was given, perhaps wrapped by a transform around the run.
