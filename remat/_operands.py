@@ -298,8 +298,11 @@ class Operands:
         for key, tensor in zip(self._index, self.tensors, strict=True):
             value = look.copies.get(key)
             if value is None:
-                read = look.outside.get(key)
-                value = unwrap_dead(tensor if read is None else read.value)
+                if (read := look.outside.get(key)) is not None:
+                    tensor = read.value
+                elif look.outer is not None:  # an outer rerun finds one that is not read, too
+                    tensor = look.outer.read(tensor)
+                value = unwrap_dead(tensor)
             found.append(value.clone() if value.is_inference() else value)  # an inference tensor can't be saved
         # In an outer rerun, one tensor may replace several originals.
         unique = {id(t): t for t in found}

@@ -3,6 +3,7 @@
 `make fuzz N=20000` tries more of them than the test run does, and other ones each time.
 """
 
+import functools
 import gc
 from collections import Counter
 from collections.abc import Callable
@@ -13,12 +14,24 @@ from typing import Any
 import optree
 import pytest
 import torch
-from fuzz_programs import FORWARD, Example, Net, SinTimes, backward, examples, scalar, scan, vjp_later, vjp_never
+from fuzz_programs import (
+    FORWARD,
+    Example,
+    Net,
+    SinTimes,
+    backward,
+    examples,
+    scalar,
+    scan,
+    vjp_later,
+    vjp_never,
+    vjp_once,
+)
 from helpers import assert_same, numbers, plain
 from hypothesis import Phase, given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.func import functional_call, functionalize, grad, hessian
+from torch.func import functional_call, functionalize, grad, hessian, vmap
 
 from remat import _torch_internals as internals
 from remat import remat
@@ -214,3 +227,18 @@ def test_a_program_that_was_wrong_once(program: Any, transform: Any) -> None:
     args = (numbers(3, 3) if program is one_tensor_in_two_places_of_a_module else numbers(3)), numbers(3, seed=1)
     expected = transform(lambda *args: program(plain, *args))(*args)
     assert_same(transform(lambda *args: program(remat, *args))(*args), expected)
+
+
+def test_a_default_that_is_never_read_is_an_operand_of_the_outer_function_too() -> None:
+    def program(ck: Any, x: Tensor, y: Tensor) -> Tensor:
+        held = [x.unsqueeze(0)]
+
+        def outer(h: Tensor = held[0]) -> Tensor:
+            return h.sin() + ck(lambda z, other=held[0]: z.sin())(y).sum()
+
+        return ck(outer)().logsumexp(-1)
+
+    def run(ck: Any) -> Any:
+        return backward(vjp_once(vmap(functools.partial(program, ck))))(numbers(2, 3), numbers(2, 3, seed=1))
+
+    assert_same(run(functools.partial(remat, policy=everything_saveable)), run(plain))
