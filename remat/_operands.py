@@ -184,7 +184,8 @@ class Operands:
         self._note_cells(look)
         constants = self._add_read(look, tape, since)
         self._find_places(look, constants)
-        self._sort(look)
+        if len(self.tensors) - self.held > 1:
+            self._sort(look)
         for key, i in self._index.items():
             if (read := look.outside.get(key)) is not None:
                 self.originals[i].label = read.label

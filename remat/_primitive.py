@@ -100,7 +100,7 @@ class RematNode(internals.SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, link: Link, values: Values, shared: set[int], *operands: Tensor) -> tuple[Tensor, ...]:
-        ctx.link, ctx.hands_on = link, link.fn.call.hands_on
+        ctx.link, ctx.level, ctx.hands_on = link, link.level, link.fn.call.hands_on
         ctx.tape = link.fn.call.tape
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)
@@ -109,7 +109,7 @@ class RematNode(internals.SingleLevelFunction):
     @staticmethod
     @internals.left_alone_by_dynamo
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        needed = internals.wanted(ctx, ctx.needs_input_grad[3:])
+        needed = internals.wanted(ctx, ctx.needs_input_grad[3:], ctx.level)
         grads: list[Any] = [None] * len(needed)
         given = [i for i, c in enumerate(cotangents) if c is not None]
         wrt = [i for i, n in enumerate(needed) if n]

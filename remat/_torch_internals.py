@@ -539,21 +539,22 @@ set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
 at_end_of_graph_task: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
-def wanted(node: Any, needed: Sequence[bool]) -> Sequence[bool]:
+def wanted(node: Any, needed: Sequence[bool], level: int) -> Sequence[bool]:
     """Which gradients of its inputs the running backward pass asks a node for. `needed`: those that exist.
 
     `needs_input_grad` of an autograd.Function does not know that `autograd.grad` was asked for some of them (2.13).
+    `level`: of the node. The leaves of a transform are its arguments, and it asks for all of them.
     """
     if accumulates_into_all_leaves():
         return needed
-    pairs = zip(needed, node.next_functions, strict=True)
-    return [exists and following is not None and _is_reached(following) for exists, (following, _) in pairs]
+    following = [n for n, _ in node.next_functions]
+    return [exists and n is not None and _is_reached(n, level) for exists, n in zip(needed, following, strict=True)]
 
 
-def _is_reached(node: Any) -> bool:
+def _is_reached(node: Any, level: int) -> bool:
     try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[no-any-return]
-    except RuntimeError:  # it is a leaf that was asked for, or the compiler runs the backward pass
+        return (level and type(node) is AccumulateGrad) or torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # it is a leaf that was asked for (which takes 10 µs), or the compiler runs the backward pass
         return True
 
 
