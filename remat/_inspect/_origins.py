@@ -85,11 +85,8 @@ def names_of(fun: Any, args: Any, kwargs: Any, views: dict[Any, Tensor]) -> dict
     found = [(t, f"from the argument {name}") for leaf, path in leaves for t, name, _ in _reachable(leaf, path)]
     captured = [*_reachable(fun, ""), *((t, "", own) for t in views.values())]  # so each of them gets a name
     found += [(t, f"captured {name or 'a tensor'} (closure of {owner or own})") for t, name, owner in captured]
-    names: dict[Any, str] = {}
-    for tensor, why in found:
-        for storage in views.keys() & storages([innermost(tensor)]):
-            names.setdefault(storage, why)
-    return names
+    # Of several names of a storage, the first remains.
+    return {s: why for t, why in reversed(found) for s in views.keys() & storages([innermost(t)])}
 
 
 def _argument_names(fun: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, str]]:

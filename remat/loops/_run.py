@@ -86,10 +86,9 @@ def _joined(who: str, parts: list[Any], reverse: bool) -> Any:
     for others, other in flat[1:]:
         if differ(other, spec):
             raise TypeError(f"{who}: y is {structure(spec)} in one step, and {structure(other)} in another.")
-        for i, (one, another) in enumerate(zip(kinds, kinds_of(others, 1), strict=True)):
-            if one != another:
-                path = paths(spec, "y")[i]
-                raise TypeError(f"{who}: {path} is {said(one)} in one step, and {said(another)} in another.")
+        for i, (a, b) in enumerate(zip(kinds, kinds_of(others, 1), strict=True)):
+            if a != b:
+                raise TypeError(f"{who}: {paths(spec, 'y')[i]} is {said(a)} in one step, and {said(b)} in another.")
     rows = zip(*(others for others, _ in (flat[::-1] if reverse else flat)), strict=True)
     return _tree.unflatten(spec, [None if row[0] is None else torch.cat(row) for row in rows])
 
