@@ -111,9 +111,8 @@ class Watched:
 
     def _check_place(self, name: str, where: str, drops: int, results: list[Tensor]) -> None:
         """When the backward pass reaches the call, compare the values after it with those that it frees."""
-        elements, result = sum(t.numel() for t in results), results[0]
+        elements, result, node = sum(t.numel() for t in results), results[0], nodes_of(results[0])[0]
         batch = innermost(result).numel() // max(result.numel(), 1)  # nodes do not know an outer vmap
-        node = nodes_of(result)[0]
         number, thread = internals.sequence_number(node), threading.get_ident()
 
         def check(cotangents: Any) -> None:

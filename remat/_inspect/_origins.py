@@ -85,8 +85,10 @@ def names_of(fun: Any, args: Any, kwargs: Any, views: dict[Any, Tensor]) -> dict
     found = [(t, f"from the argument {name}") for leaf, path in leaves for t, name, _ in _reachable(leaf, path)]
     captured = [*_reachable(fun, ""), *((t, "", own) for t in views.values())]  # so each of them gets a name
     found += [(t, f"captured {name or 'a tensor'} (closure of {owner or own})") for t, name, owner in captured]
-    # Of several names of a storage, the first remains.
-    return {s: why for t, why in reversed(found) for s in views.keys() & storages([innermost(t)])}
+    names: dict[Any, str] = {}
+    for tensor, why in found:
+        names |= dict.fromkeys((views.keys() & storages([innermost(tensor)])) - names.keys(), why)
+    return names
 
 
 def _argument_names(fun: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, str]]:
