@@ -21,7 +21,7 @@ from remat._graph import Stranger, prove
 from remat._layers import layers, requires_grad_at_any_level, requires_grad_below
 from remat._look import Look
 from remat._operands import Operands, matters
-from remat._places import Place, filled, item
+from remat._places import Place, filled
 from remat._recorder import Recorder
 from remat._replay import Replay
 from remat._rerun_look import RerunLook
@@ -365,7 +365,7 @@ class Call:
         reached = self._reached | self._ambiguous
         of_each = zip(self.operands.originals, self.operands.positions, inputs, strict=True)
         stays = [(o, t) for o, i, t in of_each if i in reached or not (t.requires_grad or o.written)]
-        self.fill = [(place, t) for o, t in stays for place in o.places if item(*place) is not t]
+        self.fill = [(place, t) for o, t in stays for place in o.places]
         look.finish()
         leaves, _ = _tree.flatten(out)
         found = []

@@ -119,8 +119,7 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
 
     def of_all(self, args: Any) -> list[int | None]:
         """The labels of all tensors in the arguments of a call."""
-        known = ((t, self.get(id(t))) for t in tensors_in(args))
-        return [entry[1] if entry is not None and entry[0]() is t else self.of(t) for t, entry in known]
+        return [*map(self.of, tensors_in(args))]
 
     def returns(self, out: Tensor) -> bool:
         """Whether a call has returned what it was given, perhaps wrapped by a transform around the run.

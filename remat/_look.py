@@ -237,7 +237,7 @@ class Look(NestedMode):
             if self.read(inner, handed_on=True) is not inner:  # in an outer rerun
                 raise not_replaced(self.name, name_of(self._reader), inner)
             return tensor
-        known = self._known_value(tensor, below)
+        known = self._known_value(tensor)
         if handed_on and (known is None or key in self.outside):  # its own may die, and others get their ids
             self.handed_on.add(key)
         if known is not None:
@@ -252,11 +252,9 @@ class Look(NestedMode):
         self._add(tensor, value)
         return value
 
-    def _known_value(self, tensor: Tensor, below: Tensor) -> Tensor | None:
-        """The tensor to read in the place of one that the run has made or has read before. None: it is from outside.
-
-        `below`: the tensor without the wrapper of a transform inside the function.
-        """
+    def _known_value(self, tensor: Tensor) -> Tensor | None:
+        """The tensor to read in the place of one that the run has made or has read before. None: it is from outside."""
+        below = unwrap_dead(tensor)  # a transform inside the function may have wrapped it
         if self.labels.has(below):
             return tensor if below is tensor else self._swaps.get(id(tensor), (tensor, tensor))[1]
         return read.value if (read := self.outside.get(id(tensor))) else None
@@ -434,7 +432,7 @@ class _InnerLook(Look):
     """Watches the `forward` of an autograd.Function under a transform, which runs below the level of the call."""
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
-        if (known := self._known_value(tensor, unwrap_dead(tensor))) is not None:
+        if (known := self._known_value(tensor)) is not None:
             return known
         value = self.outer.read(tensor, handed_on)
         while internals.level_of(value) > self.depth and not value.requires_grad:  # an operand of a rerun

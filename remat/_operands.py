@@ -23,7 +23,7 @@ from remat._labels import Read, Survivor
 from remat._layers import requires_grad_at_any_level, unpack_dual, unwrap_dead, version_of
 from remat._look import Look
 from remat._memory import memory_of, two_that_share_memory
-from remat._places import Place, is_in_reach, item, places_in_modules, script_module_near, search
+from remat._places import Place, is_in_reach, places_in_modules, script_module_near, search
 from remat._signature import name_of
 from remat._tape import Origin, Tape
 
@@ -355,9 +355,7 @@ class Operands:
                 operand = inputs[i] = operand.clone()
                 if tensor is not None:  # else the function may have made it itself, unseen
                     to_write[memory_of(operand)] = operand
-            for place in original.places:
-                if item(*place) is not operand:
-                    fill.append((place, operand))
+            fill += [(place, operand) for place in original.places]
             found = [t for ref in (original.ref, *original.also) if (t := ref()) is not None]
             for t in (operand, *found):
                 if original.is_read:

@@ -236,9 +236,12 @@ def _take_out(names: Any, key: Any, tensor: Tensor) -> None:
         del _fillings[id(names), key]
 
 
-def filled(fill: list[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:
+def filled(
+    fill: Sequence[tuple[Place, Tensor]], lock: contextlib.AbstractContextManager[Any] = _places_lock
+) -> contextlib.AbstractContextManager[None]:
     """A context for a rerun, in which the places hold operands. Reruns of other threads wait: they share the places."""
-    return _filling(fill, _places_lock) if fill else contextlib.nullcontext()
+    fill = [(place, tensor) for place, tensor in fill if item(*place) is not tensor]
+    return _filling(fill, lock) if fill else contextlib.nullcontext()
 
 
 def still_filled(fill: Sequence[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:
@@ -247,4 +250,4 @@ def still_filled(fill: Sequence[tuple[Place, Tensor]]) -> contextlib.AbstractCon
     The backward of an `autograd.Function` may call a module, and differentiate that. No thread waits: the backward pass
     may go on in another thread.
     """
-    return _filling(fill, contextlib.nullcontext()) if fill else contextlib.nullcontext()
+    return filled(fill, contextlib.nullcontext())

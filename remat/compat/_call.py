@@ -274,7 +274,7 @@ class Call:
             for key, value in values.items()
             for place in self.places.get(key, ())
             # A look swaps what was there in the forward, but for reads that no mode sees, as of an index.
-            if (now := item(*place)) is not value and not (id(now) == key and key in swaps and key not in written)
+            if not (id(item(*place)) == key and key in swaps and key not in written)
             if key not in originals
         ]
         inputs = [originals.get(key, values.get(key)) for key in self._index]
