@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -139,9 +140,12 @@ class Layout(NamedTuple):
         return internals.negative_view(tensor) if self.is_neg else tensor
 
 
+_make_layout: Callable[[Any], Layout] = functools.partial(tuple.__new__, Layout)  # faster than the constructor
+
+
 def layout_of(t: Tensor) -> Layout:
     """The layout of a tensor in its storage."""
-    return Layout(t.size(), t.stride(), int(t.storage_offset()), t.dtype, t.is_conj(), t.is_neg())
+    return _make_layout((t.size(), t.stride(), t.storage_offset(), t.dtype, t.is_conj(), t.is_neg()))
 
 
 def bytes_of(storage: Any) -> Tensor:

@@ -73,11 +73,6 @@ class SelectiveCheckpointContext:
     call: Any = None
 
 
-def _is_known(x: Any) -> bool:
-    """Whether the memory of an op's result determines the result."""
-    return not isinstance(x, Tensor) or plain(x)
-
-
 def _decide(value: Value, decision: CheckpointPolicy, tensor: Tensor) -> None:
     """Apply a decision to a value. `tensor`: the value, or a view of it."""
     value.decision, value.is_saveable = decision, decision in KEEP
@@ -131,15 +126,17 @@ class Recorder(OpMode):
         out = func(*args, **kwargs)
         if facts.is_opaque and isinstance(out, Tensor) and any(t.requires_grad for t in tensors(args, kwargs)):
             raise RematError(_BARE.format(func))
-        changed = facts.written(args, kwargs) if facts.writes else []
-        facts.count_writes(args, kwargs)
+        changed = []
+        if facts.writes:
+            changed = facts.written(args, kwargs)
+            facts.count_writes(args, kwargs)
         outputs = (out,) if type(out) is Tensor else flat(out)
-        if call is None or not all(map(_is_known, outputs)):
+        if call is None or not all(plain(t) for t in outputs if isinstance(t, Tensor)):
             self._run_again(changed, args, kwargs)
             return out
         decision = self._by_ops.get(id(func)) or self._decision(out, func, args, kwargs)
         key, reads = call
-        op = self._add(key, Op(facts, key[1], dict(key[2]), [content.value for content in reads], type(out)))
+        op = self._add(Op(facts, key, [content.value for content in reads], type(out)))
         self._note(op, outputs, changed, decision)
         if op.is_view:
             self._decide_of_views(outputs, decision)
@@ -154,10 +151,10 @@ class Recorder(OpMode):
                     self._pin(content)
         return out
 
-    def _add(self, key: Key, op: Op) -> Op:
+    def _add(self, op: Op) -> Op:
         op.dtype = torch.get_default_dtype()
         self._ops.append(op)
-        self._by_key.setdefault(key, []).append(op)
+        self._by_key.setdefault(op.key, []).append(op)
         return op
 
     def _note(self, op: Op, outputs: Sequence[Any], changed: list[Tensor], decision: CheckpointPolicy) -> None:
@@ -216,19 +213,19 @@ class Recorder(OpMode):
             content.value = Value()
 
     def _read(self, content: Content) -> None:
-        self._ops.append(Op(_NO_OP, (), {}, [content.value], runs=True))
+        self._ops.append(Op(_NO_OP, (), [content.value], runs=True))
         self._pin(content)
 
     def _given_away(self, content: Content, key: Key) -> Value:
         content.value.is_replaced = True
-        op = self._add(key, Op(_NO_OP, (), {}, [content.value]))
+        op = self._add(Op(_NO_OP, key, [content.value]))
         op.outputs = (Value(),)
         return op.outputs[0]
 
     def _view(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         func = facts.func
         if func is CONSTANT and (key := self._constant(args[0])) is not None:
-            op = self._add(key, Op(_NO_OP, (), {}, []))
+            op = self._add(Op(_NO_OP, key, []))
             op.outputs = (self._content(args[0].untyped_storage()).value,)
         value = self._content(args[0].untyped_storage()).value if facts.is_inplace_view and plain(args[0]) else None
         out = func(*args, **kwargs)

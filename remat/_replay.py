@@ -20,9 +20,9 @@ from remat import _torch_internals as internals
 from remat._context import NOTHING, Ambient, RandomState
 from remat._dispatch_mode import ops_of_remat
 from remat._layers import innermost
-from remat._ops import FACTS, OpFacts, bytes_of, facts_of, flat, storages, tensors
+from remat._ops import FACTS, Layout, OpFacts, bytes_of, facts_of, flat, storages, tensors
 from remat._tape import Origin, Tape, origin_of
-from remat._values import CONSTANT, Changed, Content, Key, Op, Operand, OpMode, Value
+from remat._values import CONSTANT, Changed, Content, Key, Op, OpMode, Value
 
 
 class Replay(OpMode):
@@ -227,13 +227,17 @@ def _compute(op: Op, memory: dict[Value, Any], before: RandomState | None) -> No
 
 def _filled(op: Op, memory: dict[Value, Any]) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of an op, with tensors over the memory of its operands."""
-    return [_from(x, memory) for x in op.args], {name: _from(x, memory) for name, x in op.kwargs.items()}
+    _, args, kwargs, _ = op.key
+    return [_from(x, memory) for x in args], {name: _from(x, memory) for name, x in kwargs}
 
 
 def _from(x: Any, memory: dict[Value, Any]) -> Any:
-    if isinstance(x, Operand):
-        return x.layout.over(memory[x.value])
-    return [_from(i, memory) for i in x] if isinstance(x, tuple) else x
+    if type(x) is not tuple:
+        return x
+    if x and isinstance(x[0], Value):
+        value, *layout = x
+        return Layout(*layout).over(memory[value])
+    return [_from(i, memory) for i in x]
 
 
 @functools.cache

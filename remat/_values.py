@@ -6,9 +6,8 @@ the op read. An op that writes in place gives the storage a new value.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -95,16 +94,11 @@ class Content:
     is_shared: bool = False
 
 
-class Operand(NamedTuple):
-    """A tensor that an op read: a value and a layout."""
+Key = tuple[Any, ...]
+"""Identifies a call of an op: its facts, args, (name, value) of each of its kwargs, and types of args.
 
-    value: Value
-    layout: Layout
-
-
-# Faster than the constructors, which are Python calls. This runs for each argument of each op.
-_make_operand: Callable[[Any], Operand] = functools.partial(tuple.__new__, Operand)
-_make_layout: Callable[[Any], Layout] = functools.partial(tuple.__new__, Layout)
+A tensor is a tuple of its value and its layout; a list is a tuple too.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +108,7 @@ class Op:
     **Attributes:**
 
     - `facts`: the properties of the function.
-    - `args`, `kwargs`: its arguments, with an `Operand` for each tensor, and tuples for lists.
+    - `key`: its key, with its arguments.
     - `reads`: the values that it read.
     - `dtype`: torch's default dtype at the time.
     - `returns`: the type of its result.
@@ -127,8 +121,7 @@ class Op:
     """
 
     facts: OpFacts
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    key: Key
     reads: list[Value]
     returns: type = Tensor
     dtype: torch.dtype = torch.float32
@@ -144,10 +137,6 @@ class Changed(NamedTuple):
     """A result of an op that is an argument to which it wrote."""
 
     position: int
-
-
-Key = tuple[Any, ...]
-"""Identifies a call of an op: its facts, args, (name, value) of each of its kwargs, and types of args."""
 
 
 class OpMode(DispatchMode):
@@ -213,10 +202,10 @@ class OpMode(DispatchMode):
         if facts.draws:
             self._draws += 1
             kinds.append(self._draws)
-        return (facts, items, tuple(zip(kwargs, named, strict=True)), tuple(kinds)), reads
+        return (facts, items, tuple(zip(kwargs, named, strict=True)) if named else (), tuple(kinds)), reads
 
     def _described(self, args: Iterable[Any], kinds: list[Any], reads: list[Content]) -> tuple[Any, ...] | None:
-        """The arguments as a part of the key. This runs for each op, so it makes few calls."""
+        """The arguments as a part of the key."""
         items: list[Any] = []
         for x in args:
             kind: Any = type(x)
@@ -230,8 +219,9 @@ class OpMode(DispatchMode):
                         return None
                     content = self._content(storage)
                 reads.append(content)
-                lies = x.size(), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
-                items.append(_make_operand((content.value, _make_layout(lies))))
+                # Faster than with a `Layout`. This runs for each argument of each op.
+                lies = content.value, x.size(), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
+                items.append(lies)
             elif kind is list or kind is tuple:
                 inner = self._described(x, kinds, reads)
                 if inner is None:
