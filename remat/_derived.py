@@ -5,6 +5,7 @@ Each takes and returns flat lists of tensors, and runs on whatever stack it is c
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 from collections.abc import Callable, Collection, Container, Sequence
@@ -20,7 +21,7 @@ from remat import _torch_internals as internals
 from remat._call import Call
 from remat._errors import RematError
 from remat._graph import Proof, Stranger, prove
-from remat._layers import unpack_dual, version_of
+from remat._layers import innermost, unpack_dual, version_of
 from remat._operands import alias
 from remat._places import still_filled
 from remat._sealed import hand_on, seal, unseal
@@ -118,7 +119,8 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], records: bool, batc
     fn, call, level, leaves = link.fn, link.fn.call, link.level, link.leaves
 
     def pullback(*args: Tensor) -> list[Any]:
-        operands, cotangents = args[: link.count], [*map(unseal, args[link.count :])]
+        cotangents = [*map(unseal, args[link.count :])]
+        operands = args[: link.count] if not internals.compiling() else _after(cotangents, args[: link.count])
         call.level = level
         hands_on = call.hands_on and not batches
         is_read, record = any(map(_requires_grad, args)), torch.is_grad_enabled()
@@ -190,6 +192,22 @@ def _rerun(fn: Derived, inputs: Sequence[Tensor], outs: Sequence[int], hands_on:
     values.clear()
     fn.call.settle()
     return edges
+
+
+def _after(cotangents: Sequence[Tensor], operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The operands of a compiled rerun, as results of an op that reads the cotangents too.
+
+    Else the compiler may run a part of the rerun before the backward pass gets there, and hold the results. Inputs of
+    the compiled code need not wait if other operands do: a copy of all weights would take time.
+    """
+    with internals.no_transforms():  # else the operands may become batched
+        known = [c.flatten()[0].isnan() for c in map(innermost, cotangents) if c.numel()]
+        if not known:
+            return operands
+        flag = functools.reduce(torch.logical_or, known)
+        is_ready = [internals.is_graph_input(innermost(t)) for t in operands]
+    waits = [all(is_ready) or not ready for ready in is_ready]
+    return tuple(torch.where(flag, t, t) if w else t for t, w in zip(operands, waits, strict=True))
 
 
 def _needs_level(call: Call, operands: Sequence[Tensor]) -> bool:

@@ -45,9 +45,14 @@ def _saved_names(kind: type, prefix: str) -> list[str]:
     return [name for name in dir(kind) if name.startswith(prefix)]
 
 
+def _is_opaque(kind: type) -> bool:
+    """Whether nodes of this class show nothing of what they save: of foreach ops, and of functions in C++ (2.13)."""
+    return kind.__name__ == "CppFunction"
+
+
 def saves_tensors(kind: type) -> bool:
     """Whether nodes of this class save tensors for their backward, or may."""
-    return internals.is_opaque(kind) or hasattr(kind, "saved_tensors") or bool(_saved_names(kind, "_raw_saved_"))
+    return _is_opaque(kind) or hasattr(kind, "saved_tensors") or bool(_saved_names(kind, "_raw_saved_"))
 
 
 def is_of_user(function: type) -> bool:
@@ -58,7 +63,9 @@ def is_of_user(function: type) -> bool:
 def is_custom(node: Any) -> bool:
     """Whether a node belongs to an autograd function of the user's, in Python or in C++."""
     function = getattr(node, "_forward_cls", None)
-    return internals.is_of_extension(node) if function is None else is_of_user(function)
+    if function is None:  # in C++, it is a `torch::autograd::CppNode<...>` (2.13)
+        return _is_opaque(type(node)) and "CppNode<" in node.name()
+    return is_of_user(function)
 
 
 def _saved_by(node: Any, raw: str = "") -> Iterator[Any]:

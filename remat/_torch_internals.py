@@ -669,16 +669,6 @@ def may_run_compiled_code() -> bool:
     return dynamo is not None and getattr(dynamo, "FRAME_COUNTER", 1) > 0
 
 
-def is_opaque(kind: type) -> bool:
-    """Whether nodes of this class show nothing of what they save: of foreach ops, and of functions in C++ (2.13)."""
-    return kind.__name__ == "CppFunction"
-
-
-def is_of_extension(node: Any) -> bool:
-    """Whether a node belongs to an autograd function in C++: `torch::autograd::CppNode<...>` (2.13)."""
-    return is_opaque(type(node)) and "CppNode<" in node.name()
-
-
 def is_compiled(function: Any) -> bool:
     """Whether `torch.compile` has made a function, or `functools.wraps` has copied such a function (2.13)."""
     return hasattr(function, "_torchdynamo_orig_callable")
@@ -720,18 +710,28 @@ def compiling() -> bool:
     return TracingContext.try_get() is not None
 
 
-def mark(tensor: Tensor, decision: Any) -> None:
-    """Mark the op that AOTAutograd has recorded for the value of a tensor, if it records."""
+def _node_of(tensor: Tensor) -> Any:
+    """The node that AOTAutograd has recorded for the value of a tensor, if it records; else None."""
     mode = get_proxy_mode()
     if mode is None:
-        return
+        return None
     plain = torch._from_functional_tensor(tensor.elem) if isinstance(tensor, FunctionalTensor) else tensor
     slot = get_proxy_slot(plain, mode.tracer, None)
-    if slot is not None:
-        node: Any = slot.proxy.node
-        while getattr(node.target, "is_view", False):
-            node = node.args[0]
+    node: Any = None if slot is None else slot.proxy.node
+    while node is not None and getattr(node.target, "is_view", False):
+        node = node.args[0]
+    return node
+
+
+def mark(tensor: Tensor, decision: Any) -> None:
+    """Mark the op that AOTAutograd has recorded for the value of a tensor, if it records."""
+    if (node := _node_of(tensor)) is not None:
         node.meta["recompute"] = decision
+
+
+def is_graph_input(tensor: Tensor) -> bool:
+    """Whether AOTAutograd records, and a tensor is an input of the graph, or a view of one."""
+    return getattr(_node_of(tensor), "op", None) == "placeholder"
 
 
 def run_marked(graph: Any, args: Iterable[Any], policy: Any) -> Any:
