@@ -19,7 +19,7 @@ from torch.nn.parameter import Parameter, is_lazy
 from remat import _torch_internals as internals
 from remat._dispatch_mode import ops_of_remat
 from remat._effects import Effects, effects_of, tensors_in, written_by
-from remat._errors import CACHE_OR_STATE, CheckpointError, call_site
+from remat._errors import CheckpointError, call_site
 from remat._layers import layers_up_to
 from remat._look import Look
 from remat._memory import memory_of
@@ -35,7 +35,12 @@ _SET_UP = (
     "checkpoint: the forward of {} sets up a tensor of shape {}, and then changes it in place. Its rerun finds it set "
     "up, and would change it again. Set it up outside, or call the function once before, in torch.no_grad()."
 )
-_KEPT = "checkpoint: the rerun of {} reads a tensor of shape {}, {} at {} that its forward has computed and kept.{}"
+_KEPT = (
+    "checkpoint: the rerun of {} computes, at {}, what the backward needs from a tensor that its forward has computed "
+    "and kept. If it is a cache (use_cache=True), switch the cache off. If it is a state that the function replaces "
+    "(self.h = ...), pass it as an argument and return the new one. If it is made of weights on first use, make it "
+    "outside and pass it."
+)
 
 Swaps = dict[int, tuple[Tensor, Tensor]]
 Kept = Mapping[int, weakref.ref[Tensor]]
@@ -66,8 +71,8 @@ class CheckpointLook(Look):
     - `gathered`: by identity, parameters that hooks gather, as in ZeRO-3 and FSDP2. The rerun gathers them too.
     - `set_up`: by identity, tensors that it wrote to before it read them, and `Seen.first` of these: NOTE [state that
         is set up].
-    - `kept`: by identity, tensors that the forward computed and kept, if this is a rerun, and sums with these. To read
-        the value of one is an error. To add to one is none: the function may collect losses.
+    - `kept`: by identity, if this is a rerun, tensors that the forward computed and kept, and those that the rerun has
+        computed from them: it may log a sum of losses, but the graph must not save one of them.
     - `hooks_are_set`: whether the forward has put hooks on tensors from outside, if this is a rerun.
     - `saves_unwritten`: whether an op ran that saves memory before its kernel writes to it, as `rrelu` does. A rerun
         that stops as soon as everything is saved would then stop too early.
@@ -76,7 +81,7 @@ class CheckpointLook(Look):
     outside: dict[int, Seen]
     in_checkpoint = True
     gathered: frozenset[int] = frozenset()
-    saves_unwritten = hooks_are_set = _adds_to_kept = False
+    saves_unwritten = hooks_are_set = _reads_kept = False
     kept: Kept = MappingProxyType({})
     _stale: Mapping[int, RuntimeError] = MappingProxyType({})
     _was_lazy: frozenset[int] = frozenset()
@@ -141,15 +146,15 @@ class CheckpointLook(Look):
             break
         acts = effects.acts and (effects.writes or not effects.draws)
         if acts or (kwargs and ("out" in kwargs or kwargs.get("inplace"))):
-            return self._call(effects, func, args, kwargs or {}, given)
+            out = self._call(effects, func, args, kwargs or {}, given)
+            return self._from_kept(out, written_by(effects, args, kwargs or {})) if self._reads_kept else out
         if effects.acts:
             self._mark_draw(func)
         self.call = func, args, kwargs or {}
         out = func(*args, **kwargs) if kwargs else func(*args)
         self.call = None
-        if self._adds_to_kept:
-            self._adds_to_kept = False
-            self.kept = {**self.kept, id(out): weakref.ref(out)}
+        if self._reads_kept:
+            self._from_kept(out)
         elif type(out) is Tensor and not internals.is_wrapper(out):
             known.note(out, None)
         elif kind_of(out.__class__) is HOLDER:
@@ -236,15 +241,17 @@ class CheckpointLook(Look):
         key = id(tensor)
         if key in self._stale:
             raise self._stale[key]
-        if (ref := self.kept.get(key)) is not None and ref() is tensor and torch.is_grad_enabled():
-            self._adds_to_kept = current_look() is self and effects_of(self._reader).operands == 2
-            if not self._adds_to_kept:
-                shape, dtype = list(tensor.shape), tensor.dtype
-                raise CheckpointError(_KEPT.format(self.name, shape, dtype, call_site(), CACHE_OR_STATE))
+        if self._is_kept(tensor):
+            self._reads_kept = True
+            if current_look() is not self:  # what it computes would not be known
+                raise self.kept_error()
+            return tensor
         if self.labels.has(tensor):
             return tensor
         if internals.level_of(tensor) > self.depth:
             inner = internals.unwrapped(tensor)
+            if self._is_kept(inner):
+                raise self.kept_error()
             if self.read(inner) is not inner and not inner.requires_grad:
                 raise CheckpointError(_HANDED_ON.format(self.name, list(inner.shape)))
             self.labels.note(tensor, None)
@@ -260,6 +267,26 @@ class CheckpointLook(Look):
             value = self.outer.read(tensor, handed_on)
         self._add(tensor, value)
         return value
+
+    def _is_kept(self, tensor: Tensor) -> bool:
+        return (ref := self.kept.get(id(tensor))) is not None and ref() is tensor
+
+    def _from_kept(self, out: Any, written: Iterable[Tensor] = ()) -> Any:
+        """Note that a call has computed `out`, and what it wrote to, from what the forward kept. Returns `out`."""
+        self._reads_kept = False
+        found = {id(t): t for t in (*tensors_in(out), *written)}
+        self.kept = {**self.kept, **{key: weakref.ref(t) for key, t in found.items()}}
+        for key in found:
+            self.labels.pop(key, None)
+        return out
+
+    def is_from_kept(self, saved: Tensor) -> bool:
+        """Whether a tensor that the running call saves for the backward depends on what the forward kept."""
+        return self._is_kept(saved) or (self._reads_kept and not self.labels.has(saved))
+
+    def kept_error(self) -> CheckpointError:
+        """The error for a rerun whose graph saves what it has computed from what the forward kept."""
+        return CheckpointError(_KEPT.format(self.name, call_site()))
 
     def keeps(self, out: Any) -> Kept:
         """By identity, the differentiated tensors that the run has made and somebody keeps, besides its results."""

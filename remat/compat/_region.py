@@ -102,12 +102,15 @@ class _Recomputed:
     def pack(self, tensor: Tensor) -> Tensor:
         """The hook: collects `tensor`."""
         with internals.DisableTorchFunction():
+            index, holders = len(self.saved), self._holders
+            wanted = index < len(holders) and holders[index]() is not None
+            look = current_look()
+            if wanted and isinstance(look, CheckpointLook) and look.kept and look.is_from_kept(tensor):
+                raise look.kept_error()
             if tensor.requires_grad:
                 tensor = tensor.detach()
-            index, holders = len(self.saved), self._holders
             if index > self.last:  # user code has caught `_Stop`
                 return tensor
-            wanted = index < len(holders) and holders[index]() is not None
             if wanted and self.replay is not None:
                 self.replay.saves(tensor)
             self.saved.append((tensor, -1 if tensor.is_inference() else tensor._version) if wanted else None)
