@@ -5,6 +5,7 @@ Autograd nodes save the operands. The call itself holds no tensor of the forward
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -35,6 +36,11 @@ from remat.policies._policy import policy_around
 from remat.random._keyed import Position, resumed, running, suspended
 
 _OTHER_OPERANDS = "remat: the rerun of {} {} on {}, unlike its forward run. {}"
+_OWN_LEAF = (
+    "remat: {} makes a tensor of shape {}, {} that requires grad, and keeps or returns it. No result would have a "
+    "derivative with respect to it, for each rerun makes its own. Make it outside. If it is made on first use, as by "
+    "pyro.param, call the function once before, in torch.no_grad()."
+)
 _SWAPS_SAVED = (
     "remat: {} runs with a policy under allow_mutation_on_saved_tensors, which replaces what the graph has saved: a "
     "rerun with a policy can't see that. Use no policy there, or change a copy: x = x.clone()."
@@ -101,6 +107,8 @@ class Call:
         """Positions of the operands that the results depend on."""
         self._ambiguous: set[int] = set()
         """Positions of operands that the graph can't tell apart."""
+        self._own_leaves: list[weakref.ref[Tensor]] = []
+        """The leaves that the function made, and on which the results depend."""
 
     # The forward.
 
@@ -276,7 +284,7 @@ class Call:
         **Returns:** the positions of the operands that they may depend on.
         """
         look = self._look
-        nodes, reached, ambiguous, _ = prove(values, operands, since, look.has_made)
+        nodes, reached, ambiguous, _ = prove(values, operands, since, self._is_own)
         self._reached |= reached
         self._ambiguous |= ambiguous
         if (self.tape is not None or look.outer is not None) and any(map(is_custom, nodes)):
@@ -292,6 +300,13 @@ class Call:
         if look.sets_hooks and not internals.tracing():  # hooks may hold the graph
             forget_saved(nodes)
         return reached | ambiguous
+
+    def _is_own(self, leaf: Tensor) -> bool:
+        """Whether the function made this leaf in the forward."""
+        is_own = self._look.has_made(leaf)
+        if is_own:
+            self._own_leaves.append(weakref.ref(leaf))
+        return is_own
 
     def compare_reached(self, operands: AbstractSet[int], complete: bool) -> None:
         """Check that a rerun depends on the operands of the forward. `complete`: whether all results were walked."""
@@ -410,6 +425,9 @@ class Call:
         look = self._look
         if not self._returned:
             return
+        for leaf in (ref() for ref in self._own_leaves if self._reached):
+            if leaf is not None:
+                raise RematError(_OWN_LEAF.format(self.name, list(leaf.shape), leaf.dtype))
         self.operands.let_go(look, self._reached)
         if any(ref() is not None for ref in look.tail_results):  # a result of the tail is still alive, and may be read
             look.signature.tail = None

@@ -1497,3 +1497,34 @@ def test_two_tables_that_are_made_on_first_use_change_places() -> None:
     held.a, held.b = held.b, held.a
     with pytest.raises(CheckpointError, match="other tensors"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("transform", [".backward()", "jacrev"])
+@pytest.mark.parametrize("how", ["kept", "returned"])
+def test_a_leaf_of_the_function_has_no_derivative_outside(how: str, transform: str) -> None:
+    """As `pyro.param` makes one on first use. The rerun would make another."""
+    store: dict[str, Tensor] = {}
+
+    def fun(x: Tensor) -> Any:
+        store.setdefault("w", torch.ones(3, requires_grad=True))
+        return (x * store["w"], store["w"]) if how == "returned" else x * store["w"]
+
+    def first(x: Tensor) -> Any:
+        out = remat(fun)(x)
+        return out[0] if how == "returned" else out
+
+    with pytest.raises(RematError, match=r"makes a tensor of shape \[3\].* requires grad.* Make it outside"):
+        TRANSFORMS[transform](first, numbers(3))
+    with torch.no_grad():
+        remat(fun)(numbers(3))
+    assert_same(TRANSFORMS[transform](first, numbers(3)), TRANSFORMS[transform](lambda x: x * store["w"], numbers(3)))
+
+
+@pytest.mark.parametrize("transform", SOME_TRANSFORMS)
+def test_a_leaf_of_the_function_that_dies_with_the_call(transform: str) -> None:
+    def fun(x: Tensor) -> Tensor:
+        w = torch.full((3,), 0.5, dtype=x.dtype, requires_grad=True)
+        return torch.autograd.grad((w * w).sin().sum(), w, create_graph=True)[0] * x.sin()
+
+    run = TRANSFORMS[transform]
+    assert_same(run(remat(fun), numbers(3)), run(fun, numbers(3)))
