@@ -99,14 +99,14 @@ class Replay(OpMode):
             return self._run(None, map(self._content, storages(tensors(args, kwargs))), facts, args, kwargs)
         key, contents = call
         op = self._known(key)
+        if op is None or op.runs:
+            return self._run(op, contents, facts, args, kwargs)
         # User code may read the arguments and results of this op: in saved-tensor hooks, in the rules of a custom op,
         # or through memory that it shares.
         is_exposed = facts.is_custom or internals.saved_tensors_hooks() != self._hooks
         is_exposed |= self._shares and any(c.is_shared for c in contents)
         if is_exposed:
             self._fill(contents)
-        if op is None or op.runs:
-            return self._run(op, contents, facts, args, kwargs)
         if op.is_view:
             return func(*args, **kwargs)
         kept = self._kept(op)
