@@ -738,6 +738,37 @@ def test_a_rerun_that_reads_what_its_forward_has_kept_is_an_error(fun: Any, in_a
         run(VARIANTS["non-reentrant"][1])
 
 
+@pytest.mark.parametrize("fun", [keeps_a_window, keeps_a_state, keeps_two_states, keeps_a_state_and_copies_it])
+def test_a_rerun_that_reads_what_another_call_has_kept_is_an_error(fun: Any) -> None:
+    """The first of two calls runs again: it finds what the second has kept."""
+
+    def run(checkpoint: Any) -> Any:
+        kept, x, w = SimpleNamespace(), leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+        first, second = (checkpoint(lambda x: fun(kept, x, w), x * n) for n in (1, 2))
+        return torch.autograd.grad(first.sum() + 0 * second.detach().sum(), w)
+
+    run(lambda f, x: f(x))
+    with pytest.raises(CheckpointError, match="a forward has computed and kept"):
+        run(VARIANTS["non-reentrant"][1])
+
+
+def test_an_inner_call_reads_what_the_outer_function_has_kept() -> None:
+    """The rerun of the outer function has kept another by then, with the same value."""
+
+    def run(checkpoint: Any) -> Any:
+        kept, x, w = SimpleNamespace(), leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+
+        def outer(x: Tensor) -> Tensor:
+            kept.value = (x @ w).tanh()
+            for _ in range(2):
+                x = checkpoint(lambda x: (x * kept.value).sin(), x)
+            return x
+
+        return torch.autograd.grad(checkpoint(outer, checkpoint(outer, x)).sum(), w)
+
+    assert_same(run(VARIANTS["non-reentrant"][1]), run(lambda f, x: f(x)))
+
+
 @pytest.mark.parametrize("fun", [collects_a_loss, logs_a_loss, averages_metrics, keeps_what_it_reads_itself])
 def test_a_rerun_may_read_what_its_forward_has_kept_if_no_gradient_needs_it(fun: Any) -> None:
     def run(checkpoint: Any) -> Any:

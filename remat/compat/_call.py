@@ -21,7 +21,7 @@ from remat._layers import version_of
 from remat._memory import two_that_share_memory
 from remat._nested_mode import unseen
 from remat._places import Place, filled, item, places_in_modules
-from remat.compat._look import CheckpointLook, Kept
+from remat.compat._look import CheckpointLook, kept_by_forwards
 from remat.random._keyed import running, suspended
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -97,8 +97,6 @@ class Call:
 
     random: RandomState | None = None
     reads: Sequence[Read] = ()
-    _kept: Kept = types.MappingProxyType({})
-    """By identity, the differentiated tensors that the forward made and that somebody keeps, besides its results."""
     _flags: Mapping[int, types.CellType] = types.MappingProxyType({})
     """The cells of the function in which a context around the rerun may set a flag."""
     places: Mapping[int, list[Place]] = types.MappingProxyType({})
@@ -157,7 +155,7 @@ class Call:
             self.random = self.random.drawn_since(look.drew)
         if len(look.outside) > self.arguments or look.copies:
             self._note_reads(look, look.outer if packs else None)
-        self._kept = look.keeps(out)
+        look.keep(out)
         look.outside.clear()
         self._nests, self._sets_hooks = look.signature.nests > 0, look.sets_hooks
         self._objects, self.operands = [], []
@@ -278,13 +276,13 @@ class Call:
             if key not in originals
         ]
         inputs = [originals.get(key, values.get(key)) for key in self._index]
-        changed = swaps or stale or any(ref() is not None for ref in self._kept.values())
+        changed = swaps or stale or kept_by_forwards
         if not (looks or changed or self._nests or self._sets_hooks or internals.may_run_compiled_code()):
             return values, inputs, fill, None
         given = [value for key, value in values.items() if key not in originals and id(value) not in stale]
         look = CheckpointLook(self.name, given)
         look.prepare_rerun(swaps, stale, undecided)
-        look.hooks_are_set, look.kept = self._sets_hooks, self._kept
+        look.hooks_are_set = self._sets_hooks
         return values, inputs, fill, look
 
 

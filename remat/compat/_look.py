@@ -36,15 +36,17 @@ _SET_UP = (
     "up, and would change it again. Set it up outside, or call the function once before, in torch.no_grad()."
 )
 _KEPT = (
-    "checkpoint: the rerun of {} computes, at {}, what the backward needs from a tensor that its forward has computed "
+    "checkpoint: the rerun of {} computes, at {}, what the backward needs from a tensor that a forward has computed "
     "and kept. If it is a cache (use_cache=True), switch the cache off. If it is a state that the function replaces "
     "(self.h = ...), pass it as an argument and return the new one. If it is made of weights on first use, make it "
     "outside and pass it."
 )
 
 Swaps = dict[int, tuple[Tensor, Tensor]]
-Kept = Mapping[int, weakref.ref[Tensor]]
 Undecided = dict[int, tuple[Any, RuntimeError | None]]
+
+kept_by_forwards: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+"""By identity, the differentiated tensors that forwards made and that somebody keeps, besides their results."""
 
 
 class Seen(NamedTuple):
@@ -71,8 +73,8 @@ class CheckpointLook(Look):
     - `gathered`: by identity, parameters that hooks gather, as in ZeRO-3 and FSDP2. The rerun gathers them too.
     - `set_up`: by identity, tensors that it wrote to before it read them, and `Seen.first` of these: NOTE [state that
         is set up].
-    - `kept`: by identity, if this is a rerun, tensors that the forward computed and kept, and those that the rerun has
-        computed from them: it may log a sum of losses, but the graph must not save one of them.
+    - `from_kept`: by identity, what a rerun has computed from tensors that a forward kept and its own did not read. It
+        may log a sum of losses, but the graph must not save one of them.
     - `hooks_are_set`: whether the forward has put hooks on tensors from outside, if this is a rerun.
     - `saves_unwritten`: whether an op ran that saves memory before its kernel writes to it, as `rrelu` does. A rerun
         that stops as soon as everything is saved would then stop too early.
@@ -82,7 +84,7 @@ class CheckpointLook(Look):
     in_checkpoint = True
     gathered: frozenset[int] = frozenset()
     saves_unwritten = hooks_are_set = _reads_kept = False
-    kept: Kept = MappingProxyType({})
+    from_kept: Mapping[int, weakref.ref[Tensor]] = MappingProxyType({})
     _stale: Mapping[int, RuntimeError] = MappingProxyType({})
     _was_lazy: frozenset[int] = frozenset()
     """Parameters that a lazy module initialised in this run. A rerun finds them initialised."""
@@ -269,30 +271,35 @@ class CheckpointLook(Look):
         return value
 
     def _is_kept(self, tensor: Tensor) -> bool:
-        return (ref := self.kept.get(id(tensor))) is not None and ref() is tensor
+        """Whether this is a rerun, and a tensor is what a forward kept, or is computed from that."""
+        key = id(tensor)
+        if (ref := self.from_kept.get(key)) is not None and ref() is tensor:
+            return True
+        is_read = key in self._swaps or self.labels.has(tensor)  # by its own forward too
+        return self.is_rerun and kept_by_forwards.get(key) is tensor and not is_read
 
     def _from_kept(self, out: Any, written: Iterable[Tensor] = ()) -> Any:
-        """Note that a call has computed `out`, and what it wrote to, from what the forward kept. Returns `out`."""
+        """Note that a call has computed `out`, and what it wrote to, from what a forward kept. Returns `out`."""
         self._reads_kept = False
-        found = {id(t): t for t in (*tensors_in(out), *written)}
-        self.kept = {**self.kept, **{key: weakref.ref(t) for key, t in found.items()}}
+        found = {id(t): weakref.ref(t) for t in (*tensors_in(out), *written)}
+        self.from_kept = {**self.from_kept, **found}
         for key in found:
             self.labels.pop(key, None)
         return out
 
     def is_from_kept(self, saved: Tensor) -> bool:
-        """Whether a tensor that the running call saves for the backward depends on what the forward kept."""
+        """Whether a tensor that the running call saves for the backward depends on what a forward kept."""
         return self._is_kept(saved) or (self._reads_kept and not self.labels.has(saved))
 
     def kept_error(self) -> CheckpointError:
-        """The error for a rerun whose graph saves what it has computed from what the forward kept."""
+        """The error for a rerun whose graph saves what it has computed from what a forward kept."""
         return CheckpointError(_KEPT.format(self.name, call_site()))
 
-    def keeps(self, out: Any) -> Kept:
-        """By identity, the differentiated tensors that the run has made and somebody keeps, besides its results."""
+    def keep(self, out: Any) -> None:
+        """Note which differentiated tensors the run has made and somebody keeps, besides its results."""
         results = {*map(id, tensors_in(out))}
         alive = [t for ref, _ in self.labels.values() if (t := ref()) is not None and t.grad_fn is not None]
-        return {id(t): weakref.ref(t) for t in alive if id(t) not in results and not self._is_from_outside(t)}
+        kept_by_forwards.update((id(t), t) for t in alive if id(t) not in results and not self._is_from_outside(t))
 
     def label_of(self, tensor: Tensor) -> int | None:
         """Tells a tensor from others of this run. No rerun compares it."""
