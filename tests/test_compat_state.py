@@ -748,7 +748,35 @@ def test_a_rerun_that_reads_what_another_call_has_kept_is_an_error(fun: Any) -> 
         return torch.autograd.grad(first.sum() + 0 * second.detach().sum(), w)
 
     run(lambda f, x: f(x))
-    with pytest.raises(CheckpointError, match="a forward has computed and kept"):
+    with pytest.raises(CheckpointError, match="another run has computed and kept"):
+        run(VARIANTS["non-reentrant"][1])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_reruns_that_find_what_the_rerun_of_another_call_has_kept(reverse: bool) -> None:
+    """Blocks share what the first has kept. Two steps run forward, and then both backward."""
+
+    def run(checkpoint: Any) -> Any:
+        kept, x, w = SimpleNamespace(), leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+
+        def block(x: Tensor, is_first: bool) -> Tensor:
+            h = x @ w
+            if is_first:
+                kept.value = h
+            return (h * 0.5 + kept.value * 0.5).tanh()
+
+        def step(x: Tensor) -> Tensor:
+            for i in range(3):
+                x = checkpoint(lambda x, i=i: block(x, i == 0), x)
+            return x.sum()
+
+        losses = step(x), step(x * 2)
+        for loss in reversed(losses) if reverse else losses:
+            loss.backward(retain_graph=True)
+        return w.grad
+
+    run(lambda f, x: f(x))
+    with pytest.raises(CheckpointError, match="another run has computed and kept"):
         run(VARIANTS["non-reentrant"][1])
 
 

@@ -21,7 +21,7 @@ from remat._layers import version_of
 from remat._memory import two_that_share_memory
 from remat._nested_mode import unseen
 from remat._places import Place, filled, item, places_in_modules
-from remat.compat._look import CheckpointLook, kept_by_forwards
+from remat.compat._look import CheckpointLook, kept_by_runs
 from remat.random._keyed import running, suspended
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -242,6 +242,8 @@ class Call:
                 raise
             finally:
                 rebuild.clear()
+                if look is not None:
+                    look.keep(())
 
     def _prepared(
         self, arguments: Any, stand_ins: Mapping[int, Tensor], looks: bool
@@ -276,7 +278,7 @@ class Call:
             if key not in originals
         ]
         inputs = [originals.get(key, values.get(key)) for key in self._index]
-        changed = swaps or stale or kept_by_forwards
+        changed = swaps or stale or kept_by_runs
         if not (looks or changed or self._nests or self._sets_hooks or internals.may_run_compiled_code()):
             return values, inputs, fill, None
         given = [value for key, value in values.items() if key not in originals and id(value) not in stale]

@@ -36,7 +36,7 @@ _SET_UP = (
     "up, and would change it again. Set it up outside, or call the function once before, in torch.no_grad()."
 )
 _KEPT = (
-    "checkpoint: the rerun of {} computes, at {}, what the backward needs from a tensor that a forward has computed "
+    "checkpoint: the rerun of {} computes, at {}, what the backward needs from a tensor that another run has computed "
     "and kept. If it is a cache (use_cache=True), switch the cache off. If it is a state that the function replaces "
     "(self.h = ...), pass it as an argument and return the new one. If it is made of weights on first use, make it "
     "outside and pass it."
@@ -45,8 +45,8 @@ _KEPT = (
 Swaps = dict[int, tuple[Tensor, Tensor]]
 Undecided = dict[int, tuple[Any, RuntimeError | None]]
 
-kept_by_forwards: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-"""By identity, the differentiated tensors that forwards made and that somebody keeps, besides their results."""
+kept_by_runs: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+"""By identity, the differentiated tensors that runs made and that somebody keeps, besides the results of forwards."""
 
 
 class Seen(NamedTuple):
@@ -73,7 +73,7 @@ class CheckpointLook(Look):
     - `gathered`: by identity, parameters that hooks gather, as in ZeRO-3 and FSDP2. The rerun gathers them too.
     - `set_up`: by identity, tensors that it wrote to before it read them, and `Seen.first` of these: NOTE [state that
         is set up].
-    - `from_kept`: by identity, what a rerun has computed from tensors that a forward kept and its own did not read. It
+    - `from_kept`: by identity, what a rerun has computed from tensors that a run kept and its forward did not read. It
         may log a sum of losses, but the graph must not save one of them.
     - `hooks_are_set`: whether the forward has put hooks on tensors from outside, if this is a rerun.
     - `saves_unwritten`: whether an op ran that saves memory before its kernel writes to it, as `rrelu` does. A rerun
@@ -271,15 +271,17 @@ class CheckpointLook(Look):
         return value
 
     def _is_kept(self, tensor: Tensor) -> bool:
-        """Whether this is a rerun, and a tensor is what a forward kept, or is computed from that."""
+        """Whether, in a rerun, a tensor is what a run kept and its forward did not read, or is computed from that."""
         key = id(tensor)
         if (ref := self.from_kept.get(key)) is not None and ref() is tensor:
             return True
-        is_read = key in self._swaps or self.labels.has(tensor)  # by its own forward too
-        return self.is_rerun and kept_by_forwards.get(key) is tensor and not is_read
+        if not self.is_rerun or kept_by_runs.get(key) is not tensor or self.labels.has(tensor) or key in self._swaps:
+            return False
+        # The rerun of an outer function may have put it in the place of what this forward read: then it is the same.
+        return memory_of(tensor) not in map(memory_of, self._given)
 
     def _from_kept(self, out: Any, written: Iterable[Tensor] = ()) -> Any:
-        """Note that a call has computed `out`, and what it wrote to, from what a forward kept. Returns `out`."""
+        """Note that a call has computed `out`, and what it wrote to, from what a run kept. Returns `out`."""
         self._reads_kept = False
         found = {id(t): weakref.ref(t) for t in (*tensors_in(out), *written)}
         self.from_kept = {**self.from_kept, **found}
@@ -288,18 +290,18 @@ class CheckpointLook(Look):
         return out
 
     def is_from_kept(self, saved: Tensor) -> bool:
-        """Whether a tensor that the running call saves for the backward depends on what a forward kept."""
+        """Whether a tensor that the running call saves for the backward depends on what a run kept."""
         return self._is_kept(saved) or (self._reads_kept and not self.labels.has(saved))
 
     def kept_error(self) -> CheckpointError:
-        """The error for a rerun whose graph saves what it has computed from what a forward kept."""
+        """The error for a rerun whose graph saves what it has computed from what a run kept."""
         return CheckpointError(_KEPT.format(self.name, call_site()))
 
     def keep(self, out: Any) -> None:
         """Note which differentiated tensors the run has made and somebody keeps, besides its results."""
         results = {*map(id, tensors_in(out))}
         alive = [t for ref, _ in self.labels.values() if (t := ref()) is not None and t.grad_fn is not None]
-        kept_by_forwards.update((id(t), t) for t in alive if id(t) not in results and not self._is_from_outside(t))
+        kept_by_runs.update((id(t), t) for t in alive if id(t) not in results and not self._is_from_outside(t))
 
     def label_of(self, tensor: Tensor) -> int | None:
         """Tells a tensor from others of this run. No rerun compares it."""
