@@ -73,7 +73,7 @@ class CheckpointLook(Look):
     - `gathered`: by identity, parameters that hooks gather, as in ZeRO-3 and FSDP2. The rerun gathers them too.
     - `set_up`: by identity, tensors that it wrote to before it read them, and `Seen.first` of these: NOTE [state that
         is set up].
-    - `from_kept`: by identity, what a rerun has computed from tensors that a run kept and its forward did not read. It
+    - `tainted`: by identity, what a rerun has computed from tensors that a run kept and its forward did not read. It
         may log a sum of losses, but the graph must not save one of them.
     - `hooks_are_set`: whether the forward has put hooks on tensors from outside, if this is a rerun.
     - `saves_unwritten`: whether an op ran that saves memory before its kernel writes to it, as `rrelu` does. A rerun
@@ -83,8 +83,8 @@ class CheckpointLook(Look):
     outside: dict[int, Seen]
     in_checkpoint = True
     gathered: frozenset[int] = frozenset()
-    saves_unwritten = hooks_are_set = _reads_kept = False
-    from_kept: Mapping[int, weakref.ref[Tensor]] = MappingProxyType({})
+    saves_unwritten = hooks_are_set = _reads_tainted = False
+    tainted: Mapping[int, weakref.ref[Tensor]] = MappingProxyType({})
     _stale: Mapping[int, RuntimeError] = MappingProxyType({})
     _was_lazy: frozenset[int] = frozenset()
     """Parameters that a lazy module initialised in this run. A rerun finds them initialised."""
@@ -149,14 +149,14 @@ class CheckpointLook(Look):
         acts = effects.acts and (effects.writes or not effects.draws)
         if acts or (kwargs and ("out" in kwargs or kwargs.get("inplace"))):
             out = self._call(effects, func, args, kwargs or {}, given)
-            return self._from_kept(out, written_by(effects, args, kwargs or {})) if self._reads_kept else out
+            return self._taint(out, written_by(effects, args, kwargs or {})) if self._reads_tainted else out
         if effects.acts:
             self._mark_draw(func)
         self.call = func, args, kwargs or {}
         out = func(*args, **kwargs) if kwargs else func(*args)
         self.call = None
-        if self._reads_kept:
-            self._from_kept(out)
+        if self._reads_tainted:
+            self._taint(out)
         elif type(out) is Tensor and not internals.is_wrapper(out):
             known.note(out, None)
         elif kind_of(out.__class__) is HOLDER:
@@ -244,7 +244,7 @@ class CheckpointLook(Look):
         if key in self._stale:
             raise self._stale[key]
         if self._is_kept(tensor):
-            self._reads_kept = True
+            self._reads_tainted = True
             if current_look() is not self:  # what it computes would not be known
                 raise self.kept_error()
             return tensor
@@ -273,25 +273,25 @@ class CheckpointLook(Look):
     def _is_kept(self, tensor: Tensor) -> bool:
         """Whether, in a rerun, a tensor is what a run kept and its forward did not read, or is computed from that."""
         key = id(tensor)
-        if (ref := self.from_kept.get(key)) is not None and ref() is tensor:
+        if (ref := self.tainted.get(key)) is not None and ref() is tensor:
             return True
         if not self.is_rerun or kept_by_runs.get(key) is not tensor or self.labels.has(tensor) or key in self._swaps:
             return False
         # The rerun of an outer function may have put it in the place of what this forward read: then it is the same.
         return memory_of(tensor) not in map(memory_of, self._given)
 
-    def _from_kept(self, out: Any, written: Iterable[Tensor] = ()) -> Any:
+    def _taint(self, out: Any, written: Iterable[Tensor] = ()) -> Any:
         """Note that a call has computed `out`, and what it wrote to, from what a run kept. Returns `out`."""
-        self._reads_kept = False
+        self._reads_tainted = False
         found = {id(t): weakref.ref(t) for t in (*tensors_in(out), *written)}
-        self.from_kept = {**self.from_kept, **found}
+        self.tainted = {**self.tainted, **found}
         for key in found:
             self.labels.pop(key, None)
         return out
 
-    def is_from_kept(self, saved: Tensor) -> bool:
+    def is_tainted(self, saved: Tensor) -> bool:
         """Whether a tensor that the running call saves for the backward depends on what a run kept."""
-        return self._is_kept(saved) or (self._reads_kept and not self.labels.has(saved))
+        return self._is_kept(saved) or (self._reads_tainted and not self.labels.has(saved))
 
     def kept_error(self) -> CheckpointError:
         """The error for a rerun whose graph saves what it has computed from what a run kept."""
