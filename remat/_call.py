@@ -425,9 +425,9 @@ class Call:
         look = self._look
         if not self._returned:
             return
-        for leaf in (ref() for ref in self._own_leaves if self._reached):
-            if leaf is not None:
-                raise RematError(_OWN_LEAF.format(self.name, list(leaf.shape), leaf.dtype))
+        kept = [leaf for ref in self._own_leaves if (leaf := ref()) is not None]
+        if kept and self._reached:  # else the results still have the graph that leads to these
+            raise RematError(_OWN_LEAF.format(self.name, list(kept[0].shape), kept[0].dtype))
         self.operands.let_go(look, self._reached)
         if any(ref() is not None for ref in look.tail_results):  # a result of the tail is still alive, and may be read
             look.signature.tail = None

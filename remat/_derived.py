@@ -205,9 +205,8 @@ def _after(cotangents: Sequence[Tensor], operands: tuple[Tensor, ...]) -> tuple[
         if not known:
             return operands
         flag = functools.reduce(torch.logical_or, known)
-        is_ready = [internals.is_graph_input(innermost(t)) for t in operands]
-    waits = [all(is_ready) or not ready for ready in is_ready]
-    return tuple(torch.where(flag, t, t) if w else t for t, w in zip(operands, waits, strict=True))
+        waits = {i for i, t in enumerate(operands) if not internals.is_graph_input(innermost(t))}
+    return tuple(torch.where(flag, t, t) if i in waits or not waits else t for i, t in enumerate(operands))
 
 
 def _needs_level(call: Call, operands: Sequence[Tensor]) -> bool:

@@ -24,11 +24,6 @@ class RematError(RuntimeError):
     """A function does something that can't be run again or differentiated; the message says what to write instead."""
 
 
-CACHE_OR_STATE = (
-    " If it is a cache that the forward has filled (use_cache=True), switch the cache off. If it is a state that the "
-    "function replaces (self.h = ...), pass it as an argument and return the new one. If it is a table that is made on "
-    "first use, call the function once before, in torch.no_grad()."
-)
 PURITY = (
     "A function under remat must do the same each time: it may depend on its arguments, on what it closes over and on "
     "the random state of torch, not on what other code changes in the meantime. Pass what varies as an argument, and a "

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._effects import Effects, tensors_in
-from remat._errors import CACHE_OR_STATE, PURITY, CheckpointError, RematError, call_site, not_replaced
+from remat._errors import PURITY, CheckpointError, RematError, call_site, not_replaced
 from remat._graph import is_made_since
 from remat._labels import kept
 from remat._layers import below_grad_levels, nodes_of, requires_grad_at_any_level
@@ -25,6 +25,11 @@ from remat._places import is_in_reach
 from remat._signature import ELSEWHERE, NO_LEVEL, Signature, name_of
 from remat._tail import without_products
 
+_CACHE_OR_STATE = (
+    " If it is a cache that the forward has filled (use_cache=True), switch the cache off. If it is a state that the "
+    "function replaces (self.h = ...), pass it as an argument and return the new one. If it is a table that is made on "
+    "first use, call the function once before, in torch.no_grad()."
+)
 _STATE = (
     "If the function replaces a state (self.mean = ..., self.last = x), makes one on first use and changes it, or "
     "fills a cache, write in place (self.mean.copy_(...)), which happens once, to a tensor that is made outside, or "
@@ -124,7 +129,7 @@ class RerunLook(Look):
         return operand
 
     def _stranger(self, tensor: Tensor) -> str:
-        hint = MADE_INSIDE if isinstance(tensor, torch.nn.Parameter) else CACHE_OR_STATE
+        hint = MADE_INSIDE if isinstance(tensor, torch.nn.Parameter) else _CACHE_OR_STATE
         return _STRANGER.format(self.name, list(tensor.shape), tensor.dtype, call_site(), PURITY, hint)
 
     def _read_other(self, tensor: Tensor, is_inner: bool) -> Tensor:

@@ -686,7 +686,7 @@ def keeps_a_state_and_copies_it(kept: Any, x: Tensor, w: Tensor) -> Tensor:
 
 
 def casts_a_weight_once(kept: Any, x: Tensor, w: Tensor) -> Tensor:
-    """The gradient would be right, but for a number of calls other than those of the forward."""
+    """The gradient would be right. But nothing tells a cast that is kept from a state that is replaced."""
     if not hasattr(kept, "value"):
         kept.value = w.float()
     return (x.float() @ kept.value).tanh().double()

@@ -73,8 +73,6 @@ class CheckpointLook(Look):
     - `gathered`: by identity, parameters that hooks gather, as in ZeRO-3 and FSDP2. The rerun gathers them too.
     - `set_up`: by identity, tensors that it wrote to before it read them, and `Seen.first` of these: NOTE [state that
         is set up].
-    - `tainted`: by identity, what a rerun has computed from tensors that a run kept and its forward did not read. It
-        may log a sum of losses, but the graph must not save one of them.
     - `hooks_are_set`: whether the forward has put hooks on tensors from outside, if this is a rerun.
     - `saves_unwritten`: whether an op ran that saves memory before its kernel writes to it, as `rrelu` does. A rerun
         that stops as soon as everything is saved would then stop too early.
@@ -84,7 +82,6 @@ class CheckpointLook(Look):
     in_checkpoint = True
     gathered: frozenset[int] = frozenset()
     saves_unwritten = hooks_are_set = _reads_tainted = False
-    tainted: Mapping[int, weakref.ref[Tensor]] = MappingProxyType({})
     _stale: Mapping[int, RuntimeError] = MappingProxyType({})
     _was_lazy: frozenset[int] = frozenset()
     """Parameters that a lazy module initialised in this run. A rerun finds them initialised."""
@@ -96,6 +93,9 @@ class CheckpointLook(Look):
         self._as_it_is: set[int] = set()
         """By memory, tensors that the forward set up and that a rerun reads as they are."""
         self._clock = [1]
+        self._tainted: dict[int, weakref.ref[Tensor]] = {}
+        """By identity, what a rerun has computed from tensors that a run kept and its own forward did not read. It may
+        log a sum of losses, but the graph must not save one of them."""
 
     def prepare_rerun(self, swaps: Swaps, stale: Mapping[int, RuntimeError], undecided: Undecided) -> None:
         """Make this the look at a rerun.
@@ -243,16 +243,16 @@ class CheckpointLook(Look):
         key = id(tensor)
         if key in self._stale:
             raise self._stale[key]
-        if self._is_kept(tensor):
-            self._reads_tainted = True
+        if self._is_tainted(tensor):
             if current_look() is not self:  # what it computes would not be known
                 raise self.kept_error()
+            self._reads_tainted = True
             return tensor
         if self.labels.has(tensor):
             return tensor
         if internals.level_of(tensor) > self.depth:
             inner = internals.unwrapped(tensor)
-            if self._is_kept(inner):
+            if self._is_tainted(inner):
                 raise self.kept_error()
             if self.read(inner) is not inner and not inner.requires_grad:
                 raise CheckpointError(_HANDED_ON.format(self.name, list(inner.shape)))
@@ -270,10 +270,10 @@ class CheckpointLook(Look):
         self._add(tensor, value)
         return value
 
-    def _is_kept(self, tensor: Tensor) -> bool:
+    def _is_tainted(self, tensor: Tensor) -> bool:
         """Whether, in a rerun, a tensor is what a run kept and its forward did not read, or is computed from that."""
         key = id(tensor)
-        if (ref := self.tainted.get(key)) is not None and ref() is tensor:
+        if (ref := self._tainted.get(key)) is not None and ref() is tensor:
             return True
         if not self.is_rerun or kept_by_runs.get(key) is not tensor or self.labels.has(tensor) or key in self._swaps:
             return False
@@ -283,15 +283,14 @@ class CheckpointLook(Look):
     def _taint(self, out: Any, written: Iterable[Tensor] = ()) -> Any:
         """Note that a call has computed `out`, and what it wrote to, from what a run kept. Returns `out`."""
         self._reads_tainted = False
-        found = {id(t): weakref.ref(t) for t in (*tensors_in(out), *written)}
-        self.tainted = {**self.tainted, **found}
-        for key in found:
-            self.labels.pop(key, None)
+        for t in (*tensors_in(out), *written):
+            self._tainted[id(t)] = weakref.ref(t)
+            self.labels.pop(id(t), None)
         return out
 
-    def is_tainted(self, saved: Tensor) -> bool:
+    def saves_tainted(self, saved: Tensor) -> bool:
         """Whether a tensor that the running call saves for the backward depends on what a run kept."""
-        return self._is_kept(saved) or (self._reads_tainted and not self.labels.has(saved))
+        return self._is_tainted(saved) or (self._reads_tainted and not self.labels.has(saved))
 
     def kept_error(self) -> CheckpointError:
         """The error for a rerun whose graph saves what it has computed from what a run kept."""

@@ -105,7 +105,7 @@ class _Recomputed:
             index, holders = len(self.saved), self._holders
             wanted = index < len(holders) and holders[index]() is not None
             look = current_look()
-            if wanted and isinstance(look, CheckpointLook) and look.is_tainted(tensor):
+            if wanted and isinstance(look, CheckpointLook) and look.saves_tainted(tensor):
                 raise look.kept_error()
             if tensor.requires_grad:
                 tensor = tensor.detach()
