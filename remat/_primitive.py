@@ -277,7 +277,7 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
     reached = fn.prove([values[i] for i in outs], lifted_operands) if outs else ()
     saved = _connected(lifted_operands, reached, level)
     if not any(t.requires_grad for t in saved):
-        return lifted
+        return values if inner is below else lifted
     link = Link(fn, outs, lifted_operands, level)
     shared = sharing_memory([values[i] for i in outs], operands)
     with internals.forward_ad_disabled():

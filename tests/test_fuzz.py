@@ -20,7 +20,9 @@ from fuzz_programs import (
     Example,
     Net,
     SinTimes,
+    autograd_inside,
     backward,
+    double_backward,
     examples,
     scalar,
     scan,
@@ -216,11 +218,20 @@ def one_tensor_in_two_places_of_a_module(ck: Any, x: Tensor, _: Tensor) -> Tenso
     return ck(outer)(bias=held["r"][0])
 
 
+def a_copy_without_a_derivative(ck: Any, x: Tensor, y: Tensor) -> Tensor:
+    def outer(z: Tensor) -> Tensor:
+        ck(lambda: torch.zeros_like(z).copy_(y))()  # under functionalize, by a `copy` that torch can't differentiate
+        return z * 2
+
+    return ck(outer)(x) * y
+
+
 WRONG_ONCE: list[tuple[Callable[..., Any], Callable[[Any], Any]]] = [
     (one_tensor_is_two_operands, lambda f: vjp_never(hessian(scalar(functionalize(f))))),
     (operands_that_are_differentiated_later, lambda f: backward(vjp_later(hessian(scalar(f))))),
     (a_list_that_an_inner_function_returns_from, lambda f: hessian(scalar(grad(scalar(f))))),
     (one_tensor_in_two_places_of_a_module, lambda f: grad(scalar(f))),
+    (a_copy_without_a_derivative, lambda f: double_backward(autograd_inside(functionalize(f)))),
 ]
 
 
