@@ -198,11 +198,11 @@ def item(names: Any, key: Any) -> Any:
 def _put(place: Place, value: Any) -> None:
     """Put a value into a place, or `MISSING` to empty it. A list that has become too short is left as it is."""
     names, key = place
-    if value is not MISSING:
-        with contextlib.suppress(IndexError):
-            names[key] = value
-    elif isinstance(names, dict):
-        names.pop(key, None)
+    if value is MISSING:
+        if isinstance(names, dict):
+            names.pop(key, None)
+    elif isinstance(names, dict) or key < len(names):
+        names[key] = value
 
 
 _places_lock = threading.RLock()
@@ -229,7 +229,9 @@ def _filling(fill: Sequence[tuple[Place, Tensor]], lock: contextlib.AbstractCont
 def _take_out(names: Any, key: Any, tensor: Tensor) -> None:
     """Put back what was in a place before this tensor, unless something else is there by now."""
     values = _fillings[id(names), key]
-    last = max(i for i, value in enumerate(values) if value is tensor)
+    last = len(values) - 1
+    while values[last] is not tensor:
+        last -= 1
     if item(names, key) is values.pop(last):  # else the function, or a rerun of another thread, has replaced it
         _put((names, key), values[-1])
     if len(values) == 1:
