@@ -99,7 +99,7 @@ class Call:
         self._variables = Variables()
         self._was_differentiating = internals.differentiating()
         self._has_tangents = internals.forward_ad_active()
-        self._returned: list[tuple[int, torch.Size, torch.dtype]] = []
+        self._returned: list[tuple[int, torch.Size, torch.dtype, int | None]] = []
         self._rebuilders: list[Rebuilder] = []
         self._replays: list[Replay] = []
         self._rerun_looks: list[RerunLook] = []
@@ -177,7 +177,8 @@ class Call:
         A captured tensor that only the proof finds becomes an operand. Then `attach` is called again.
         """
         look = self._look
-        self._returned = [(i, t.shape, t.dtype) for i, t in zip(results.positions, results.tensors, strict=True)]
+        pairs = zip(results.positions, results.tensors, strict=True)
+        self._returned = [(i, t.shape, t.dtype, look.label_of(t)) for i, t in pairs]
         if look.outer is not None:
             self._like = [*map(returned, results.tensors)]
             self._layers = {id(layer) for t in results.tensors for layer in layers(t)}
@@ -248,7 +249,8 @@ class Call:
         given = len(forward.given)
         if len(operands.tensors) != given or len(originals) != given + len(forward.found):
             return None
-        if not {id(ref()) for ref in forward.cells} <= {id(t) for t, _ in operands.in_cells}:
+        in_cells = [t for t, _ in operands.in_cells]
+        if not {id(ref()) for ref in forward.cells} <= {*map(id, in_cells)} or any(map(outer.stands_for, in_cells)):
             return None
         look = Look(self.name, operands.tensors[: operands.given], None)
         look.begin(outer)
@@ -264,7 +266,7 @@ class Call:
         zeros = [t.flatten()[:0].sum().real for t in values]
         leaves, spec = forward.result
         leaves = list(leaves)
-        for (i, shape, dtype), like in zip(forward.returned, forward.like, strict=True):
+        for (i, shape, dtype, _), like in zip(forward.returned, forward.like, strict=True):
             value = torch.full((), float("nan"), dtype=dtype, device=zeros[0].device)
             for zero in zeros:  # derivatives of every order must depend on all operands
                 value = value * torch.exp(zero).to(dtype)
@@ -384,10 +386,12 @@ class Call:
         look.finish()
         leaves, _ = _tree.flatten(out)
         found = []
-        for i, shape, dtype in self._returned:
+        for i, shape, dtype, label in self._returned:
             t = leaves[i] if i < len(leaves) else None
             if not isinstance(t, Tensor) or t.shape != shape or t.dtype is not dtype:
                 raise CheckpointError(f"remat: the rerun of {self.name} returned another structure. {PURITY}")
+            if label is not None and look.label_of(t) not in (label, None):
+                raise CheckpointError(f"remat: the rerun of {self.name} returned another tensor. {PURITY}")
             found.append(t)
         return found
 

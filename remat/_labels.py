@@ -19,6 +19,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._effects import tensors_in
 from remat._layers import layers, unwrap_dead, version_of
+from remat._signature import plain_in
 
 kept: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 """By identity, living tensors that runs made without a derivative. Reruns of other calls must not read them."""
@@ -113,9 +114,9 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
         if plain is None or plain.ref() is not tensor:
             return None
         version = self._read_at[id(tensor)] = version_of(tensor)
-        if plain.label is None or tensor.requires_grad:  # an autograd.Function has returned it
+        if plain.label is None or (tensor.requires_grad and tensor.grad_fn is None):
             return None
-        return hash((plain.label, version - plain.begun)) | 1
+        return hash((plain.label, version - plain.begun, _custom(tensor.grad_fn))) | 1
 
     def of_all(self, args: Any) -> list[int | None]:
         """The labels of all tensors in the arguments of a call."""
@@ -166,6 +167,11 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
         """The plain tensors that were read as they are now, and are still alive."""
         alive = [(key, self.plain[key], version_of(tensor)) for key, tensor in self.keep()]
         return [Survivor(*plain, now) for key, plain, now in alive if self._read_at.get(key) == now]
+
+
+def _custom(node: Any) -> Any:
+    """What tells the node of an autograd.Function from others: its name, and the numbers and flags that it holds."""
+    return None if node is None else (node.name(), plain_in(getattr(node, "__dict__", {}).values()))
 
 
 def of_outside(number: int) -> int:

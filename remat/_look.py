@@ -49,12 +49,14 @@ class Look(NestedMode):
     - `copies`: by identity, copies of those that the run wrote to, with their earlier values.
     - `drew`, `sets_hooks`: whether a torch call may have drawn random numbers; whether one put a hook on a tensor.
     - `in_checkpoint`: whether the run is that of a checkpointed function, or in one.
+    - `sees_custom`: whether, of an autograd.Function that it sees, the forward has seen the call too.
     - `reads_unseen`: whether the run called an autograd.Function of the user's, which may read memory unseen.
     - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
     - `tail_number`, `tail_results`: of the tail: the sequence number after its first call, and its results.
     """
 
     drew = sets_hooks = reads_unseen = in_checkpoint = False
+    sees_custom = True
     tail_number = 0
     _reader: Any = None
     _memory: dict[int, list[int]] | None = None
@@ -360,6 +362,7 @@ class Look(NestedMode):
             shapes = hash((shapes, *map(hash_of, found[1:])))
         given, position = together(labels), self._count()
         call = together((hash(func), shapes, given))
+        unlisted = call if effects is not None and effects.is_custom and self.sees_custom else None
         for i, t in enumerate(found):
             requires_grad = requires_grad_at_any_level(t)
             differentiated |= requires_grad
@@ -372,9 +375,9 @@ class Look(NestedMode):
                     self.labels.note_plain(inside[0], together((call, i)))
                 continue
             self.labels.results.append(weakref.ref(t))
-            if new or not self.labels.returns(t):
+            if new or unlisted or not self.labels.returns(t):
                 for layer in layers_up_to(t, self.depth):
-                    self.labels.note(layer, of_result(position, i) if listed else None)
+                    self.labels.note(layer, of_result(position, i) if listed else unlisted and hash((unlisted, i)) | 1)
         if listed and differentiated:
             self._note(func, shapes, given)
         elif listed and effects is not None and effects.writes and not self._is_in_jvp():
@@ -418,6 +421,10 @@ class Look(NestedMode):
     def replacing(self) -> set[int]:
         """The identities of the operands that replace tensors in an outer rerun."""
         return {id(operand) for _, operand in self._swaps.values()}
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """The operand that replaces a tensor in a rerun, or the tensor."""
+        return self._swaps.get(id(tensor), (tensor, tensor))[1]
 
     def stands_for(self, tensor: Tensor) -> bool:
         """Whether a rerun replaces this tensor by an operand."""

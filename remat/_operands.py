@@ -194,8 +194,10 @@ class Operands:
 
     def _note_cells(self, look: Look) -> None:
         for tensor, version in self.in_cells:
-            written = id(tensor) in look.copies
-            read: Read | None = None if written else look.outside.pop(id(tensor), None)
+            read: Read | None = look.outside.get(id(tensor))
+            if read is not None and (read.value is not tensor or id(tensor) in look.copies or look.in_checkpoint):
+                continue  # `_add_read` makes it an operand
+            look.outside.pop(id(tensor), None)
             if read is not None or self.stands_in:
                 label = look.number_of(tensor) if read is None else read.label
                 self.cell_constants.append((weakref.ref(tensor), version, label))

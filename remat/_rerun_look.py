@@ -95,6 +95,7 @@ class RerunLook(Look):
         self._swaps = plan.swaps
         self._plan = plan
         self._forward = forward
+        self.sees_custom = forward.under_transform
         self._position = 0
         self._hooks: Counter[tuple[int, ...]] = Counter()
         """How many hooks it has set at each position of the signature."""

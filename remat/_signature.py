@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import resolve_name
 
+from remat import _torch_internals as internals
+
 ELSEWHERE, NO_LEVEL = -1, -2
 """In the place of the level of a hook: an outer rerun has put the hook on an unused tensor; a transform inside of the
 function made the level."""
@@ -20,8 +22,12 @@ function made the level."""
 HOLDER, PLAIN, OTHER = "holder", "plain", "other"
 """Kinds of arguments: one that may hold tensors, or is a generator; one that belongs to the signature; another."""
 _HOLDERS = (Tensor, list, tuple, dict, slice, torch.Generator)
-_PLAIN = (numbers.Number, str, type(None))  # numbers of NumPy and of enums too
+_PLAIN = (numbers.Number, str, range, type(None))  # numbers of NumPy and of enums too
 _COMMON = (Tensor, Parameter, list, tuple, dict, slice, bool, int, float, complex, str, type(None), torch.dtype)
+
+
+def _is_array(cls: type) -> bool:
+    return hasattr(cls, "tobytes")  # of NumPy, or a memoryview
 
 
 class _Kinds(dict[Any, str]):
@@ -29,7 +35,7 @@ class _Kinds(dict[Any, str]):
 
     def __missing__(self, cls: Any) -> str:
         if cls is torch.Size or not issubclass(cls, _HOLDERS):
-            return PLAIN if issubclass(cls, _PLAIN) else OTHER
+            return PLAIN if issubclass(cls, _PLAIN) or _is_array(cls) else OTHER
         return HOLDER
 
 
@@ -56,6 +62,7 @@ class Signature:
     - `shows_nodes`: whether the user's code got a node of the graph, and may put a hook on that.
     - `has_custom`: whether it was seen to call an autograd.Function.
     - `thread`: the thread of the forward.
+    - `under_transform`: whether it ran under a transform, where `autograd.Function.apply` is seen.
     """
 
     def __init__(self) -> None:
@@ -64,6 +71,7 @@ class Signature:
         self.nests = 0
         self.shows_nodes = self.has_custom = False
         self.thread = threading.get_ident()
+        self.under_transform = internals.transforms_active()
         self.tail: int | None = None
         self.tail_call: Any = None
         self.hooks: list[tuple[tuple[int, ...], int]] = []
@@ -75,9 +83,18 @@ def _plain_in(arg: Any) -> str:
     kind = arg.__class__
     if kind is slice:
         return ":".join(map(_plain_in, (arg.start, arg.stop, arg.step)))
+    if _is_array(kind) and not isinstance(arg, _PLAIN):
+        return str(hash(arg.tobytes()))
+    if isinstance(arg, type):  # an autograd.Function
+        return arg.__qualname__
     if kind_of(kind) is PLAIN:
         return repr(arg)  # -1 and -2 have the same hash, and NaN differs from itself
     return f"[{','.join(map(_plain_in, arg))}]" if kind is list or kind is tuple else ""
+
+
+def plain_in(args: Iterable[Any]) -> tuple[str, ...]:
+    """The numbers, flags, names and arrays among some objects."""
+    return tuple([p for p in map(_plain_in, args) if p])
 
 
 def hash_of(tensor: Tensor, args: Iterable[Any] = ()) -> int:
@@ -85,7 +102,7 @@ def hash_of(tensor: Tensor, args: Iterable[Any] = ()) -> int:
 
     The shape is left out if a length is symbolic (nested tensors, or compiled for any shape).
     """
-    plain = tuple([p for p in map(_plain_in, args) if p]) if args else ()
+    plain = plain_in(args) if args else ()
     try:
         return hash((None if tensor.is_nested else tensor.shape, tensor.dtype, plain))
     except TypeError:  # torch.SymInt

@@ -117,8 +117,8 @@ class Remembered(NamedTuple):
     """Positions in `[*given, *found]` of the tensors that the results may depend on."""
     result: tuple[list[Any], _tree.PyTreeSpec]
     """The leaves that it returned, with None for each tensor, and their structure."""
-    returned: list[tuple[int, torch.Size, torch.dtype]]
-    """Position, shape and dtype of each differentiated tensor that it returned."""
+    returned: list[tuple[int, torch.Size, torch.dtype, int | None]]
+    """Position, shape, dtype and label of each differentiated tensor that it returned."""
     like: list[Returned]
     """What else a rerun may ask of these."""
     followed: Any

@@ -1010,13 +1010,101 @@ def test_an_auxiliary_loss_on_an_attribute_that_is_differentiated_after_a_rerun(
         block.aux.backward()
 
 
-def test_a_rerun_calls_an_autograd_function_with_another_argument() -> None:
-    """No torch-function mode sees that call: the graph shows it."""
+class DoublesInNumPy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.from_numpy(2 * x.numpy())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * g
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [(ReadsTwice, "returned another tensor"), (DoublesInNumPy, "does not depend on tensor 1 of the 2 in its argument")],
+    ids=["of ops", "of numpy"],
+)
+def test_a_rerun_calls_an_autograd_function_with_another_argument(function: Any, message: str) -> None:
+    """No torch-function mode sees that call. It sees the ops in it, and the graph shows what it depends on."""
     runs = itertools.count()
     a, b = leaf(numbers(3)), leaf(numbers(3, seed=1))
-    y = remat(lambda a, b: ReadsTwice.apply(b if next(runs) else a))(a, b)
-    with pytest.raises(CheckpointError, match="does not depend on tensor 1 of the 2 in its arguments"):
+    y = remat(lambda a, b: function.apply(b if next(runs) else a))(a, b)
+    with pytest.raises(CheckpointError, match=message):
         y.sum().backward()
+
+
+class TimesNumber(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, k: float) -> Tensor:
+        return x * k
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.k = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * ctx.k, None
+
+
+class Step(torch.autograd.Function):
+    """Its number is only for the backward: the slope of a surrogate gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, slope: float) -> Tensor:
+        return (x > 0).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.slope = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * ctx.slope, None
+
+
+class SteepStep(Step):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return 10 * g * ctx.slope, None
+
+
+CHANGING: dict[str, Callable[[Tensor, Any], Any]] = {
+    "a number for a Function": lambda x, s: TimesNumber.apply(x, s.k).sin(),
+    "a number for a Function that makes the result": lambda x, s: TimesNumber.apply(x, s.k),
+    "a number for the backward of a Function": lambda x, s: Step.apply(x, s.k).sin(),
+    "which Function": lambda x, s: (Step if s.k < 2 else SteepStep).apply(x, 1.0).sin(),
+    "which result": lambda x, s: (x.sin(), x.cos())[s.k > 2],
+    "an array as an index": lambda x, s: x.sin()[s.array].exp(),
+    "a tensor of an array": lambda x, s: torch.tensor(s.array) * x.sin(),
+    "a range as an index": lambda x, s: x.sin()[range(int(s.k), int(s.k) + 1)].exp(),
+}
+
+
+@pytest.mark.parametrize("transform", [".backward()", "vjp", "vmap"])
+@pytest.mark.parametrize("fun", CHANGING.values(), ids=CHANGING)
+def test_what_a_rerun_passes_to_functions_and_returns_is_compared(fun: Any, transform: str) -> None:
+    state, x = SimpleNamespace(k=1.0, array=np.array([0, 1, 0])), numbers(3, 3)[:, 0].contiguous()
+
+    def run(ck: Any, change: Callable[[], Any]) -> Any:
+        f = ck(lambda x: fun(x, state))
+        if transform == "vjp":
+            y, pullback = vjp(f, x)
+            change()
+            return pullback(torch.ones_like(y))
+        given = leaf(x if transform == ".backward()" else x.expand(2, 3))
+        y = f(given) if transform == ".backward()" else vmap(f)(given)
+        change()
+        return torch.autograd.grad(y.sum(), given)
+
+    assert_same(run(remat, lambda: None), run(plain, lambda: None))
+    with pytest.raises(CheckpointError, match=r"returned another tensor|was given|at call"):
+        run(remat, lambda: vars(state).update(k=2.5, array=np.array([1, 1, 0])))
 
 
 with torch.inference_mode():

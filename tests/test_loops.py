@@ -804,3 +804,58 @@ def test_what_a_while_loop_writes_to_is_written_once_under_transforms(transform:
         return value
 
     assert_same(derivative(remat.while_loop), derivative(plain_loop))
+
+
+# The run of `while_loop` that counts its steps.
+
+
+def test_a_while_loop_begins_with_what_a_rerun_of_the_function_around_finds() -> None:
+    def run(loop: Any, around: Any) -> Tensor:
+        steps, x = torch.zeros(()), numbers(2).requires_grad_()
+
+        def f(x: Tensor) -> Tensor:
+            first = (x, steps.clone() if around is remat.remat else steps)
+            y, _ = loop(lambda v: v[1] < 3, lambda v: ((v[0] * 1.1).sin(), v[1] + 1), first)
+            with torch.no_grad():
+                steps.add_(1)
+            return y
+
+        return torch.autograd.grad(around(f)(x).sum(), x)[0]
+
+    def checkpointed(f: Any) -> Any:
+        return lambda x: remat.checkpoint(f, x, use_reentrant=False)
+
+    for around in (remat.remat, checkpointed):
+        assert_same(run(remat.while_loop, around), run(plain_while, lambda f: f))
+
+
+def test_a_while_loop_begins_with_a_captured_tensor_that_its_body_reads_too() -> None:
+    def loss(loop: Any, x: Tensor) -> Tensor:
+        held = [x]
+        first = (torch.tensor(0), held[0])
+        return remat.remat(lambda: loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, s[1] * x), first)[1])().sum()
+
+    def run(loop: Any) -> Tensor:
+        return grad(lambda b: vmap(functools.partial(loss, loop))(torch.stack([b, b])).sum())(numbers(3))
+
+    assert_same(run(remat.while_loop), run(plain_while))
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("what", ["draws", "writes"])
+def test_a_condition_with_effects_is_an_error(what: str, keyed: bool) -> None:
+    """The loop calls it only to count: it would do nothing in the run that matters."""
+    buffer = torch.zeros(())
+    conditions = {"draws": lambda v: torch.rand(()) < 2 - v.sum(), "writes": lambda v: buffer.add_(1) < 3}
+
+    def run(x: Tensor) -> Tensor:
+        return remat.while_loop(conditions[what], lambda v: v + torch.rand(3), x)
+
+    state = torch.get_rng_state()
+    x = numbers(3).requires_grad_()
+    with pytest.raises(
+        remat.RematError, match=r"remat.while_loop: .*<lambda> draws random numbers or changes a tensor"
+    ):
+        remat.random.keyed(run)(remat.random.key(0), x) if keyed else run(x)
+    assert buffer == 0
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1528,3 +1528,50 @@ def test_a_leaf_of_the_function_that_dies_with_the_call(transform: str) -> None:
 
     run = TRANSFORMS[transform]
     assert_same(run(remat(fun), numbers(3)), run(fun, numbers(3)))
+
+
+def checkpointed(use_reentrant: bool) -> Decorator:
+    return lambda f: lambda *args: checkpoint(f, *args, use_reentrant=use_reentrant)
+
+
+NESTED: dict[str, Decorator] = {
+    "remat": remat,
+    "policy": functools.partial(remat, policy=policies.everything_saveable),
+    "checkpoint": checkpointed(use_reentrant=False),
+    "reentrant": checkpointed(use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("inner", NESTED)
+@pytest.mark.parametrize("outer", NESTED)
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("place", ["cell", "default", "argument", "module", "list"])
+def test_an_inner_function_reads_a_buffer_that_the_outer_one_writes(
+    place: str, is_last: bool, outer: str, inner: str
+) -> None:
+    """Its rerun must read what the outer rerun writes. Where a checkpoint can't, that is an error."""
+
+    def run(outer: Decorator, inner: Decorator) -> Tensor:
+        module, x = nn.BatchNorm1d(3).double(), leaf(numbers(3))
+        count = module.running_mean
+        assert count is not None
+        held = [count]
+        read: Any = {
+            "cell": lambda h: h.sin() * (1 + count),
+            "default": lambda h, count=count: h.sin() * (1 + count),
+            "argument": lambda h, count: h.sin() * (1 + count),
+            "module": lambda h: h.sin() * (1 + module.running_mean),
+            "list": lambda h: h.sin() * (1 + held[0]),
+        }[place]
+
+        def function(h: Tensor) -> Tensor:
+            count.add_(2)
+            y = inner(read)(h, count) if place == "argument" else inner(read)(h)
+            return y if is_last else y.exp()
+
+        return torch.autograd.grad(outer(function)(outer(function)(x)).sum(), x)[0]
+
+    refused = outer == "checkpoint" and inner in ("checkpoint", "reentrant") and place in ("module", "list")
+    refused |= outer == "checkpoint" and inner == "reentrant" and place in ("cell", "default")
+    with pytest.raises(RuntimeError, match="modified by an inplace") if refused else contextlib.nullcontext():
+        assert_same(run(NESTED[outer], NESTED[inner]), run(plain, plain))

@@ -241,8 +241,8 @@ class CheckpointLook(Look):
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
-        if key in self._stale:
-            raise self._stale[key]
+        if (stale := self._stale.get(id(self.stand_in(tensor)))) is not None:
+            raise stale
         if self._is_tainted(tensor):
             if current_look() is not self:  # what it computes would not be known
                 raise self.kept_error()
@@ -263,7 +263,7 @@ class CheckpointLook(Look):
         if key in self._undecided:  # a look of another class watches the call, or a transform inside has wrapped it
             self._decide(self._reader, (tensor,), {})
         if self.outer is None:
-            value = self._swaps.get(key, (tensor, tensor))[1]
+            value = self.stand_in(tensor)
         else:
             self.outer._reader = self._reader
             value = self.outer.read(tensor, handed_on)

@@ -71,7 +71,8 @@ class CheckpointFunction(torch.autograd.Function):
                 if before.requires_grad:
                     raise RematError(_CHANGES.format(call.name, list(before.shape), before.dtype))
             # The rerun starts from copies of those that the function wrote to.
-            arguments = [None if id(t) in look.copies else t for t in call.operands[: call.arguments]]
+            given = call.operands[: call.arguments]
+            arguments = [None if id(t) in look.copies else look.stand_in(t) for t in given]
             values = [
                 v.detach() if isinstance(v, Tensor) and not look.has_made(v) else v  # the function only passes it on
                 for v in (out if isinstance(out, tuple) else (out,))

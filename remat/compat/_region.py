@@ -144,9 +144,11 @@ class Region:
         self._options, self._contexts, self._selective = options, contexts, selective
         watches_cells = contexts is not NO_CONTEXTS and selective is None
         self._call = Call(fun, args, kwargs, options.preserve_rng_state, watches_cells)
-        if isinstance(current_look(), CheckpointLook):  # it recomputes what is in containers and in the closure too
+        around = current_look()
+        if isinstance(around, CheckpointLook):  # it recomputes what is in containers and in the closure too
             self._call.arguments = len(self._call.operands)
-        self._saved: list[Any] = [internals.save(t) for t in self._call.operands[: self._call.arguments]]
+        given = self._call.operands[: self._call.arguments]
+        self._saved: list[Any] = [internals.save(t if around is None else around.stand_in(t)) for t in given]
         self._holders: list[weakref.ref[Holder]] = []
         self._metas: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._recomputed: weakref.ref[_Recomputed] | None = None

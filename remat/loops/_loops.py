@@ -191,7 +191,8 @@ def while_loop(
 
     **Returns:** the first value for which the condition does not hold.
 
-    **Raises:** as `scan`; `TypeError` if the condition is not a scalar.
+    **Raises:** as `scan`; `TypeError` if the condition is not a scalar; `RematError` if it draws random numbers or
+    changes a tensor in place.
 
     **Source:** `jax.lax.while_loop`, which has no derivative in reverse mode.
 
@@ -243,7 +244,11 @@ def while_loop(
         new = check(body(carry))
         return new if holds is None else _tree.unflatten(spec, select(holds, _tree.flatten(new)[0], old))
 
-    def plain() -> tuple[Any, int, bool]:
+    def counting(carry: Any) -> tuple[Tensor | None, bool]:
+        with trial(who, carry, cond_fun):
+            return condition(carry)
+
+    def plain(condition: Callable[[Any], tuple[Tensor | None, bool]]) -> tuple[Any, int, bool]:
         """The result, the number of steps, and whether a vmap maps over the condition."""
         carry, n, is_batched = init_val, 0, False
         while True:
@@ -253,9 +258,9 @@ def while_loop(
             carry, n, is_batched = advance(holds, carry), n + 1, is_batched or holds is not None
 
     if _compile.tracing() or not torch.is_grad_enabled():
-        return plain()[0]
+        return plain(condition)[0]
     with trial(who, init_val):
-        _, n, is_batched = plain()
+        _, n, is_batched = plain(counting)
 
     def step(_: int, carry: Any, __: None) -> tuple[Any, None]:
         return advance(condition(carry)[0] if is_batched else None, carry), None

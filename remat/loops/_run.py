@@ -16,7 +16,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._context import NOTHING, RandomState
-from remat._errors import function_name
+from remat._errors import RematError, function_name
 from remat._layers import innermost
 from remat._look import Look
 from remat._remat import remat
@@ -24,6 +24,11 @@ from remat.loops._checks import differ, kinds_of, paths, said, structure
 from remat.loops._schedule import checkpoints_for, parts_of
 from remat.policies._policy import PolicyLike
 from remat.random._keyed import resumed, running
+
+_ACTS = (
+    "{}: {} draws random numbers or changes a tensor in place. The loop calls it only to count the steps, and undoes "
+    "that run. Do it in body_fun, and put what the condition reads into the value."
+)
 
 
 def run(
@@ -94,16 +99,22 @@ def _joined(who: str, parts: list[Any], reverse: bool) -> Any:
 
 
 @contextlib.contextmanager
-def trial(who: str, args: Any) -> Iterator[None]:
-    """Run the block without derivatives. Afterwards, undo its random draws and its changes in place."""
-    tensors = [t for t in _tree.flatten(args)[0] if isinstance(t, Tensor)]
+def trial(who: str, args: Any, pure: Any = None) -> Iterator[None]:
+    """Run the block without derivatives. Afterwards, undo its random draws and its changes in place.
+
+    `pure`: the user's function in the block, if there must not be any.
+    """
     keys = running()
+    tensors = (t for t in _tree.flatten(args)[0] if isinstance(t, Tensor))
     random = RandomState(tensors, keyed=keys is not None)
-    look = Look(who, tensors, random)
-    draws = NOTHING if keys is None else resumed(keys.key, keys.position())
+    look = Look(who, (), random)  # in a rerun, the function around knows what stands for the arguments
+    start: Any = None if keys is None else keys.position()
     try:
-        with torch.no_grad(), draws, look:
+        with torch.no_grad(), NOTHING if keys is None else resumed(keys.key, start), look:
             yield
+            drew = random.drawn_since(look.drew) or ((now := running()) is not None and now.position() != start)
+            if pure is not None and (drew or look.copies):
+                raise RematError(_ACTS.format(who, function_name(pure)))
     finally:
         random.put_back()
         with torch.no_grad(), internals.DisableTorchFunction(), internals.no_transforms():
