@@ -3,7 +3,8 @@
 A rerun comes later, when a loop variable may have another value. So the function is taken apart at the call: its cells,
 defaults, partial arguments and bound `self`, and all functions in those. A rerun puts the parts together again, with
 operands in place of tensors. The parts do not hold the function itself. Its cells may later hold the result of the
-call, and that would be a reference cycle.
+call, and that would be a reference cycle. A function that is still there, and closes over the very same objects as at
+the call, is called itself: a program may look it up by its identity.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +45,8 @@ class _Made:
     maker: Callable[..., Any]
     args: list[Any]
     kwargs: dict[str, Any]
+    old: Callable[[], Any]
+    """Gives the object itself, if it is still there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +65,7 @@ class _Function:
     name: str
     attributes: dict[str, Any]
     cells: list[int]
+    old: weakref.ref[types.FunctionType]
 
 
 _PARTS = (Operand, _Made, _Reference)
@@ -74,7 +79,7 @@ def is_part(obj: Any) -> bool:
 def parts_of(obj: Any) -> tuple[Any, ...]:
     """The objects that a callable is made of, the contents of its cells among them."""
     if type(obj) is types.FunctionType:
-        cells = [c.cell_contents for c in obj.__closure__ or () if _is_full(c)]
+        cells = [x for c in obj.__closure__ or () if (x := _content(c)) is not _EMPTY]
         return (*(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values(), *cells)
     recipe = _recipe(obj)
     return () if recipe is None else (*recipe[1], *recipe[2].values())
@@ -90,12 +95,24 @@ def _recipe(obj: Any) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]
     return (obj.__remat_maker__(), (obj.__wrapped__,), {}) if hasattr(kind, "__remat_maker__") else None
 
 
-def _is_full(cell: types.CellType) -> bool:
+def _content(cell: types.CellType) -> Any:
+    """What a cell holds, or `_EMPTY`."""
     try:
-        _ = cell.cell_contents
+        return cell.cell_contents
     except ValueError:
-        return False
-    return True
+        return _EMPTY
+
+
+def _reference(obj: Any) -> Callable[[], Any]:
+    """A weak reference, which gives None where there can't be any: to a tuple."""
+    try:
+        return weakref.ref(obj)
+    except TypeError:
+        return type(None)
+
+
+def _identities(args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
+    return [*map(id, (*args, *kwargs, *kwargs.values()))]
 
 
 def _is_opaque(function: types.FunctionType) -> bool:
@@ -145,7 +162,7 @@ class Closure:
         new_args = [self.take_apart(x) for x in args]
         new_kwargs = {k: self.take_apart(v) for k, v in kwargs.items()} if kwargs else kwargs
         if any(map(is_part, new_args)) or any(map(is_part, new_kwargs.values())):
-            return _Made(maker, new_args, new_kwargs)
+            return _Made(maker, new_args, new_kwargs, _reference(obj))
         return obj
 
     def _function(self, old: types.FunctionType) -> Any:
@@ -169,10 +186,14 @@ class Closure:
             if id(cell) not in self.contents:
                 self._cells[id(cell)] = cell
                 self.contents[id(cell)] = _EMPTY
-                if _is_full(cell):
-                    self.contents[id(cell)] = self.take_apart(cell.cell_contents)
+                if (content := _content(cell)) is not _EMPTY:
+                    self.contents[id(cell)] = self.take_apart(content)
+            elif self.contents[id(cell)] is _EMPTY:  # this function is a part of what the cell holds
+                self.is_recursive = True
         if cells or any(map(is_part, attributes.values())):
-            self.functions[key] = _Function(old.__code__, old.__globals__, old.__name__, attributes, cells)
+            self.functions[key] = _Function(
+                old.__code__, old.__globals__, old.__name__, attributes, cells, weakref.ref(old)
+            )
         else:
             self._parts[key] = old
         return self._parts[key]
@@ -215,11 +236,27 @@ class Rebuilder:
         if kind is _Reference:
             return self._functions.get(part.key) or self._function(part.key)
         if kind is _Made:
-            return part.maker(*map(self, part.args), **{k: self(v) for k, v in part.kwargs.items()})
+            args, kwargs = [*map(self, part.args)], {k: self(v) for k, v in part.kwargs.items()}
+            recipe = _recipe(old := part.old())
+            is_same = recipe is not None and _identities(*recipe[1:]) == _identities(args, kwargs)
+            return old if is_same else part.maker(*args, **kwargs)
         return part
+
+    def _is_as_it_was(self, function: types.FunctionType, was: _Function) -> bool:
+        """Whether a function closes over what it closed over at the call, and none of it is replaced."""
+        if self._closure.is_recursive:
+            return False
+        contents = [self._closure.contents[c] for c in was.cells]
+        now = [_content(cell) for cell in function.__closure__ or ()]
+        attributes = [getattr(function, name, _EMPTY) for name in was.attributes]
+        return all(map(operator.is_, map(self, (*contents, *was.attributes.values())), (*now, *attributes)))
 
     def _function(self, key: int) -> types.FunctionType:
         old = self._closure.functions[key]
+        function = old.old()
+        if function is not None and self._is_as_it_was(function, old):
+            self._functions[key] = function
+            return function
         fresh = {c: types.CellType() for c in old.cells if c not in self._cells}
         self._cells.update(fresh)
         cells = tuple([self._cells[c] for c in old.cells])

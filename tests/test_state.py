@@ -1575,3 +1575,39 @@ def test_an_inner_function_reads_a_buffer_that_the_outer_one_writes(
     refused |= outer == "checkpoint" and inner == "reentrant" and place in ("cell", "default")
     with pytest.raises(RuntimeError, match="modified by an inplace") if refused else contextlib.nullcontext():
         assert_same(run(NESTED[outer], NESTED[inner]), run(plain, plain))
+
+
+class LooksUp:
+    """Functions that look up others by their identity: in a set, as keys."""
+
+    def __init__(self, weight: Tensor) -> None:
+        def act(x: Tensor) -> Tensor:
+            return (x * weight).sin()
+
+        part, inner = functools.partial(torch.mul, weight), remat(act)
+        gated, factors = {act}, {part: 2.0, inner: 3.0, torch.cos: 4.0}
+        self.functions: dict[str, Callable[[Tensor], Tensor]] = {
+            "in a set": lambda x: act(x).exp() if act in gated else act(x).cos(),
+            "as keys": lambda x: part(x).cos() * factors[part] + inner(x) * factors[inner],
+            "by a default": lambda x, f=act: f(x).exp() if f in gated else f(x).cos(),
+        }
+
+
+@pytest.mark.parametrize("around", ["remat", "policy", "checkpoint"])
+@pytest.mark.parametrize("how", ["in a set", "as keys", "by a default"])
+def test_a_function_that_is_as_it_was_at_the_call_is_the_very_same_in_a_rerun(how: str, around: str) -> None:
+    weight, x = leaf(numbers(3)), leaf(numbers(3, seed=1))
+    function = LooksUp(weight).functions[how]
+    gradients = [torch.autograd.grad(ck(function)(x).sum(), (x, weight)) for ck in (NESTED[around], plain)]
+    assert_same(*gradients)
+
+
+def test_a_function_that_is_looked_up_and_closes_over_what_a_transform_replaces_is_an_error() -> None:
+    function = LooksUp(numbers(3)).functions["in a set"]
+
+    def loss(weight: Tensor) -> Tensor:
+        return remat(LooksUp(weight).functions["in a set"])(numbers(3, seed=1)).sum()
+
+    assert_same(grad(lambda x: remat(function)(x).sum())(numbers(3)), grad(lambda x: function(x).sum())(numbers(3)))
+    with pytest.raises(CheckpointError, match="where the forward called"):
+        grad(loss)(numbers(3))
