@@ -17,7 +17,7 @@ from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import ATOMS, Closure, Operand, Rebuilder
 from remat._context import NOTHING, Ambient, OwnCasts, RandomState, Variables, entered, modes_of_user, rerunning
-from remat._errors import PURITY, CheckpointError, RematError, note_rerun
+from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
 from remat._graph import Stranger, prove
 from remat._layers import layers, requires_grad_at_any_level, requires_grad_below
 from remat._look import Look
@@ -40,6 +40,10 @@ _OWN_LEAF = (
     "remat: {} makes a tensor of shape {}, {} that requires grad, and keeps or returns it. No result would have a "
     "derivative with respect to it, for each rerun makes its own. Make it outside. If it is made on first use, as by "
     "pyro.param, call the function once before, in torch.no_grad()."
+)
+_HELD = (
+    "remat: {} keeps a tensor that it computed, of shape {}, {} (self.loss = y, losses.append(y)). Its graph holds the "
+    "memory that remat would save. Keep y.detach(), or return y."
 )
 _SWAPS_SAVED = (
     "remat: {} runs with a policy under allow_mutation_on_saved_tensors, which replaces what the graph has saved: a "
@@ -424,8 +428,8 @@ class Call:
         for look in looks:
             look.check_what_is_left(self.operands.originals)
 
-    def let_go(self) -> None:
-        """Called after the derivative is attached, when the forward's graph is freed."""
+    def let_go(self, out: Any) -> None:
+        """Called after the derivative is attached, when the forward's graph is freed. `out`: what the call returns."""
         look = self._look
         if not self._returned:
             return
@@ -433,6 +437,8 @@ class Call:
         if kept and self._reached:  # else the results still have the graph that leads to these
             raise RematError(_OWN_LEAF.format(self.name, list(kept[0].shape), kept[0].dtype))
         self.operands.let_go(look, self._reached)
+        if look.outer is None and self._reached and not (rerunning.get() or internals.tracing() or self._has_tangents):
+            self._warn_of_kept(out)
         if any(ref() is not None for ref in look.tail_results):  # a result of the tail is still alive, and may be read
             look.signature.tail = None
         # A rerun of the outer function may read what this call keeps, and has to set the hooks again.
@@ -441,3 +447,11 @@ class Call:
             self._result = None
         look.outside.clear()
         del self._look
+
+    def _warn_of_kept(self, out: Any) -> None:
+        """Warn if a tensor that the function has made is still there with its graph. `out`: what the call returns."""
+        refs = (ref() for ref, _ in self._look.labels.values())
+        kept = [t for t in refs if t is not None and t.grad_fn is not None and self._look.has_made(t)]
+        returned = {*map(id, _tree.flatten(out)[0])} if kept else ()
+        for t in [t for t in kept if id(t) not in returned][:1]:
+            warn(_HELD.format(self.name, list(t.shape), t.dtype))

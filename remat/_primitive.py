@@ -57,7 +57,8 @@ _HOOKED_TANGENTS = (
 )
 _CHANGED = (
     "remat: {} that {} was given or captured has been modified by an inplace operation between its forward run and the "
-    "backward, where it runs again. Change a copy instead: x = x.clone()."
+    "backward, where it runs again. Write h = h + f(h) in place of h += f(h), or change a copy: "
+    "x = x.clone()."
 )
 
 

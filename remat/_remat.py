@@ -112,7 +112,7 @@ class Remat(Generic[P, R]):
             see = None if watch is None else watch(fun, call, out, args, kwargs)
         out = _with_derivative(call, out, outer)
         with internals.DisableTorchFunction():
-            call.let_go()
+            call.let_go(out)
             if outer is not None:
                 outer.add_call(self._name, out, call.signature, call.remembered(outer))
         if see is not None:

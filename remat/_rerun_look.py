@@ -33,7 +33,8 @@ _CACHE_OR_STATE = (
 _STATE = (
     "If the function replaces a state (self.mean = ..., self.last = x), makes one on first use and changes it, or "
     "fills a cache, write in place (self.mean.copy_(...)), which happens once, to a tensor that is made outside, or "
-    "pass it as an argument. If it sets up a table on first use, call it once before, in torch.no_grad(). "
+    "pass it as an argument. If it draws from Python's random or NumPy, draw outside, and pass the numbers. If it sets "
+    "up a table on first use, call it once before, in torch.no_grad(). "
 )
 _DIFFERS = (
     "remat: the rerun of {} differs from its forward run: at call {} it calls {}, at {}, where the forward {}. {}{}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import optree
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,6 +30,9 @@ from torch.func import (
 from remat._torch_internals import TorchDispatchMode, is_wrapper
 
 Fun = Callable[[Tensor], Tensor]
+
+KEEPS = pytest.mark.filterwarnings("ignore:remat. .* keeps a tensor that it computed")
+"""For a test whose function does so."""
 
 UNIT = 65536  # bytes of one activation: so large that scalars do not matter
 SIZE = UNIT // 4

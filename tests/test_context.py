@@ -11,7 +11,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from helpers import TRANSFORMS, CountOps, Fun, Seen, assert_same, leaf, numbers, plain
+from helpers import KEEPS, TRANSFORMS, CountOps, Fun, Seen, assert_same, leaf, numbers, plain
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functionalize, grad, hessian, jacrev, jvp, vjp, vmap
@@ -330,6 +330,7 @@ def test_default_dtype_of_what_is_computed_later(fun: Fun, other: torch.dtype, l
     assert_same(run(LATER[later](fun)), run(fun))
 
 
+@KEEPS
 @pytest.mark.parametrize("later", [name for name in LATER if name != "checkpoint"])  # which stops early
 @pytest.mark.parametrize("kind", ["default dtype", "autocast around the backward", "autocast inside"])
 def test_ambient_of_what_outlives_a_rerun(kind: str, later: str) -> None:

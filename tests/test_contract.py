@@ -20,6 +20,7 @@ import optree
 import pytest
 import torch
 from helpers import (
+    KEEPS,
     TRANSFORMS,
     UNIT,
     CountOps,
@@ -351,6 +352,7 @@ def test_context_variables_are_as_at_the_call(in_thread: bool) -> None:
 COLLECTED: contextvars.ContextVar[Any] = contextvars.ContextVar("collected", default=None)
 
 
+@KEEPS
 @pytest.mark.parametrize("ck", [remat, lambda fun: functools.partial(checkpoint, fun, use_reentrant=False)])
 @pytest.mark.parametrize("collect", [list, dict, set])
 def test_what_a_context_variable_collects_is_not_held(ck: Decorator, collect: Any) -> None:
@@ -940,6 +942,7 @@ def test_another_number_of_a_class_of_its_own(before: Any, after: Any) -> None:
         y.sum().backward()
 
 
+@KEEPS
 def test_a_hook_of_a_node_that_reads_the_last_product() -> None:
     def with_hook(x: Tensor) -> Tensor:
         y = x @ x
@@ -989,6 +992,7 @@ def test_places_that_reruns_of_two_threads_fill() -> None:
     assert held["w"] is two
 
 
+@KEEPS
 def test_an_auxiliary_loss_on_an_attribute_that_is_differentiated_after_a_rerun() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TRANSFORMS, UNIT, Fun, Seen, activation, leaf, numbers, plain
+from helpers import KEEPS, TRANSFORMS, UNIT, Fun, Seen, activation, leaf, numbers, plain
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 from torch.nn import functional as F
@@ -440,6 +440,7 @@ def test_retain_grad_inside_with_a_recorded_backward(no_gc: None) -> None:
         assert meter.current == 0
 
 
+@KEEPS
 @pytest.mark.parametrize("hooks", [False, True])
 def test_a_hook_inside_under_hooks_of_saved_tensors(hooks: bool, no_gc: None) -> None:
     """The forward's graph, which the hook holds, holds no tensors."""

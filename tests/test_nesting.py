@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SOME_TRANSFORMS, TRANSFORMS, UNIT, CountOps, Fun, activation, assert_same, leaf, numbers, plain
+from helpers import (
+    KEEPS,
+    SOME_TRANSFORMS,
+    TRANSFORMS,
+    UNIT,
+    CountOps,
+    Fun,
+    activation,
+    assert_same,
+    leaf,
+    numbers,
+    plain,
+)
 from torch import Tensor, nn
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.overrides import TorchFunctionMode
@@ -670,6 +682,7 @@ def test_a_gradient_that_no_vmap_around_it_maps() -> None:
         assert_same(actual, expected)
 
 
+@KEEPS
 def test_a_call_inside_reads_an_operand_through_an_object_in_a_cycle(no_gc: None) -> None:
     """The object of the forward is still there in the backward. The rerun makes another one."""
 

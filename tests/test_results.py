@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -521,3 +522,26 @@ def test_a_view_that_is_made_in_no_grad(view: Fun, transform: str) -> None:
         return lambda x: sum(r.sin().sum() for r in ck(fun)(x)) + x
 
     assert_same(TRANSFORMS[transform](total(remat), numbers(3, 3)), TRANSFORMS[transform](total(plain), numbers(3, 3)))
+
+
+@pytest.mark.parametrize("keep", [lambda kept, y: kept.append(y), lambda kept, y: kept.append(y.norm())])
+def test_a_tensor_that_the_function_keeps_with_its_graph_is_warned_about(keep: Any) -> None:
+    """Its graph holds what remat would save."""
+    kept: list[Tensor] = []
+
+    def fun(x: Tensor, of: Any) -> Tensor:
+        y = x.sin()
+        keep(kept, of(y))
+        return y.cos()
+
+    x = leaf(numbers(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        remat(lambda x: fun(x, torch.detach))(x).sum().backward()
+        remat(lambda x: remat(fun)(x, torch.detach) + 1)(x).sum().backward()
+        remat(lambda x: (x.sin(), x[:2], x.cos()))(x)[0].sum().backward()
+    for function in (remat(fun), remat(lambda x, of: remat(fun)(x, of) + 1)):
+        with pytest.warns(UserWarning, match=r"keeps a tensor that it computed, .*Keep y.detach\(\), or") as warned:
+            y = function(x, torch.clone)
+        assert [w.filename for w in warned] == [__file__]
+        y.sum().backward()

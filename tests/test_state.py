@@ -16,7 +16,18 @@ import numpy as np
 import pytest
 import stateful_programs
 import torch
-from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, assert_same, at_an_address_of, in_turn, leaf, numbers, plain
+from helpers import (
+    KEEPS,
+    SOME_TRANSFORMS,
+    TRANSFORMS,
+    CountOps,
+    assert_same,
+    at_an_address_of,
+    in_turn,
+    leaf,
+    numbers,
+    plain,
+)
 from stateful_programs import Stateful
 from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
@@ -26,6 +37,7 @@ from remat import CheckpointError, RematError, checkpoint, fori_loop, is_rerunni
 from remat.debug import LiveBytes
 from remat.random import key, keyed
 
+pytestmark = KEEPS
 Decorator = Callable[[Any], Any]
 CHECKED = pytest.mark.parametrize("transform", [".backward()", "grad"])
 
