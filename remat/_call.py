@@ -5,6 +5,7 @@ Autograd nodes save the operands. The call itself holds no tensor of the forward
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -45,6 +46,8 @@ _HELD = (
     "remat: {} keeps a tensor that it computed, of shape {}, {} (self.loss = y, losses.append(y)). Its graph holds the "
     "memory that remat would save. Keep y.detach(), or return y."
 )
+_keepers: set[str] = set()
+"""The functions that have kept a tensor with its graph."""
 _SWAPS_SAVED = (
     "remat: {} runs with a policy under allow_mutation_on_saved_tensors, which replaces what the graph has saved: a "
     "rerun with a policy can't see that. Use no policy there, or change a copy: x = x.clone()."
@@ -437,8 +440,6 @@ class Call:
         if kept and self._reached:  # else the results still have the graph that leads to these
             raise RematError(_OWN_LEAF.format(self.name, list(kept[0].shape), kept[0].dtype))
         self.operands.let_go(look, self._reached)
-        if look.outer is None and self._reached and not (rerunning.get() or internals.tracing() or self._has_tangents):
-            self._warn_of_kept(out)
         if any(ref() is not None for ref in look.tail_results):  # a result of the tail is still alive, and may be read
             look.signature.tail = None
         # A rerun of the outer function may read what this call keeps, and has to set the hooks again.
@@ -446,12 +447,24 @@ class Call:
         if look.outer is not None and (has_hooks or look.labels.any_alive(self._layers)):
             self._result = None
         look.outside.clear()
+        if look.outer is None and self._reached and not (rerunning.get() or internals.tracing() or self._has_tangents):
+            self._warn_of_kept(out)
         del self._look
 
     def _warn_of_kept(self, out: Any) -> None:
-        """Warn if a tensor that the function has made is still there with its graph. `out`: what the call returns."""
-        refs = (ref() for ref, _ in self._look.labels.values())
-        kept = [t for t in refs if t is not None and t.grad_fn is not None and self._look.has_made(t)]
-        returned = {*map(id, _tree.flatten(out)[0])} if kept else ()
-        for t in [t for t in kept if id(t) not in returned][:1]:
-            warn(_HELD.format(self.name, list(t.shape), t.dtype))
+        """Warn, once for each function, if a tensor that it has made is still there with its graph.
+
+        `out`: what the call returns.
+        """
+        returned: set[int] | None = None
+        for ref, _ in self._look.labels.values():
+            node = None if (t := ref()) is None else t.grad_fn
+            if node is None or internals.sequence_number(node) < self.since or self.name in _keepers:
+                continue
+            returned = {*map(id, _tree.flatten(out)[0])} if returned is None else returned
+            if id(t) not in returned:
+                _keepers.add(self.name)
+                del t, node
+                gc.collect()  # torch leaves cycles, too
+                if (t := ref()) is not None:
+                    warn(_HELD.format(self.name, list(t.shape), t.dtype))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same, numbers, plain
+from helpers import KEEPS, assert_same, numbers, plain
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, vjp, vmap
@@ -146,6 +146,7 @@ def puts_into(x: Tensor, w: Tensor, out: Any) -> Tensor:
     return y.sin()
 
 
+@KEEPS
 def test_a_list_that_the_function_changes(args: tuple[Tensor, Tensor]) -> None:
     def of(ck: Fun) -> Fun:
         def scalar(x: Tensor, w: Tensor) -> Any:
@@ -176,6 +177,7 @@ def spread(out: Any) -> list[Any]:
     return [*out, *out.values()] if isinstance(out, dict) else list(out)
 
 
+@KEEPS
 @pytest.mark.parametrize("end", OUT_OF_SIGHT.values(), ids=OUT_OF_SIGHT)
 def test_results_out_of_sight(end: Fun, args: tuple[Tensor, Tensor]) -> None:
     def fun(x: Tensor, w: Tensor) -> Any:

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Seen, assert_same, leaf, numbers
+from helpers import KEEPS, SOME_TRANSFORMS, TRANSFORMS, CountOps, Seen, assert_same, leaf, numbers
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
 
@@ -425,6 +425,7 @@ def test_bad_static_arguments(options: dict[str, Any], rule: str, got: str, hint
 # Side effects.
 
 
+@KEEPS
 @pytest.mark.parametrize("transform", ["backward", "grad"])
 def test_side_effects_happen_again(transform: str) -> None:
     found: list[Any] = []
@@ -496,6 +497,7 @@ def test_what_nothing_differentiates_runs_once(run: str) -> None:
     assert runs == [False]
 
 
+@KEEPS
 def test_a_cache_of_results_is_an_error() -> None:
     """The rerun finds the result of the forward there, and computes nothing."""
     y = remat(functools.lru_cache(lambda x: x.sin().tanh()))(leaf(numbers(3)))

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import optree
 import pytest
 import torch
-from helpers import SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, Seen, assert_same, leaf, numbers, pair, plain
+from helpers import KEEPS, SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, Seen, assert_same, leaf, numbers, pair, plain
 from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 
-from remat import RematError, checkpoint, policies, remat
+from remat import RematError, _call, checkpoint, policies, remat
 from remat.policies import everything_saveable, nothing_saveable
 
 Decorator = Callable[[Any], Any]
@@ -420,6 +420,7 @@ def test_results_of_the_users_own_class(policy: Any) -> None:
     assert_same(program(remat(policy=policy)), program(plain))
 
 
+@KEEPS  # torch.cond does, when it compiles
 def test_cond() -> None:
     """Torch compiles it, under the modes that are active."""
 
@@ -509,6 +510,7 @@ def test_a_class_of_tensors_whose_backward_is_called(way: Decorator) -> None:
     assert_same(run(way), run(plain))
 
 
+@KEEPS
 @pytest.mark.parametrize("view", [lambda y: y.view(-1), lambda y: y.t()])
 @pytest.mark.parametrize("transform", [".backward()", "grad", "jvp(grad)", "grad(jvp)", "jvp(jvp)"])
 def test_a_view_that_is_made_in_no_grad(view: Fun, transform: str) -> None:
@@ -525,8 +527,11 @@ def test_a_view_that_is_made_in_no_grad(view: Fun, transform: str) -> None:
 
 
 @pytest.mark.parametrize("keep", [lambda kept, y: kept.append(y), lambda kept, y: kept.append(y.norm())])
-def test_a_tensor_that_the_function_keeps_with_its_graph_is_warned_about(keep: Any) -> None:
+def test_a_tensor_that_the_function_keeps_with_its_graph_is_warned_about(
+    keep: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its graph holds what remat would save."""
+    monkeypatch.setattr(_call, "_keepers", set())  # it warns once for each function
     kept: list[Tensor] = []
 
     def fun(x: Tensor, of: Any) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from helpers import TRANSFORMS, CountOps, assert_same, leaf, numbers, plain
+from helpers import KEEPS, TRANSFORMS, CountOps, assert_same, leaf, numbers, plain
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 from torch.nn import functional as F
@@ -151,6 +151,7 @@ class Square(torch.autograd.Function):
 NAMES = ["exp", "branch", "hook", "function", "function of views", "appended", "in place", "no_grad", "other result"]
 
 
+@KEEPS
 @pytest.mark.parametrize("name", [*NAMES, "inner", "transform", "data"])
 def test_values_that_are_read(name: str, args: list[Tensor]) -> None:
     lists: list[list[Tensor]] = [[], []]
@@ -160,6 +161,7 @@ def test_values_that_are_read(name: str, args: list[Tensor]) -> None:
     assert_same(lists[0][:1], lists[1])
 
 
+@KEEPS
 @pytest.mark.parametrize("name", ["exp", "hook", "no_grad", "other result", "inner", "transform"])
 @pytest.mark.parametrize("setting", [by_grad, per_sample])
 def test_values_that_are_read_under_transforms(setting: Fun, name: str, args: list[Tensor]) -> None:
@@ -285,6 +287,7 @@ def test_a_number_that_a_product_gives_is_read() -> None:
     assert_same(derivative(remat(fun)), derivative(fun))
 
 
+@KEEPS
 @pytest.mark.parametrize("end", [lambda x, y: x + y, lambda x, y: y, lambda x, y: (x, y), lambda x, y: y.view(-1)])
 @pytest.mark.parametrize("keep", [lambda x, y: y, lambda x, y: x + y, lambda x, y: y.view(-1), lambda x, y: y.mT - x])
 @pytest.mark.parametrize("kind", ["a product", "a call inside"])
