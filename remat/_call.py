@@ -456,15 +456,14 @@ class Call:
 
         `out`: what the call returns.
         """
-        returned: set[int] | None = None
         for ref, _ in self._look.labels.values():
-            node = None if (t := ref()) is None else t.grad_fn
-            if node is None or internals.sequence_number(node) < self.since or self.name in _keepers:
+            t = ref()
+            if t is None or t.grad_fn is None or internals.sequence_number(t.grad_fn) < self.since:
                 continue
-            returned = {*map(id, _tree.flatten(out)[0])} if returned is None else returned
-            if id(t) not in returned:
-                _keepers.add(self.name)
-                del t, node
-                gc.collect()  # torch leaves cycles, too
-                if (t := ref()) is not None:
-                    warn(_HELD.format(self.name, list(t.shape), t.dtype))
+            if self._look.is_given_back(t) or self.name in _keepers or any(t is x for x in _tree.flatten(out)[0]):
+                continue
+            _keepers.add(self.name)
+            del t
+            gc.collect()  # torch leaves cycles, too
+            if (t := ref()) is not None:
+                warn(_HELD.format(self.name, list(t.shape), t.dtype))
