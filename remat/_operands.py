@@ -184,8 +184,6 @@ class Operands:
         self._note_cells(look)
         constants = self._add_read(look, tape, since)
         self._find_places(look, constants)
-        if len(self.tensors) - self.held > 1:
-            self._sort(look)
         for key, i in self._index.items():
             if (read := look.outside.get(key)) is not None:
                 self.originals[i].label = read.label
@@ -279,18 +277,6 @@ class Operands:
         for key in look.handed_on & captured.keys():
             self._must_have_place(key, look)
 
-    def _sort(self, look: Look) -> None:
-        """Order the captured operands by their first reads.
-
-        The hooks of a checkpoint around expect them in the same order in its rerun, where some are found in other ways.
-        """
-        read = {key: i for i, key in enumerate(look.outside)}
-        keys = sorted([*self._index][self.held :], key=lambda key: read.get(key, len(read)))
-        old = [*range(self.held), *(self._index[key] for key in keys)]
-        self.tensors = [self.tensors[i] for i in old]
-        self.originals = [self.originals[i] for i in old]
-        self._index = {id(t): i for i, t in enumerate(self.tensors)}
-
     def _add_place(self, tensor: Tensor, place: Place) -> None:
         original = self.originals[self._index[id(tensor)]]
         original.places, original.in_modules = (*original.places, place), False
@@ -350,8 +336,6 @@ class Operands:
         labels: dict[int, int | None] = {}
         for i, original in enumerate(self.originals):
             operand, tensor = of_kind(original.kind, inputs[i]), original.ref()
-            if original.is_read and labels.get(id(operand), original.label) != original.label:
-                operand = alias(operand)  # below a `vmap`, one tensor may be two operands
             inputs[i] = operand
             if original.written:
                 operand = inputs[i] = operand.clone()

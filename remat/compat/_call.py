@@ -19,7 +19,7 @@ from remat._errors import CheckpointError, function_name, note_rerun
 from remat._graph import is_made_since
 from remat._layers import version_of
 from remat._memory import two_that_share_memory
-from remat._nested_mode import unseen
+from remat._nested_mode import current_look, unseen
 from remat._places import Place, filled, item, places_in_modules
 from remat.compat._look import CheckpointLook, kept_by_runs
 from remat.random._keyed import running, suspended
@@ -103,6 +103,8 @@ class Call:
     _look: CheckpointLook | None = None
     """Of the forward, while it runs."""
     _nests = _sets_hooks = True
+    _given: Sequence[weakref.ref[Tensor]] = ()
+    """The operands that the caller holds, if that is a checkpointed function: it may recompute others for a rerun."""
 
     def __init__(self, fun: Any, args: Any, kwargs: Any, preserve_rng_state: bool, watches_cells: bool = False) -> None:
         """A call that is about to run.
@@ -114,6 +116,7 @@ class Call:
         self.name = function_name(fun)
         self.operands: list[Tensor] = []
         self._index: dict[int, int] = {}
+        self._positions: dict[int, int] = {}
         closure = self._closure = Closure(self._operand)
         leaves, self._spec = _tree.flatten_call(args, kwargs)
         for x in args:
@@ -132,9 +135,12 @@ class Call:
             self.random = RandomState(self.operands)
 
     def _operand(self, tensor: Tensor) -> Operand:
-        index = self._index.setdefault(id(tensor), len(self.operands))
+        # In a rerun, an original and its stand-in are one operand, as in the forward.
+        key = id(tensor if (around := current_look()) is None else around.stand_in(tensor))
+        index = self._positions.setdefault(key, len(self.operands))
         if index == len(self.operands):
             self.operands.append(tensor)
+            self._index[id(tensor)] = index
         return Operand(index)
 
     # The forward.
@@ -158,6 +164,8 @@ class Call:
         look.keep(out)
         look.outside.clear()
         self._nests, self._sets_hooks = look.signature.nests > 0, look.sets_hooks
+        if look.outer is not None:
+            self._given = [*map(weakref.ref, self.operands[: self.arguments])]
         self._objects, self.operands = [], []
 
     def _note_reads(self, look: CheckpointLook, around: Any) -> None:
@@ -187,7 +195,9 @@ class Call:
                 near.append(t)
             if is_written or (position is not None and position < self.arguments):
                 continue
-            if type(t) is Parameter and value is t:
+            if look.is_written_around(value):  # perhaps once more, before this call runs again
+                reads.append(Read(t, value.clone()))
+            elif type(t) is Parameter and value is t:
                 reads.append(Read(t, t))
             elif position is not None or not is_made_since(t, look.since):
                 found.append((weakref.ref(t), None if value is t else value))
@@ -252,9 +262,13 @@ class Call:
         values = {key: argument for key, argument in zip(self._index, arguments, strict=False) if argument is not None}
         # None of the others is left, except in a backward inside the forward.
         values |= {id(operand): operand for operand in self.operands[self.arguments :]}
-        swaps, stale, undecided, originals = {}, {}, {}, {}
+        swaps: dict[int, tuple[Tensor, Tensor]] = {}
+        stale, undecided, originals = {}, {}, {}
         reads = self.reads if self._look is None else _written(self._look)
         written = {read.key for read in reads if read.is_written}
+        for ref, argument in zip(self._given, arguments, strict=False):
+            if argument is not None and (tensor := ref()) is not None and tensor is not argument:
+                swaps[id(tensor)] = tensor, argument
         for read in reads:
             value = stand_ins[read.key] if read.key in stand_ins else read.value()
             if read.is_stale:
@@ -283,7 +297,7 @@ class Call:
             return values, inputs, fill, None
         given = [value for key, value in values.items() if key not in originals and id(value) not in stale]
         look = CheckpointLook(self.name, given)
-        look.prepare_rerun(swaps, stale, undecided)
+        look.prepare_rerun(swaps, stale, undecided, [values[key] for key in written])
         look.hooks_are_set = self._sets_hooks
         return values, inputs, fill, look
 

@@ -93,11 +93,17 @@ class CheckpointLook(Look):
         self._as_it_is: set[int] = set()
         """By memory, tensors that the forward set up and that a rerun reads as they are."""
         self._clock = [1]
+        self._written: set[int] = set()
+        """The memory of tensors from outside to which it has written."""
+        self._must_write: frozenset[int] = frozenset()
+        """In a rerun: the memory of the copies to which it must write."""
         self._tainted: dict[int, weakref.ref[Tensor]] = {}
         """By identity, what a rerun has computed from tensors that a run kept and its own forward did not read. It may
         log a sum of losses, but the graph must not save one of them."""
 
-    def prepare_rerun(self, swaps: Swaps, stale: Mapping[int, RuntimeError], undecided: Undecided) -> None:
+    def prepare_rerun(
+        self, swaps: Swaps, stale: Mapping[int, RuntimeError], undecided: Undecided, copied: Iterable[Tensor]
+    ) -> None:
         """Make this the look at a rerun.
 
         **Arguments:**
@@ -106,8 +112,10 @@ class CheckpointLook(Look):
         - `stale`: by identity of tensors that have changed since the forward, the error to raise if one is read.
         - `undecided`: by identity, the tensors that the forward set up: `Seen.first`, and the error to raise if they
             have changed since.
+        - `copied`: copies of the tensors that the forward wrote to.
         """
         self.is_rerun, self._swaps, self._stale, self._undecided = True, swaps, stale, undecided
+        self._must_write = frozenset(map(memory_of, copied))
 
     def begin(self, outer: Look | None) -> None:
         if isinstance(outer, CheckpointLook):
@@ -194,14 +202,28 @@ class CheckpointLook(Look):
     def before_write(self, written: Tensor) -> None:
         if self._as_it_is and memory_of(written) in self._as_it_is:
             raise CheckpointError(_SET_UP.format(self.name, list(written.shape)))
+        memory = memory_of(written)
+        if self.is_rerun and memory in self._must_write:
+            self._written.add(memory)
         if self.is_rerun or id(written) in self._was_lazy or internals.fully_shard_at_work():
             return  # the rerun writes to copies; what FSDP2's hooks write, they write again
         copied = {*self.copies}
         super().before_write(written)
+        if self._memory and memory in self._memory:
+            self._written.add(memory)
         for key in self.copies.keys() - copied if isinstance(current_look(), CheckpointLook) else ():  # it has the time
             first = self.outside[key].first
             if first == self._clock[0] or not isinstance(first, (int, type(None))):
                 self.set_up[key] = first
+
+    def is_written_around(self, tensor: Tensor) -> bool:
+        """Whether a checkpointed run around this one has so far written to a tensor that is not differentiated."""
+        around = self.outer
+        while isinstance(around, CheckpointLook) and not tensor.requires_grad:
+            if around._written and memory_of(tensor) in around._written:
+                return True
+            around = around.outer
+        return False
 
     def _set_data(self, tensor: Tensor, data: Tensor) -> None:
         if is_lazy(tensor):
