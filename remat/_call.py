@@ -5,7 +5,6 @@ Autograd nodes save the operands. The call itself holds no tensor of the forward
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -18,7 +17,7 @@ from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import ATOMS, Closure, Operand, Rebuilder
 from remat._context import NOTHING, Ambient, OwnCasts, RandomState, Variables, entered, modes_of_user, rerunning
-from remat._errors import PURITY, CheckpointError, RematError, note_rerun, warn
+from remat._errors import PURITY, CheckpointError, RematError, note_rerun
 from remat._graph import Stranger, prove
 from remat._layers import layers, requires_grad_at_any_level, requires_grad_below
 from remat._look import Look
@@ -27,7 +26,7 @@ from remat._places import Place, filled
 from remat._recorder import Recorder
 from remat._replay import Replay
 from remat._rerun_look import RerunLook
-from remat._results import results_of, returned_unchanged
+from remat._results import results_of, returned_unchanged, warn_of_kept
 from remat._saved import forget_saved, hooks_set_inside, is_custom, without_saved_tensors_hooks
 from remat._tail import Remembered, Returned, expanded, keep_no_tensors, returned
 from remat._tape import Tape
@@ -42,12 +41,6 @@ _OWN_LEAF = (
     "derivative with respect to it, for each rerun makes its own. Make it outside. If it is made on first use, as by "
     "pyro.param, call the function once before, in torch.no_grad()."
 )
-_HELD = (
-    "remat: {} keeps a tensor that it computed, of shape {}, {} (self.loss = y, losses.append(y)). Its graph holds the "
-    "memory that remat would save. Keep y.detach(), or return y."
-)
-_keepers: set[str] = set()
-"""The functions that have kept a tensor with its graph."""
 _SWAPS_SAVED = (
     "remat: {} runs with a policy under allow_mutation_on_saved_tensors, which replaces what the graph has saved: a "
     "rerun with a policy can't see that. Use no policy there, or change a copy: x = x.clone()."
@@ -257,11 +250,15 @@ class Call:
         if len(operands.tensors) != given or len(originals) != given + len(forward.found):
             return None
         in_cells = [t for t, _ in operands.in_cells]
-        if not {id(ref()) for ref in forward.cells} <= {*map(id, in_cells)} or any(map(outer.stands_for, in_cells)):
+        if not {id(ref()) for ref in forward.cells} <= {*map(id, in_cells)}:
+            return None
+        if any(outer.stand_in(t) is not t for t in in_cells):  # the call has to read what the outer function writes
             return None
         look = Look(self.name, operands.tensors[: operands.given], None)
         look.begin(outer)
-        swapped = [(i, t) for i, ref in enumerate(forward.given) if (t := ref()) is not None and outer.stands_for(t)]
+        swapped = [
+            (i, t) for i, ref in enumerate(forward.given) if (t := ref()) is not None and outer.stand_in(t) is not t
+        ]
         for i, t in (*enumerate(originals), *swapped):
             if i not in forward.unread:
                 look.read(t)
@@ -448,22 +445,5 @@ class Call:
             self._result = None
         look.outside.clear()
         if look.outer is None and self._reached and not (rerunning.get() or internals.tracing() or self._has_tangents):
-            self._warn_of_kept(out)
+            warn_of_kept(out, look, self.since)
         del self._look
-
-    def _warn_of_kept(self, out: Any) -> None:
-        """Warn, once for each function, if a tensor that it has made is still there with its graph.
-
-        `out`: what the call returns.
-        """
-        for ref, _ in self._look.labels.values():
-            t = ref()
-            if t is None or t.grad_fn is None or internals.sequence_number(t.grad_fn) < self.since:
-                continue
-            if self._look.is_given_back(t) or self.name in _keepers or any(t is x for x in _tree.flatten(out)[0]):
-                continue
-            _keepers.add(self.name)
-            del t
-            gc.collect()  # torch leaves cycles, too
-            if (t := ref()) is not None:
-                warn(_HELD.format(self.name, list(t.shape), t.dtype))

@@ -232,7 +232,7 @@ class Look(NestedMode):
         `handed_on`: whether a transform inside the function has wrapped it: then no torch call reads it directly.
         """
         key = id(tensor)
-        _, value = self._swaps.get(key, (tensor, tensor))  # in an outer rerun, which may run below the original's level
+        value = self.stand_in(tensor)  # in an outer rerun, which may run below the original's level
         below = unwrap_dead(tensor)
         if value is tensor and self.depth < level_of(below) <= stack_depth():
             inner = internals.unwrapped(below)
@@ -258,7 +258,7 @@ class Look(NestedMode):
         """The tensor to read in the place of one that the run has made or has read before. None: it is from outside."""
         below = unwrap_dead(tensor)  # a transform inside the function may have wrapped it
         if self.labels.has(below):
-            return tensor if below is tensor else self._swaps.get(id(tensor), (tensor, tensor))[1]
+            return tensor if below is tensor else self.stand_in(tensor)
         return read.value if (read := self.outside.get(id(tensor))) else None
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
@@ -425,10 +425,6 @@ class Look(NestedMode):
     def stand_in(self, tensor: Tensor) -> Tensor:
         """The operand that replaces a tensor in a rerun, or the tensor."""
         return self._swaps.get(id(tensor), (tensor, tensor))[1]
-
-    def stands_for(self, tensor: Tensor) -> bool:
-        """Whether a rerun replaces this tensor by an operand."""
-        return id(tensor) in self._swaps
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run made this tensor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,12 @@ _NO_TREE = (
     "saved. Return a tuple, a dict or a NamedTuple, or make the class known: torch.export.register_dataclass, "
     "or optree.register_pytree_node with namespace='torch'."
 )
+_KEPT = (
+    "remat: {} keeps a tensor that it computed, of shape {}, {} (self.loss = y, losses.append(y)). Its graph holds the "
+    "memory that remat would save. Keep y.detach(), or return y."
+)
+_keepers: set[str] = set()
+"""The functions that have kept a tensor with its graph."""
 
 
 def results_of(out: Any, look: Look, operands: Sequence[Tensor], since: int) -> _tree.Picked:
@@ -59,3 +66,25 @@ def returned_unchanged(results: _tree.Picked, look: Look) -> list[Tensor]:
     """The tensors that the function did not make, among those that it returned."""
     others = (x for i, x in enumerate(results.leaves) if i not in results.positions)
     return [x for x in others if isinstance(x, Tensor) and not look.has_made(x)]
+
+
+def warn_of_kept(out: Any, look: Look, since: int) -> None:
+    """Warn, once for each function, if a tensor that it has made is still there with its graph.
+
+    **Arguments:**
+
+    - `out`: what the call returns.
+    - `look`: the look at the run.
+    - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
+    """
+    for ref, _ in look.labels.values():
+        t = ref()
+        if t is None or t.grad_fn is None or internals.sequence_number(t.grad_fn) < since:
+            continue
+        if look.is_given_back(t) or look.name in _keepers or any(t is x for x in _tree.flatten(out)[0]):
+            continue
+        _keepers.add(look.name)
+        del t
+        gc.collect()  # torch leaves cycles, too
+        if (t := ref()) is not None:
+            warn(_KEPT.format(look.name, list(t.shape), t.dtype))

@@ -621,7 +621,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "number in a batch": (
         lambda: vmap(lambda x: remat.while_loop(lambda v: v[0] < 3, lambda v: (v[0] + 1, v[1] + 1), (x, 0)))(C),
         TypeError,
-        r"init_val\[1\] is int 0",
+        r"carry\[1\] is of type int in init, and \[\], torch.int64 .* Begin with a tensor",
     ),
 }
 

@@ -14,7 +14,7 @@ from helpers import KEEPS, SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, Seen, ass
 from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 
-from remat import RematError, _call, checkpoint, policies, remat
+from remat import RematError, _results, checkpoint, policies, remat
 from remat.policies import everything_saveable, nothing_saveable
 
 Decorator = Callable[[Any], Any]
@@ -531,7 +531,7 @@ def test_a_tensor_that_the_function_keeps_with_its_graph_is_warned_about(
     keep: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its graph holds what remat would save."""
-    monkeypatch.setattr(_call, "_keepers", set())  # it warns once for each function
+    monkeypatch.setattr(_results, "_keepers", set())  # it warns once for each function
     kept: list[Tensor] = []
 
     def fun(x: Tensor, of: Any) -> Tensor:

@@ -13,7 +13,7 @@ from remat import _torch_internals as internals
 from remat._errors import shown
 from remat._layers import innermost
 from remat._remat import remat
-from remat.loops._checks import CarryCheck, as_int, check_options, paths, steps_of
+from remat.loops._checks import CarryCheck, as_int, check_options, steps_of
 from remat.loops._run import run, trial
 from remat.policies._policy import PolicyLike
 
@@ -228,12 +228,6 @@ def while_loop(
 
     def select(holds: Tensor, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
         """Take `new` for the elements of a batch that go on, and `old` for the elements that are done."""
-        for i, leaf in enumerate(old):
-            if not isinstance(leaf, (Tensor, type(None))):
-                raise TypeError(
-                    f"{who}: the elements of a batch end after different numbers of steps, so all leaves must be "
-                    f"tensors; {paths(spec, 'init_val')[i]} is {shown(leaf)}. Write torch.tensor(...)."
-                )
         return [a if a is None else torch.where(holds, a, b) for a, b in zip(new, old, strict=True)]
 
     def advance(holds: Tensor | None, carry: Any) -> Any:
@@ -242,7 +236,7 @@ def while_loop(
             old, _ = _tree.flatten(carry)
             carry = _tree.unflatten(spec, select(holds, old, start))  # the body may not be defined where it is done
         new = check(body(carry))
-        return new if holds is None else _tree.unflatten(spec, select(holds, _tree.flatten(new)[0], old))
+        return new if holds is None else check(_tree.unflatten(spec, select(holds, _tree.flatten(new)[0], old)))
 
     def counting(carry: Any) -> tuple[Tensor | None, bool]:
         with trial(who, carry, cond_fun):

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._context import NOTHING, RandomState
+from remat._effects import tensors_in
 from remat._errors import RematError, function_name
 from remat._layers import innermost
 from remat._look import Look
@@ -24,11 +24,6 @@ from remat.loops._checks import differ, kinds_of, paths, said, structure
 from remat.loops._schedule import checkpoints_for, parts_of
 from remat.policies._policy import PolicyLike
 from remat.random._keyed import resumed, running
-
-_ACTS = (
-    "{}: {} draws random numbers or changes a tensor in place. The loop calls it only to count the steps, and undoes "
-    "that run. Do it in body_fun, and put what the condition reads into the value."
-)
 
 
 def run(
@@ -75,10 +70,9 @@ def run(
 def _split(xs: Any, sizes: list[int], reverse: bool) -> list[Any]:
     """Split `xs` along the leading dimension."""
     leaves, spec = _tree.flatten(xs)
-    sizes = sizes[::-1] if reverse else sizes
-    pieces = [[None] * len(sizes) if x is None else x.split(sizes) for x in leaves]
-    trees = [_tree.unflatten(spec, [piece[i] for piece in pieces]) for i in range(len(sizes))]
-    return trees[::-1] if reverse else trees
+    order = slice(None, None, -1 if reverse else 1)
+    pieces = [[None] * len(sizes) if x is None else x.split(sizes[order]) for x in leaves]
+    return [_tree.unflatten(spec, [piece[i] for piece in pieces]) for i in range(len(sizes))][order]
 
 
 def _joined(who: str, parts: list[Any], reverse: bool) -> Any:
@@ -105,8 +99,7 @@ def trial(who: str, args: Any, pure: Any = None) -> Iterator[None]:
     `pure`: the user's function in the block, if there must not be any.
     """
     keys = running()
-    tensors = (t for t in _tree.flatten(args)[0] if isinstance(t, Tensor))
-    random = RandomState(tensors, keyed=keys is not None)
+    random = RandomState(tensors_in(args), keyed=keys is not None)
     look = Look(who, (), random)  # in a rerun, the function around knows what stands for the arguments
     start: Any = None if keys is None else keys.position()
     try:
@@ -114,7 +107,10 @@ def trial(who: str, args: Any, pure: Any = None) -> Iterator[None]:
             yield
             drew = random.drawn_since(look.drew) or ((now := running()) is not None and now.position() != start)
             if pure is not None and (drew or look.copies):
-                raise RematError(_ACTS.format(who, function_name(pure)))
+                raise RematError(
+                    f"{who}: {function_name(pure)} draws random numbers or changes a tensor in place. The loop calls "
+                    "it only to count the steps, and undoes that. Do it in body_fun, and put the result into the value."
+                )
     finally:
         random.put_back()
         with torch.no_grad(), internals.DisableTorchFunction(), internals.no_transforms():
