@@ -112,6 +112,7 @@ def _reference(obj: Any) -> Callable[[], Any]:
 
 
 def _identities(args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
+    """What tells arguments from others."""
     return [*map(id, (*args, *kwargs, *kwargs.values()))]
 
 

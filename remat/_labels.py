@@ -2,10 +2,11 @@
 
 NOTE [labels]: the signature says of each call which tensors it was given, by their labels. A tensor from outside has a
 number, in the order of the first reads. A differentiated tensor that the run made has the position of its call in the
-signature. Any other has the call that computed it, with the labels of what that call was given, and the number of
-writes since: value numbering. So a table that is made on first use and kept has the same label in a rerun, which finds
-it. A running average that is replaced (`self.mean = 0.9 * self.mean + x`), an argument that is kept for the next call
-(`self.last = x`), or two tensors that have changed places have other labels, and the rerun notices.
+signature. Any other, and the result of an autograd.Function, has the call that computed it, with the labels of what
+that call was given, and the number of writes since: value numbering. So a table that is made on first use and kept has
+the same label in a rerun, which finds it. A running average that is replaced (`self.mean = 0.9 * self.mean + x`), an
+argument that is kept for the next call (`self.last = x`), or two tensors that have changed places have other labels,
+and the rerun notices.
 """
 
 from __future__ import annotations

@@ -362,7 +362,7 @@ class Look(NestedMode):
             shapes = hash((shapes, *map(hash_of, found[1:])))
         given, position = together(labels), self._count()
         call = together((hash(func), shapes, given))
-        unlisted = call if effects is not None and effects.is_custom and self.sees_custom else None
+        of_custom = call if effects is not None and effects.is_custom and self.sees_custom else None
         for i, t in enumerate(found):
             requires_grad = requires_grad_at_any_level(t)
             differentiated |= requires_grad
@@ -375,9 +375,11 @@ class Look(NestedMode):
                     self.labels.note_plain(inside[0], together((call, i)))
                 continue
             self.labels.results.append(weakref.ref(t))
-            if new or unlisted or not self.labels.returns(t):
+            if new or of_custom is not None or not self.labels.returns(t):
+                label = of_result(position, i) if listed else None
+                label = label if of_custom is None else hash((of_custom, i)) | 1  # odd: NOTE [labels]
                 for layer in layers_up_to(t, self.depth):
-                    self.labels.note(layer, of_result(position, i) if listed else unlisted and hash((unlisted, i)) | 1)
+                    self.labels.note(layer, label)
         if listed and differentiated:
             self._note(func, shapes, given)
         elif listed and effects is not None and effects.writes and not self._is_in_jvp():
