@@ -22,7 +22,6 @@ from remat._call import Call
 from remat._errors import RematError
 from remat._graph import Proof, Stranger, prove
 from remat._layers import innermost, unpack_dual, version_of
-from remat._operands import alias
 from remat._places import still_filled
 from remat._sealed import hand_on, seal, unseal
 
@@ -184,7 +183,7 @@ def _rerun(fn: Derived, inputs: Sequence[Tensor], outs: Sequence[int], hands_on:
     if fn.is_whole and not internals.forward_ad_active():
         fn.call.compare_reached(proof.reached, complete=len(outs) == len(values))
     if hands_on:
-        ends = [*map(alias, ends)]
+        ends = [*map(_alias, ends)]
     edges = [*map(internals.gradient_edge, ends)]
     if hands_on:
         hand_on(proof.nodes, [edge.node for edge in edges])
@@ -192,6 +191,12 @@ def _rerun(fn: Derived, inputs: Sequence[Tensor], outs: Sequence[int], hands_on:
     values.clear()
     fn.call.settle()
     return edges
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Another tensor for the same values, with the same derivative."""
+    # The backward of `view_as` reshapes the gradient, and that of an embedding may be sparse.
+    return torch.ops.aten.alias.default(tensor) if tensor.layout is torch.strided else tensor.clone()
 
 
 def _after(cotangents: Sequence[Tensor], operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -233,7 +238,7 @@ def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool) -
         if i not in leaves:
             inputs.append(t if record else _detached(t))
         elif record:
-            inputs.append(alias(t) if t.requires_grad else _detached(t, leaf=True))
+            inputs.append(_alias(t) if t.requires_grad else _detached(t, leaf=True))
         elif not repeated and _is_bare_leaf(t):
             inputs.append(t)
         else:

@@ -65,12 +65,6 @@ def of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
     return tensor.as_subclass(kind)
 
 
-def alias(tensor: Tensor) -> Tensor:
-    """Another tensor for the same values, with the same derivative."""
-    # The backward of `view_as` reshapes the gradient, and that of an embedding may be sparse.
-    return torch.ops.aten.alias.default(tensor) if tensor.layout is torch.strided else tensor.clone()
-
-
 class Original:
     """A tensor that the forward found. An operand replaces it in reruns."""
 

@@ -83,13 +83,12 @@ def _plain_in(arg: Any) -> str:
     kind = arg.__class__
     if kind is slice:
         return ":".join(map(_plain_in, (arg.start, arg.stop, arg.step)))
-    if _is_array(kind) and not isinstance(arg, _PLAIN):
-        return str(hash(arg.tobytes()))
-    if isinstance(arg, type):  # an autograd.Function
-        return arg.__qualname__
     if kind_of(kind) is PLAIN:
-        return repr(arg)  # -1 and -2 have the same hash, and NaN differs from itself
-    return f"[{','.join(map(_plain_in, arg))}]" if kind is list or kind is tuple else ""
+        is_array = _is_array(kind) and not isinstance(arg, _PLAIN)
+        return str(hash(arg.tobytes())) if is_array else repr(arg)  # -1 and -2 have the same hash, and NaN != NaN
+    if kind is list or kind is tuple:
+        return f"[{','.join(map(_plain_in, arg))}]"
+    return arg.__qualname__ if isinstance(arg, type) else ""  # an autograd.Function
 
 
 def plain_in(args: Iterable[Any]) -> tuple[str, ...]:

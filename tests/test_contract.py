@@ -1054,28 +1054,18 @@ class TimesNumber(torch.autograd.Function):
         return g * ctx.k, None
 
 
-class Step(torch.autograd.Function):
+class Step(TimesNumber):
     """Its number is only for the backward: the slope of a surrogate gradient."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, slope: float) -> Tensor:
+    def forward(x: Tensor, k: float) -> Tensor:
         return (x > 0).to(x.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.slope = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return g * ctx.slope, None
 
 
 class SteepStep(Step):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return 10 * g * ctx.slope, None
+        return 10 * g * ctx.k, None
 
 
 CHANGING: dict[str, Callable[[Tensor, Any], Any]] = {

@@ -93,10 +93,9 @@ class CheckpointLook(Look):
         self._as_it_is: set[int] = set()
         """By memory, tensors that the forward set up and that a rerun reads as they are."""
         self._clock = [1]
-        self._written: set[int] = set()
-        """The memory of tensors from outside to which it has written."""
         self._must_write: frozenset[int] = frozenset()
-        """In a rerun: the memory of the copies to which it must write."""
+        self._written: set[int] = set()
+        """Both: in a rerun, the memory of the copies to which it must write, and of those to which it has written."""
         self._tainted: dict[int, weakref.ref[Tensor]] = {}
         """By identity, what a rerun has computed from tensors that a run kept and its own forward did not read. It may
         log a sum of losses, but the graph must not save one of them."""
@@ -202,15 +201,12 @@ class CheckpointLook(Look):
     def before_write(self, written: Tensor) -> None:
         if self._as_it_is and memory_of(written) in self._as_it_is:
             raise CheckpointError(_SET_UP.format(self.name, list(written.shape)))
-        memory = memory_of(written)
-        if self.is_rerun and memory in self._must_write:
-            self._written.add(memory)
+        if self._must_write:
+            self._written |= self._must_write & {memory_of(written)}
         if self.is_rerun or id(written) in self._was_lazy or internals.fully_shard_at_work():
             return  # the rerun writes to copies; what FSDP2's hooks write, they write again
         copied = {*self.copies}
         super().before_write(written)
-        if self._memory and memory in self._memory:
-            self._written.add(memory)
         for key in self.copies.keys() - copied if isinstance(current_look(), CheckpointLook) else ():  # it has the time
             first = self.outside[key].first
             if first == self._clock[0] or not isinstance(first, (int, type(None))):
@@ -220,7 +216,8 @@ class CheckpointLook(Look):
         """Whether a checkpointed run around this one has so far written to a tensor that is not differentiated."""
         around = self.outer
         while isinstance(around, CheckpointLook) and not tensor.requires_grad:
-            if around._written and memory_of(tensor) in around._written:
+            copied = (memory_of(around.outside[key].value) for key in around.copies)
+            if (around.copies or around._written) and memory_of(tensor) in {*copied, *around._written}:
                 return True
             around = around.outer
         return False
