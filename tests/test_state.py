@@ -1588,6 +1588,34 @@ def test_an_inner_function_reads_a_buffer_that_the_outer_one_writes(
     assert_same(run(NESTED[outer], NESTED[inner]), run(plain, plain))
 
 
+@pytest.mark.parametrize("inner", NESTED)
+@pytest.mark.parametrize("outer", NESTED)
+@pytest.mark.parametrize("place", ["cell", "list and cell", "cell and module"])
+def test_an_inner_function_reads_a_buffer_that_the_outer_one_writes_later(place: str, outer: str, inner: str) -> None:
+    """Its rerun comes after the write in the outer rerun: an error, wherever the inner function finds the buffer."""
+    module, x = nn.BatchNorm1d(3).double(), leaf(numbers(3))
+    count = module.running_mean
+    assert count is not None
+    held = [count]
+
+    def read_cell() -> Any:
+        return count
+
+    def function(h: Tensor) -> Tensor:
+        read: Any = {
+            "cell": lambda h: h.sin() * (1 + count),
+            "list and cell": lambda h, unused=held[0]: h.sin() * (1 + read_cell()),
+            "cell and module": lambda h, unused=read_cell: h.sin() * (1 + module.running_mean),
+        }[place]
+        y = NESTED[inner](read)(h)
+        count.add_(2)
+        return y.exp()
+
+    out = NESTED[outer](function)(x).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out, x)
+
+
 class LooksUp:
     """Functions that look up others by their identity: in a set, as keys."""
 

@@ -116,7 +116,6 @@ class Call:
         self.name = function_name(fun)
         self.operands: list[Tensor] = []
         self._index: dict[int, int] = {}
-        self._positions: dict[int, int] = {}
         closure = self._closure = Closure(self._operand)
         leaves, self._spec = _tree.flatten_call(args, kwargs)
         for x in args:
@@ -136,11 +135,11 @@ class Call:
 
     def _operand(self, tensor: Tensor) -> Operand:
         # In a rerun, an original and its stand-in are one operand, as in the forward.
-        key = id(tensor if (around := current_look()) is None else around.stand_in(tensor))
-        index = self._positions.setdefault(key, len(self.operands))
+        if (around := current_look()) is not None:
+            tensor = around.stand_in(tensor)
+        index = self._index.setdefault(id(tensor), len(self.operands))
         if index == len(self.operands):
             self.operands.append(tensor)
-            self._index[id(tensor)] = index
         return Operand(index)
 
     # The forward.
@@ -189,9 +188,11 @@ class Call:
         Parameters are added to `reads` instead. Those that the caller holds and those that it wrote to are left out.
         """
         found, near = [], []
+        stand_ins = look.replacing()  # which an outer rerun has put into modules too
         for key, (t, value, _) in look.outside.items():
             position, is_written = self._index.get(key), key in look.copies
-            if key not in look.gathered and (position is None or is_written or type(t) is Parameter):
+            may_be_elsewhere = position is None or is_written or type(t) is Parameter or key in stand_ins
+            if may_be_elsewhere and key not in look.gathered:
                 near.append(t)
             if is_written or (position is not None and position < self.arguments):
                 continue
