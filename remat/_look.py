@@ -239,6 +239,8 @@ class Look(NestedMode):
             if self.read(inner, handed_on=True) is not inner:  # in an outer rerun
                 raise not_replaced(self.name, name_of(self._reader), inner)
             return tensor
+        if value is not tensor and not handed_on and self.labels.has(value):
+            return value
         known = self._known_value(tensor)
         if handed_on and (known is None or key in self.outside):  # its own may die, and others get their ids
             self.handed_on.add(key)

@@ -27,6 +27,7 @@ from helpers import (
     leaf,
     numbers,
     plain,
+    with_constants,
 )
 from stateful_programs import Stateful
 from torch import Tensor, nn
@@ -1614,6 +1615,64 @@ def test_an_inner_function_reads_a_buffer_that_the_outer_one_writes_later(place:
     out = NESTED[outer](function)(x).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(out, x)
+
+
+@pytest.mark.parametrize("inner", NESTED)
+@pytest.mark.parametrize("outer", NESTED)
+@pytest.mark.parametrize("reads_before", [False, True])
+@pytest.mark.parametrize("place", ["list", "cell", "module"])
+@pytest.mark.parametrize("reads_argument", [False, True])
+@pytest.mark.parametrize("writes_argument", [False, True])
+def test_an_inner_function_gets_a_buffer_as_an_argument_and_finds_it_elsewhere(
+    writes_argument: bool, reads_argument: bool, place: str, reads_before: bool, outer: str, inner: str
+) -> None:
+    """In an outer rerun it finds the original in one place and the stand-in in another: they are one tensor."""
+
+    def run(outer: Decorator, inner: Decorator) -> Tensor:
+        module, x = nn.BatchNorm1d(3).double(), leaf(numbers(3))
+        count = module.running_mean
+        assert count is not None
+        held = [count.fill_(0.7)]
+        found = {"list": lambda: held[0], "cell": lambda: count, "module": lambda: module.running_mean}[place]
+
+        def function(h: Tensor, given: Any) -> Tensor:
+            if reads_before:
+                h = h * given.clone()
+            (given if writes_argument else found()).mul_(0.9)
+            return h.cos() * (given if reads_argument else found()).clone()
+
+        return torch.autograd.grad(outer(lambda h: inner(function)(h, found()).cos())(x).sum(), x)[0]
+
+    if outer == "reentrant" and inner in ("remat", "policy") and not reads_before:
+        with pytest.raises(CheckpointError, match="sets up a tensor"):  # to be an argument is the first use
+            run(NESTED[outer], NESTED[inner])
+    else:
+        assert_same(run(NESTED[outer], NESTED[inner]), run(plain, plain))
+
+
+@pytest.mark.parametrize("inner", NESTED)
+@pytest.mark.parametrize("middle", NESTED)
+def test_a_reentrant_rerun_finds_a_weight_in_a_module_and_in_a_list(middle: str, inner: str) -> None:
+    def run(outer: Decorator, middle: Decorator, inner: Decorator) -> Any:
+        layer: Any = with_constants(nn.Linear(3, 3, bias=False).double())
+        x = leaf(numbers(2, 3))
+        in_list, in_cell = [layer.weight], layer.weight
+
+        def function(h: Tensor) -> Tensor:
+            weight = in_list[0]
+
+            def around(h: Tensor) -> Tensor:
+                def product(h: Tensor, w: Tensor, unused: Any = lambda: in_cell) -> Tensor:
+                    return h.cos() @ w.clone()
+
+                return inner(product)(h, layer.weight).cos() + weight.sum()
+
+            return middle(around)(h).cos()
+
+        outer(function)(x).sum().backward()
+        return x.grad, layer.weight.grad
+
+    assert_same(run(NESTED["reentrant"], NESTED[middle], NESTED[inner]), run(plain, plain, plain))
 
 
 class LooksUp:

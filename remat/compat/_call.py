@@ -103,8 +103,9 @@ class Call:
     _look: CheckpointLook | None = None
     """Of the forward, while it runs."""
     _nests = _sets_hooks = True
-    _given: Sequence[weakref.ref[Tensor]] = ()
-    """The operands that the caller holds, if that is a checkpointed function: it may recompute others for a rerun."""
+    _others: Sequence[tuple[weakref.ref[Tensor], int]] = ()
+    """Tensors that a rerun may find instead of its own, with the identities of the forward's: the arguments, which an
+    outer function may recompute, and the originals of stand-ins."""
 
     def __init__(self, fun: Any, args: Any, kwargs: Any, preserve_rng_state: bool, watches_cells: bool = False) -> None:
         """A call that is about to run.
@@ -158,50 +159,51 @@ class Call:
         assert look is not None
         if self.random is not None:
             self.random = self.random.drawn_since(look.drew)
+        originals = look.originals()
         if len(look.outside) > self.arguments or look.copies:
             self._note_reads(look, look.outer if packs else None)
+        if look.outer is not None:
+            self._others = [*((weakref.ref(t), id(t)) for t in self.operands[: self.arguments]), *originals]
         look.keep(out)
         look.outside.clear()
         self._nests, self._sets_hooks = look.signature.nests > 0, look.sets_hooks
-        if look.outer is not None:
-            self._given = [*map(weakref.ref, self.operands[: self.arguments])]
         self._objects, self.operands = [], []
 
     def _note_reads(self, look: CheckpointLook, around: Any) -> None:
-        shared = two_that_share_memory([look.outside[key].tensor for key in look.copies]) if look.copies else None
+        shared = two_that_share_memory([look.outside[key].value for key in look.copies]) if look.copies else None
         if shared is not None:
             raise CheckpointError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
         look.gathered |= internals.gathered_by_fully_shard()
         reads = self.reads = _written(look)
         found = self._found(look, reads)
         look.outside.clear()  # a tensor that dies here was made by the function, unseen
-        for ref, value in found:
+        for ref in found:
             if (t := ref()) is not None:
                 is_made = around is not None and around.has_made(t)
                 # Hooks must save as many in a rerun of the outer function, which may find a table made on first use.
                 if t.requires_grad or not is_made or id(t) in self.places:  # else it is read where it is
-                    reads.append(Read(t, t if value is None else value, is_made and t.requires_grad))
+                    reads.append(Read(t, t, is_made and t.requires_grad))
 
-    def _found(self, look: CheckpointLook, reads: list[Read]) -> list[tuple[weakref.ref[Tensor], Tensor | None]]:
-        """The tensors that the forward read, each with the one that it read in its place, if any.
+    def _found(self, look: CheckpointLook, reads: list[Read]) -> list[weakref.ref[Tensor]]:
+        """The tensors that the forward read.
 
         Parameters are added to `reads` instead. Those that the caller holds and those that it wrote to are left out.
         """
         found, near = [], []
         stand_ins = look.replacing()  # which an outer rerun has put into modules too
-        for key, (t, value, _) in look.outside.items():
+        for key, (t, _) in look.outside.items():
             position, is_written = self._index.get(key), key in look.copies
             may_be_elsewhere = position is None or is_written or type(t) is Parameter or key in stand_ins
             if may_be_elsewhere and key not in look.gathered:
                 near.append(t)
             if is_written or (position is not None and position < self.arguments):
                 continue
-            if look.is_written_around(value):  # perhaps once more, before this call runs again
-                reads.append(Read(t, value.clone()))
-            elif type(t) is Parameter and value is t:
+            if look.is_written_around(t):  # perhaps once more, before this call runs again
+                reads.append(Read(t, t.clone()))
+            elif type(t) is Parameter:
                 reads.append(Read(t, t))
             elif position is not None or not is_made_since(t, look.since):
-                found.append((weakref.ref(t), None if value is t else value))
+                found.append(weakref.ref(t))
         self.places = places_in_modules(self._objects, near)
         return found
 
@@ -267,9 +269,6 @@ class Call:
         stale, undecided, originals = {}, {}, {}
         reads = self.reads if self._look is None else _written(self._look)
         written = {read.key for read in reads if read.is_written}
-        for ref, argument in zip(self._given, arguments, strict=False):
-            if argument is not None and (tensor := ref()) is not None and tensor is not argument:
-                swaps[id(tensor)] = tensor, argument
         for read in reads:
             value = stand_ins[read.key] if read.key in stand_ins else read.value()
             if read.is_stale:
@@ -284,6 +283,9 @@ class Call:
             in_modules_alone = not looks and read.key in self.places and isinstance(read.saved, Parameter)
             if not (tensor is None or tensor is value or in_modules_alone):
                 swaps[read.key] = tensor, value
+        for ref, key in self._others:
+            if (tensor := ref()) is not None and tensor is not (value := values.get(key, tensor)):
+                swaps.setdefault(id(tensor), (tensor, value))
         fill = [
             (place, value)
             for key, value in values.items()
@@ -306,4 +308,4 @@ class Call:
 def _written(look: CheckpointLook) -> list[Read]:
     """The tensors that a forward wrote to."""
     copies, tensors = look.copies.items(), look.outside
-    return [Read(tensors[key].tensor, before, is_written=True, first=look.set_up.get(key)) for key, before in copies]
+    return [Read(tensors[key].value, before, is_written=True, first=look.set_up.get(key)) for key, before in copies]

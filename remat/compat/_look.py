@@ -50,9 +50,8 @@ kept_by_runs: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictio
 
 
 class Seen(NamedTuple):
-    """A tensor that a run was given or has read from outside, and its stand-in: the tensor to read in its place."""
+    """A tensor that a run was given or has read from outside. In a rerun, and in calls in it, the stand-in."""
 
-    tensor: Tensor
     value: Tensor
     first: Any
     """The first torch call that took it: the function if that returned an alias or set the data; else its number.
@@ -138,7 +137,7 @@ class CheckpointLook(Look):
         known = self.labels
         given = args, kwargs
         self._clock[0] += 1
-        if self._undecided:
+        if self._undecided and not effects.is_metadata:
             self._decide(func, args, kwargs or {})
         for a in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(a, Tensor):
@@ -178,10 +177,7 @@ class CheckpointLook(Look):
         module that it makes on first use, or behind a flag. Its rerun then begins with a read, and needs the tensor
         as it is. If it begins with a write too, or with the same alias for a write, that is of a copy.
         """
-        effects = effects_of(func)
-        if effects.is_metadata:
-            return
-        written = {*map(id, written_by(effects, args, kwargs))}
+        written = {*map(id, written_by(effects_of(func), args, kwargs))}
         for key in self._undecided.keys() & {*map(id, tensors_in((args, kwargs)))}:
             first, error = self._undecided.pop(key)
             if key not in written and func != first:
@@ -207,10 +203,14 @@ class CheckpointLook(Look):
             return  # the rerun writes to copies; what FSDP2's hooks write, they write again
         copied = {*self.copies}
         super().before_write(written)
-        for key in self.copies.keys() - copied if isinstance(current_look(), CheckpointLook) else ():  # it has the time
+        for key in self.copies.keys() - copied if self._sees_calls() else ():  # else the time is not known
             first = self.outside[key].first
             if first == self._clock[0] or not isinstance(first, (int, type(None))):
                 self.set_up[key] = first
+
+    def _sees_calls(self) -> bool:
+        """Whether the run, or a nested one of the same kind, sees the call that is made now."""
+        return isinstance(current_look(), CheckpointLook)
 
     def is_written_around(self, tensor: Tensor) -> bool:
         """Whether a checkpointed run around this one has so far written to a tensor that is not differentiated."""
@@ -235,7 +235,7 @@ class CheckpointLook(Look):
             self.before_write(tensor)
 
     def _add(self, tensor: Tensor, value: Tensor) -> None:
-        before = self.outside.get(id(tensor))
+        before = self.outside.get(id(value))
         if before is not None and before.first is not None:
             first = before.first
         elif self._reader is None:
@@ -243,11 +243,11 @@ class CheckpointLook(Look):
         else:
             effects = effects_of(self._reader)
             first = self._reader if effects.gives_alias or effects.sets_data else self._clock[0]
-        self.outside[id(tensor)] = Seen(tensor, value, first)
+        self.outside[id(value)] = Seen(value, first)
         self.labels.note(value, None)
         self._values.add(id(value))
         if self._memory is not None:
-            self._memory.setdefault(memory_of(value), []).append(id(tensor))
+            self._memory.setdefault(memory_of(value), []).append(id(value))
 
     def add_call(self, name: str, out: Any, inner: Any = None, remembered: Any = None) -> None:
         self.signature.nests += 1
@@ -279,7 +279,8 @@ class CheckpointLook(Look):
             return tensor
         if internals.fully_shard_at_work():
             return tensor
-        if key in self._undecided:  # a look of another class watches the call, or a transform inside has wrapped it
+        # A look of another class watches the call, or a transform inside has wrapped it.
+        if key in self._undecided and not (effects_of(self._reader).is_metadata and self._sees_calls()):
             self._decide(self._reader, (tensor,), {})
         if self.outer is None:
             value = self.stand_in(tensor)
@@ -314,6 +315,14 @@ class CheckpointLook(Look):
     def kept_error(self) -> CheckpointError:
         """The error for a rerun whose graph saves what it has computed from what a run kept."""
         return CheckpointError(_KEPT.format(self.name, call_site()))
+
+    def originals(self) -> list[tuple[weakref.ref[Tensor], int]]:
+        """In the rerun of an outer function, the tensors that the run may find instead of a stand-in, and its identity.
+
+        The run may find the stand-in in a module, say, and the original in a list.
+        """
+        pairs = self._swaps.values()
+        return [(weakref.ref(t), id(stand_in)) for t, stand_in in pairs if id(stand_in) in self.outside]
 
     def keep(self, out: Any) -> None:
         """Note which differentiated tensors the run has made and somebody keeps, besides its results."""

@@ -146,11 +146,11 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
     reached = set[int]()
     try:
         if not accumulates or call.places:
-            is_own = look.has_made if look else lambda leaf: id(leaf) not in ctx.captured
+            is_own = look.has_made if look and not accumulates else lambda _: True  # it accumulates there
             reached = prove(outputs, targets, since, is_own).reached
     except Stranger as stranger:
         if not accumulates:
-            raise RematError(_OUT_OF_SIGHT.format(call.name, stranger)) from None  # else it accumulates there
+            raise RematError(_OUT_OF_SIGHT.format(call.name, stranger)) from None
     ids = {id(targets[i]) for i in reached}
     fill = [(place, t) for key, t in stand_ins.items() if id(t) in ids for place in call.places.get(key, ())]
     with still_filled(fill):
