@@ -77,7 +77,8 @@ class Replay(OpMode):
         return Value() if op is None else op.outputs[0]
 
     def _outside(self, storage: Any) -> Value:
-        return self._tape.outsides.get(storage) or Value()
+        value = self._tape.outsides.get(storage)
+        return Value() if value is None or value.is_replaced else value  # the run has written to it
 
     def _known(self, key: Key) -> Op | None:
         """The op of the forward with this key, or None."""

@@ -416,3 +416,19 @@ def test_a_policy_where_saved_tensors_may_be_changed_is_an_error() -> None:
         remat(fun)(x).sum().backward()
         fun(z).sum().backward()
     assert_same(x.grad, z.grad)
+
+
+def test_an_alias_of_a_buffer_that_the_function_writes() -> None:
+    """The rerun gets a copy of the buffer, and finds the alias with what the forward has written."""
+
+    def run(decorate: Any) -> Tensor:
+        buffer, x = torch.full((3,), 0.7, dtype=torch.float64), leaf(numbers(3))
+        aliases = [buffer.detach()]
+
+        def fun(h: Tensor, given: Tensor) -> Tensor:
+            given.mul_(1.1)
+            return (h * aliases[0].clone()).sin()
+
+        return torch.autograd.grad(decorate(fun)(x, buffer).sum(), x)[0]
+
+    assert_same(run(remat(policy=everything_saveable)), run(lambda f: f))
