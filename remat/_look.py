@@ -202,7 +202,7 @@ class Look(NestedMode):
         self.tail_number = internals.next_sequence_number()
         self.tail_results = [*map(weakref.ref, tensors_in(out))]
 
-    # What it reads.
+    # What it reads and writes to.
 
     def _seen(self, func: Any, args: Iterable[Any]) -> Any:
         """The arguments of a call, with operands in place of originals."""
@@ -240,7 +240,7 @@ class Look(NestedMode):
                 raise not_replaced(self.name, name_of(self._reader), inner)
             return tensor
         if value is not tensor and not handed_on and self.labels.has(value):
-            return value
+            return value  # the run finds the original in one place, and the stand-in in another
         known = self._known_value(tensor)
         if handed_on and (known is None or key in self.outside):  # its own may die, and others get their ids
             self.handed_on.add(key)
@@ -291,8 +291,6 @@ class Look(NestedMode):
             self.random.notice(generator)
         if self.outer is not None:
             self.outer.notice(generator)
-
-    # What it writes to.
 
     def _set_data(self, tensor: Tensor, data: Tensor) -> None:
         """The run is about to do `tensor.data = data`."""

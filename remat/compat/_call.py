@@ -190,11 +190,9 @@ class Call:
         Parameters are added to `reads` instead. Those that the caller holds and those that it wrote to are left out.
         """
         found, near = [], []
-        stand_ins = look.replacing()  # which an outer rerun has put into modules too
         for key, (t, _) in look.outside.items():
             position, is_written = self._index.get(key), key in look.copies
-            may_be_elsewhere = position is None or is_written or type(t) is Parameter or key in stand_ins
-            if may_be_elsewhere and key not in look.gathered:
+            if key not in look.gathered and (position is None or is_written or type(t) is Parameter):
                 near.append(t)
             if is_written or (position is not None and position < self.arguments):
                 continue
