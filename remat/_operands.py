@@ -23,6 +23,7 @@ from remat._labels import Read, Survivor
 from remat._layers import requires_grad_at_any_level, unpack_dual, unwrap_dead, version_of
 from remat._look import Look
 from remat._memory import memory_of, two_that_share_memory
+from remat._nested_mode import current_look
 from remat._places import Place, is_in_reach, places_in_modules, script_module_near, search
 from remat._signature import name_of
 from remat._tape import Origin, Tape
@@ -159,10 +160,12 @@ class Operands:
         return Operand(index)
 
     def operand_of(self, tensor: Tensor) -> Any:
-        if matters(tensor):
-            return self.add(tensor)
-        self.in_cells.append((tensor, version_of(tensor)))
-        return tensor
+        outer = current_look()
+        value = tensor if outer is None else outer.stand_in(tensor)
+        if matters(value) or matters(tensor):
+            return self.add(value)
+        self.in_cells.append((value, version_of(value)))
+        return value
 
     def find(self, look: Look, tape: Tape | None, since: int) -> None:
         """Add the outside tensors that must be operands, and note the others that the run read.
@@ -185,11 +188,15 @@ class Operands:
         self.constants += [(weakref.ref(r.tensor), r.version, r.label) for r in constants.values()]
 
     def _note_cells(self, look: Look) -> None:
+        stand_ins = look.replacing()
         for tensor, version in self.in_cells:
-            read: Read | None = look.outside.get(id(tensor))
-            if read is not None and (read.value is not tensor or id(tensor) in look.copies or look.in_checkpoint):
+            key = id(tensor)
+            read: Read | None = look.outside.get(key)
+            if key in self._index:  # it is an argument, too
+                continue
+            if read is not None and (key in stand_ins or key in look.copies or look.in_checkpoint):
                 continue  # `_add_read` makes it an operand
-            look.outside.pop(id(tensor), None)
+            look.outside.pop(key, None)
             if read is not None or self.stands_in:
                 label = look.number_of(tensor) if read is None else read.label
                 self.cell_constants.append((weakref.ref(tensor), version, label))

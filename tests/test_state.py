@@ -1709,3 +1709,40 @@ def test_a_function_that_is_looked_up_and_closes_over_what_a_transform_replaces_
     assert_same(grad(lambda x: remat(function)(x).sum())(numbers(3)), grad(lambda x: function(x).sum())(numbers(3)))
     with pytest.raises(CheckpointError, match="where the forward called"):
         grad(loss)(numbers(3))
+
+
+@pytest.mark.parametrize("inner", ["remat", "policy"])
+@pytest.mark.parametrize("outer", ["remat", "policy"])
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("way", ["default and cell", "argument and dict", "unread default"])
+def test_a_tensor_of_a_transform_lies_in_several_places(way: str, order: int, outer: str, inner: str) -> None:
+    """In an outer rerun, the inner function finds the original in one place and the stand-in in another."""
+
+    def run(outer: Decorator, inner: Decorator) -> Tensor:
+        def loss(x: Tensor) -> Tensor:
+            state = 0.7 + x.detach() * 0
+            held = {0: state}
+
+            def found() -> Tensor:
+                return (held[0], state)[0] if way == "argument and dict" else state
+
+            def level(depth: int, h: Tensor) -> Tensor:
+                if depth == 0:
+                    return outer(lambda h: level(1, h))(h).cos()
+                if depth == 1 and way == "argument and dict":
+                    return inner(lambda h, given: level(2, h) * given.clone())(h, found()).cos()
+                if depth == 1 and way == "default and cell":
+                    return inner(lambda h, unused=held[0]: level(2, h))(h).cos()
+                if depth == 1:
+                    return inner(lambda h: inner(lambda h, unused=held[0]: level(2, h))(h))(h).cos()
+                if way == "argument and dict":
+                    return (h * found().clone()).sin()
+                if way == "default and cell":
+                    found().mul_(0.9)
+                return h.cos()
+
+            return level(0, x).sum()
+
+        return grad(loss if order == 1 else lambda x: grad(loss)(x).square().sum())(numbers(3))
+
+    assert_same(run(NESTED[outer], NESTED[inner]), run(plain, plain))
