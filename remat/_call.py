@@ -252,7 +252,7 @@ class Call:
         in_cells = [t for t, _ in operands.in_cells]
         if not {id(ref()) for ref in forward.cells} <= {*map(id, in_cells)}:
             return None
-        if outer.replacing() & {*map(id, in_cells)}:  # the call has to read what the outer function writes
+        if any(outer.stand_in(t) is not t for t in in_cells):  # the call has to read what the outer function writes
             return None
         look = Look(self.name, operands.tensors[: operands.given], None)
         look.begin(outer)

@@ -23,7 +23,6 @@ from remat._labels import Read, Survivor
 from remat._layers import requires_grad_at_any_level, unpack_dual, unwrap_dead, version_of
 from remat._look import Look
 from remat._memory import memory_of, two_that_share_memory
-from remat._nested_mode import current_look
 from remat._places import Place, is_in_reach, places_in_modules, script_module_near, search
 from remat._signature import name_of
 from remat._tape import Origin, Tape
@@ -160,12 +159,10 @@ class Operands:
         return Operand(index)
 
     def operand_of(self, tensor: Tensor) -> Any:
-        outer = current_look()
-        value = tensor if outer is None else outer.stand_in(tensor)
-        if matters(value) or matters(tensor):
-            return self.add(value)
-        self.in_cells.append((value, version_of(value)))
-        return value
+        if matters(tensor):
+            return self.add(tensor)
+        self.in_cells.append((tensor, version_of(tensor)))
+        return tensor
 
     def find(self, look: Look, tape: Tape | None, since: int) -> None:
         """Add the outside tensors that must be operands, and note the others that the run read.
@@ -188,13 +185,13 @@ class Operands:
         self.constants += [(weakref.ref(r.tensor), r.version, r.label) for r in constants.values()]
 
     def _note_cells(self, look: Look) -> None:
-        stand_ins = look.replacing()
+        operands = look.copies.keys() | look.replacing()
         for tensor, version in self.in_cells:
             key = id(tensor)
             read: Read | None = look.outside.get(key)
             if key in self._index:  # it is an argument, too
                 continue
-            if read is not None and (key in stand_ins or key in look.copies or look.in_checkpoint):
+            if read is not None and (read.value is not tensor or key in operands or look.in_checkpoint):
                 continue  # `_add_read` makes it an operand
             look.outside.pop(key, None)
             if read is not None or self.stands_in:
