@@ -76,6 +76,8 @@ class Look(NestedMode):
         self.labels = Labels(self.depth)
         self._swaps: dict[int, tuple[Tensor, Tensor]] = {}
         """By identity, tensors that an outer rerun may find, each with the operand that replaces it."""
+        self._undecided: dict[int, tuple[Any, RuntimeError | None]] = {}
+        """By identity, tensors for whose first use an outer rerun of a checkpoint waits."""
         self._values: set[int] = set()
         """The identities of what the run has read in the place of outside tensors."""
         self._has_tangents = internals.forward_ad_active()
@@ -85,6 +87,7 @@ class Look(NestedMode):
         """Note the tensors that the run is given. `outer`: the look at the surrounding run."""
         if outer is not None:
             self.outer, self._swaps, self.in_checkpoint = outer, outer._swaps, outer.in_checkpoint
+            self._undecided = outer._undecided
         for t in self._given:
             self._add(t, t)
 
@@ -202,8 +205,6 @@ class Look(NestedMode):
         self.tail_number = internals.next_sequence_number()
         self.tail_results = [*map(weakref.ref, tensors_in(out))]
 
-    # What it reads and writes to.
-
     def _seen(self, func: Any, args: Iterable[Any]) -> Any:
         """The arguments of a call, with operands in place of originals."""
         if effects_of(func).moves_hooks:
@@ -239,9 +240,8 @@ class Look(NestedMode):
             if self.read(inner, handed_on=True) is not inner:  # in an outer rerun
                 raise not_replaced(self.name, name_of(self._reader), inner)
             return tensor
-        if value is not tensor and not handed_on and self.labels.has(value):
-            return value  # the run finds the original in one place, and the stand-in in another
-        known = self._known_value(tensor)
+        is_found = value is not tensor and not handed_on and self.labels.has(value)  # the stand-in, in another place
+        known = value if is_found else self._known_value(tensor)
         if handed_on and (known is None or key in self.outside):  # its own may die, and others get their ids
             self.handed_on.add(key)
         if known is not None:
@@ -249,6 +249,8 @@ class Look(NestedMode):
         if self.outer is not None:
             self.outer._reader = self._reader
             value = self.outer.read(tensor, handed_on)
+        if key in self._undecided:  # it is asked for its shape, say
+            return value
         if not value.requires_grad and internals.dtensor_at_work():
             raise RematError(TAKEN_APART.format(self.name))
         if value.requires_grad and not torch.is_grad_enabled():
@@ -318,8 +320,6 @@ class Look(NestedMode):
             hint = MADE_INSIDE if isinstance(value, torch.nn.Parameter) else ""
             raise changes(self.name, value, hint)
         return value.clone()
-
-    # What it makes.
 
     def _note(self, func: Any, shape: int, given: int | None) -> None:
         """Note a call whose result is differentiated. `given`: the labels of what it was given."""

@@ -1027,7 +1027,7 @@ def test_identities_of_dead_tensors_are_not_taken_for_others(dead: int, inner: A
 
     x = leaf(numbers(2, 3))
     y = VARIANTS[variant][1](functools.partial(inner, fun), x)
-    with pytest.raises((CheckpointError, remat.RematError), match=r"hands (a tensor|straight)|sets up a tensor"):
+    with pytest.raises((CheckpointError, remat.RematError), match=r"hands (a tensor|straight)"):
         y.sum().backward()
 
 

@@ -1652,6 +1652,26 @@ def test_an_inner_function_gets_a_buffer_as_an_argument_and_finds_it_elsewhere(
 
 @pytest.mark.parametrize("inner", NESTED)
 @pytest.mark.parametrize("middle", NESTED)
+def test_an_inner_function_asks_for_a_flag_of_a_buffer_and_then_writes_it(middle: str, inner: str) -> None:
+    def run(outer: Decorator, middle: Decorator, inner: Decorator) -> Tensor:
+        count, x = torch.full((3,), 0.7, dtype=torch.float64), leaf(numbers(3))
+        held = [count]
+
+        def write(h: Tensor) -> Tensor:
+            if not held[0].requires_grad:
+                count.mul_(0.9)
+            return h.cos()
+
+        def function(h: Tensor) -> Tensor:
+            return (inner(write)(h) * count.clone()).sin()
+
+        return torch.autograd.grad(outer(lambda h: middle(function)(h).cos())(x).sum(), x)[0]
+
+    assert_same(run(NESTED["reentrant"], NESTED[middle], NESTED[inner]), run(plain, plain, plain))
+
+
+@pytest.mark.parametrize("inner", NESTED)
+@pytest.mark.parametrize("middle", NESTED)
 def test_a_reentrant_rerun_finds_a_weight_in_a_module_and_in_a_list(middle: str, inner: str) -> None:
     def run(outer: Decorator, middle: Decorator, inner: Decorator) -> Any:
         layer: Any = with_constants(nn.Linear(3, 3, bias=False).double())

@@ -88,7 +88,6 @@ class CheckpointLook(Look):
     def __init__(self, name: str, given: Iterable[Tensor], random: Any = None) -> None:
         super().__init__(name, given, random)
         self.set_up: dict[int, Any] = {}
-        self._undecided: Undecided = {}
         self._as_it_is: set[int] = set()
         """By memory, tensors that the forward set up and that a rerun reads as they are."""
         self._clock = [1]
@@ -117,7 +116,7 @@ class CheckpointLook(Look):
 
     def begin(self, outer: Look | None) -> None:
         if isinstance(outer, CheckpointLook):
-            self._clock, self._undecided, self._as_it_is = outer._clock, outer._undecided, outer._as_it_is
+            self._clock, self._as_it_is = outer._clock, outer._as_it_is
         super().begin(outer)
         if not self.is_rerun:
             self.labels.clear()  # the first calls that take the given tensors are noted too
@@ -137,7 +136,7 @@ class CheckpointLook(Look):
         known = self.labels
         given = args, kwargs
         self._clock[0] += 1
-        if self._undecided and not effects.is_metadata:
+        if self._undecided:
             self._decide(func, args, kwargs or {})
         for a in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(a, Tensor):
@@ -177,7 +176,10 @@ class CheckpointLook(Look):
         module that it makes on first use, or behind a flag. Its rerun then begins with a read, and needs the tensor
         as it is. If it begins with a write too, or with the same alias for a write, that is of a copy.
         """
-        written = {*map(id, written_by(effects_of(func), args, kwargs))}
+        effects = effects_of(func)
+        if effects.is_metadata:
+            return
+        written = {*map(id, written_by(effects, args, kwargs))}
         for key in self._undecided.keys() & {*map(id, tensors_in((args, kwargs)))}:
             first, error = self._undecided.pop(key)
             if key not in written and func != first:
@@ -203,14 +205,10 @@ class CheckpointLook(Look):
             return  # the rerun writes to copies; what FSDP2's hooks write, they write again
         copied = {*self.copies}
         super().before_write(written)
-        for key in self.copies.keys() - copied if self._sees_calls() else ():  # else the time is not known
+        for key in self.copies.keys() - copied if isinstance(current_look(), CheckpointLook) else ():  # it has the time
             first = self.outside[key].first
             if first == self._clock[0] or not isinstance(first, (int, type(None))):
                 self.set_up[key] = first
-
-    def _sees_calls(self) -> bool:
-        """Whether the run, or a nested one of the same kind, sees the call that is made now."""
-        return isinstance(current_look(), CheckpointLook)
 
     def is_written_around(self, tensor: Tensor) -> bool:
         """Whether a checkpointed run around this one has so far written to a tensor that is not differentiated."""
@@ -279,8 +277,7 @@ class CheckpointLook(Look):
             return tensor
         if internals.fully_shard_at_work():
             return tensor
-        # A look of another class watches the call, or a transform inside has wrapped it.
-        if key in self._undecided and not (effects_of(self._reader).is_metadata and self._sees_calls()):
+        if key in self._undecided:  # a look of another class watches the call, or a transform inside has wrapped it
             self._decide(self._reader, (tensor,), {})
         if self.outer is None:
             value = self.stand_in(tensor)
