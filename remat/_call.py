@@ -21,6 +21,7 @@ from remat._errors import PURITY, CheckpointError, RematError, note_rerun
 from remat._graph import Stranger, prove
 from remat._layers import layers, requires_grad_at_any_level, requires_grad_below
 from remat._look import Look
+from remat._nested_mode import current_look
 from remat._operands import Operands, matters
 from remat._places import Place, filled
 from remat._recorder import Recorder
@@ -85,7 +86,7 @@ class Call:
     def __init__(self, fun: Callable[..., Any], name: str, leaves: list[Any], spec: _tree.PyTreeSpec | None) -> None:
         """A call with arguments. `leaves`, `spec`: these, flattened, and their structure."""
         self.name = name
-        operands = self.operands = Operands(name)
+        operands = self.operands = Operands(name, current_look())
         closure = self._closure = Closure(operands.operand_of)
         given = [operands.add(x) if isinstance(x, Tensor) else x for x in leaves]
         operands.given = len(operands.tensors)  # not what functions among the arguments close over
@@ -223,7 +224,7 @@ class Call:
         cells = [ref for ref, *_ in operands.cell_constants if (t := ref()) is None or not outer.has_made(t)]
         unused = self.leaves - self._reached - self._ambiguous
         unread = [i for i, original in enumerate(given) if not original.is_read]
-        reached = [i for i, position in enumerate(operands.positions) if position not in unused and i not in unread]
+        reached = [i for i in range(len(operands.originals)) if i not in unused and i not in unread]
         return Remembered(
             [o.ref for o in given],
             found,
@@ -249,17 +250,11 @@ class Call:
         given = len(forward.given)
         if len(operands.tensors) != given or len(originals) != given + len(forward.found):
             return None
-        in_cells = [t for t, _ in operands.in_cells]
-        if not {id(ref()) for ref in forward.cells} <= {*map(id, in_cells)}:
-            return None
-        if any(outer.stand_in(t) is not t for t in in_cells):  # the call has to read what the outer function writes
+        if not {id(ref()) for ref in forward.cells} <= operands.in_cells.keys():
             return None
         look = Look(self.name, operands.tensors[: operands.given], None)
         look.begin(outer)
-        swapped = [
-            (i, t) for i, ref in enumerate(forward.given) if (t := ref()) is not None and outer.stand_in(t) is not t
-        ]
-        for i, t in (*enumerate(originals), *swapped):
+        for i, t in enumerate(originals):
             if i not in forward.unread:
                 look.read(t)
         self.since = internals.next_sequence_number()
@@ -279,7 +274,7 @@ class Call:
                 return None
         self._look = look
         operands.stands_in = True
-        operands.known_places = {id(ref()): places for ref, places in forward.found}
+        operands.known_places = {id(outer.stand_in(t)): p for ref, p in forward.found if (t := ref()) is not None}
         operands.survivors = [*forward.survivors]
         self.signature, self._followed = forward.signature, forward.followed
         return _tree.unflatten(spec, leaves)
@@ -325,8 +320,9 @@ class Call:
         if unlike := (lost | new) - self._ambiguous:
             operand = min(unlike)
             how = "does not depend" if operand in self._reached else "depends"
-            i, given = self.operands.positions.index(operand), self.operands.given
-            which = f"tensor {i + 1} of the {given} in its arguments" if i < given else "a tensor that it captured"
+            given = self.operands.given
+            is_given = operand < given
+            which = f"tensor {operand + 1} of the {given} in its arguments" if is_given else "a tensor that it captured"
             raise CheckpointError(_OTHER_OPERANDS.format(self.name, how, which, PURITY))
 
     def made_by_rerun(self, leaf: Tensor) -> bool:
@@ -360,7 +356,7 @@ class Call:
     def _rerun(self, operands: Sequence[Tensor]) -> list[Tensor]:
         rerunning.set(True)
         policy_around.set(self._followed)
-        inputs = [operands[i] for i in self.operands.positions]
+        inputs = [*operands]
         plan = self.operands.plan(inputs)
         look = RerunLook(self.name, self.signature, plan, inputs, self.level)
         look.spares_tail = self.tape is None and not internals.tracing()
@@ -384,8 +380,8 @@ class Call:
         plan.swaps.clear()
         plan.alive.clear()
         reached = self._reached | self._ambiguous
-        of_each = zip(self.operands.originals, self.operands.positions, inputs, strict=True)
-        stays = [(o, t) for o, i, t in of_each if i in reached or not (t.requires_grad or o.written)]
+        of_each = enumerate(zip(self.operands.originals, inputs, strict=True))
+        stays = [(o, t) for i, (o, t) in of_each if i in reached or not (t.requires_grad or o.written)]
         self.fill = [(place, t) for o, t in stays for place in o.places]
         look.finish()
         leaves, _ = _tree.flatten(out)
@@ -443,7 +439,7 @@ class Call:
         has_hooks = look.sets_hooks or look.signature.shows_nodes
         if look.outer is not None and (has_hooks or look.labels.any_alive(self._layers)):
             self._result = None
-        look.outside.clear()
+        look.free_outside()
         if look.outer is None and self._reached and not (rerunning.get() or internals.tracing() or self._has_tangents):
             warn_of_kept(out, look, self.since)
         del self._look

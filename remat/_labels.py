@@ -29,9 +29,8 @@ kept: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 class Read(NamedTuple):
     """A tensor that a run was given or has read from outside, at the first read."""
 
-    tensor: Tensor
     value: Tensor
-    """The tensor that was read in its place, in an outer rerun; else the tensor itself."""
+    """The tensor. In an outer rerun, the operand that was read in its place."""
     version: int
     """How often the value had been written to."""
     label: int | None

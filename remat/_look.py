@@ -42,7 +42,7 @@ class Look(NestedMode):
 
     **Attributes:**
 
-    - `outside`: by identity, the tensors that the run was given or has read from outside.
+    - `outside`: by identity of their values, the tensors that the run was given or has read from outside.
     - `labels`: of the tensors that it knows.
     - `handed_on`: those that a transform inside the function has wrapped.
     - `read_quietly`: those that are differentiated but were first read in `no_grad`, perhaps in an autograd.Function.
@@ -76,10 +76,8 @@ class Look(NestedMode):
         self.labels = Labels(self.depth)
         self._swaps: dict[int, tuple[Tensor, Tensor]] = {}
         """By identity, tensors that an outer rerun may find, each with the operand that replaces it."""
-        self._undecided: dict[int, tuple[Any, RuntimeError | None]] = {}
+        self.undecided: dict[int, tuple[Any, RuntimeError | None]] = {}
         """By identity, tensors for whose first use an outer rerun of a checkpoint waits."""
-        self._values: set[int] = set()
-        """The identities of what the run has read in the place of outside tensors."""
         self._has_tangents = internals.forward_ad_active()
         self.since = internals.next_sequence_number()
 
@@ -87,13 +85,13 @@ class Look(NestedMode):
         """Note the tensors that the run is given. `outer`: the look at the surrounding run."""
         if outer is not None:
             self.outer, self._swaps, self.in_checkpoint = outer, outer._swaps, outer.in_checkpoint
-            self._undecided = outer._undecided
+            self.undecided = outer.undecided
         for t in self._given:
-            self._add(t, t)
+            self._add(t)
 
     def adopt(self, inner: Look) -> None:
         """Called when a nested run has ended: the rest of this run may use the tensors that it made."""
-        self.labels.adopt(inner.labels, inner._values)
+        self.labels.adopt(inner.labels, inner.outside)
         self.signature.has_custom |= inner.signature.has_custom
         self.reads_unseen |= inner.reads_unseen
         self.drew |= inner.drew
@@ -232,46 +230,37 @@ class Look(NestedMode):
 
         `handed_on`: whether a transform inside the function has wrapped it: then no torch call reads it directly.
         """
-        key = id(tensor)
         value = self.stand_in(tensor)  # in an outer rerun, which may run below the original's level
-        below = unwrap_dead(tensor)
+        below = unwrap_dead(value)  # a transform inside the function may have wrapped it
         if value is tensor and self.depth < level_of(below) <= stack_depth():
             inner = internals.unwrapped(below)
             if self.read(inner, handed_on=True) is not inner:  # in an outer rerun
                 raise not_replaced(self.name, name_of(self._reader), inner)
             return tensor
-        is_found = value is not tensor and not handed_on and self.labels.has(value)  # the stand-in, in another place
-        known = value if is_found else self._known_value(tensor)
-        if handed_on and (known is None or key in self.outside):  # its own may die, and others get their ids
-            self.handed_on.add(key)
-        if known is not None:
-            return known
-        if self.outer is not None:
-            self.outer._reader = self._reader
-            value = self.outer.read(tensor, handed_on)
-        if key in self._undecided:  # it is asked for its shape, say
-            return value
-        if not value.requires_grad and internals.dtensor_at_work():
-            raise RematError(TAKEN_APART.format(self.name))
-        if value.requires_grad and not torch.is_grad_enabled():
-            self.read_quietly.add(key)
-        self._add(tensor, value)
+        if not self.labels.has(below):
+            if self.outer is not None:
+                self.outer._reader = self._reader
+                value = self.outer.read(tensor, handed_on)
+                if value is not tensor:
+                    self._swaps[id(tensor)] = tensor, value
+            if id(tensor) in self.undecided:  # it is asked for its shape, say
+                return value
+            if not value.requires_grad and internals.dtensor_at_work():
+                raise RematError(TAKEN_APART.format(self.name))
+            if value.requires_grad and not torch.is_grad_enabled():
+                self.read_quietly.add(id(value))
+            self._add(value)
+        if handed_on and id(value) in self.outside:  # its own may die, and others get their ids
+            self.handed_on.add(id(value))
         return value
 
-    def _known_value(self, tensor: Tensor) -> Tensor | None:
-        """The tensor to read in the place of one that the run has made or has read before. None: it is from outside."""
-        below = unwrap_dead(tensor)  # a transform inside the function may have wrapped it
-        if self.labels.has(below):
-            return tensor if below is tensor else self.stand_in(tensor)
-        return read.value if (read := self.outside.get(id(tensor))) else None
-
-    def _add(self, tensor: Tensor, value: Tensor) -> None:
-        label = self.number_of(value)
-        self.outside[id(tensor)] = Read(tensor, value, version_of(value), label, self._reader)
-        self.labels.note(value, label)
-        self._values.add(id(value))
-        if self._memory is not None:
-            self._memory.setdefault(memory_of(value), []).append(id(tensor))
+    def _add(self, value: Tensor) -> None:
+        if (key := id(value)) not in self.outside:
+            label = self.number_of(value)
+            self.outside[key] = Read(value, version_of(value), label, self._reader)
+            self.labels.note(value, label)
+            if self._memory is not None:
+                self._memory.setdefault(memory_of(value), []).append(key)
 
     def number_of(self, value: Tensor) -> int | None:
         """The label of a tensor from outside. In a nested run, what the outer run calls it."""
@@ -390,8 +379,8 @@ class Look(NestedMode):
         return any(map(self._is_from_outside, layers(result)))
 
     def _is_from_outside(self, tensor: Tensor) -> bool:
-        """Whether the run has read this tensor from outside, or in the place of one from outside."""
-        return id(tensor) in self.outside or id(tensor) in self._values
+        """Whether the run has read this tensor from outside, or its stand-in."""
+        return id(self.stand_in(tensor)) in self.outside
 
     def _count(self) -> int:
         """How many calls the signature has so far."""
@@ -407,7 +396,7 @@ class Look(NestedMode):
         self.sets_hooks = True
         position = (self._count(), *inner)
         given = args if self.outer is None else self.outer._with_hook(args, position)
-        if not any(read.value is args[0] for read in self.outside.values()):
+        if id(args[0]) not in self.outside:
             level = max(internals.level_of(args[0]), 0)
             level = ELSEWHERE if given is not args else NO_LEVEL if level > self.depth else level
             self.signature.hooks.append((position, level))
@@ -415,18 +404,20 @@ class Look(NestedMode):
                 self.signature.hooks_of_torch.append(position)
         return given
 
-    def others_for(self, read: Read) -> list[Tensor]:
-        """Other tensors that the function may find in place of one that it has read."""
-        others = [t for t, operand in self._swaps.values() if operand is read.value and t is not read.tensor]
-        return others if read.value is read.tensor else [read.value, *others]
+    def originals(self) -> list[tuple[Tensor, int]]:
+        """In an outer rerun, the tensors that the run may find instead of a stand-in, and the identity of that.
 
-    def replacing(self) -> set[int]:
-        """The identities of the operands that replace tensors in an outer rerun."""
-        return {id(operand) for _, operand in self._swaps.values()}
+        The run may find the stand-in in a module, say, and the original in a list.
+        """
+        return [(t, id(stand_in)) for t, stand_in in self._swaps.values()]
 
     def stand_in(self, tensor: Tensor) -> Tensor:
         """The operand that replaces a tensor in a rerun, or the tensor."""
         return self._swaps.get(id(tensor), (tensor, tensor))[1]
+
+    def free_outside(self) -> None:
+        """Free the tensors from outside. Their identities stay known."""
+        self.outside = dict.fromkeys(self.outside)
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run made this tensor."""
@@ -437,12 +428,12 @@ class _InnerLook(Look):
     """Watches the `forward` of an autograd.Function under a transform, which runs below the level of the call."""
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
-        if (known := self._known_value(tensor)) is not None:
-            return known
+        if self.labels.has(tensor):
+            return tensor
         value = self.outer.read(tensor, handed_on)
         while internals.level_of(value) > self.depth and not value.requires_grad:  # an operand of a rerun
             value = internals.unwrapped(value)
-        self._add(tensor, value)
+        self._add(value)
         return value
 
     def before_write(self, written: Tensor) -> None:

@@ -8,7 +8,8 @@ the forward found, so that a rerun recognises an original and reads the operand 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ class Original:
     """A tensor that the forward found. An operand replaces it in reruns."""
 
     also: Sequence[weakref.ref[Tensor]] = ()
-    """Other tensors that the function may find instead, if this call runs in an outer rerun."""
+    """In an outer rerun, where the tensor is a stand-in: the tensors that the function may find instead."""
     places: Sequence[Place] = ()
     """Where modules, containers, attributes or globals hold it."""
     in_modules = False
@@ -119,10 +120,8 @@ class Operands:
 
     **Attributes:**
 
-    - `tensors`: the operands, until the derivative is attached.
+    - `tensors`: the operands, until the derivative is attached. In an outer rerun, the stand-ins.
     - `originals`: one for each of these: the tensor that the forward found.
-    - `positions`: for each original, the position of the operand that replaces it. If the call runs in an outer rerun,
-      one operand may replace several originals.
     - `given`, `held`: how many of the originals are arguments; how many are arguments or in cells.
     - `objects`: where to search for captured tensors: the objects in reach of the function.
     - `stands_in`: whether the call is skipped: see `Call.stand_in`.
@@ -134,16 +133,18 @@ class Operands:
     stands_in = False
     objects: Sequence[Any] = ()
 
-    def __init__(self, name: str) -> None:
-        """`name`: of the function."""
+    def __init__(self, name: str, outer: Look | None) -> None:
+        """`name`: of the function. `outer`: the look at the surrounding run."""
         self.name = name
         self.tensors: list[Tensor] = []
         self.originals: list[Original] = []
-        self.positions: list[int] = []
         self.known_places: dict[int, Sequence[Place]] = {}
         self._index: dict[int, int] = {}
-        self.in_cells: list[tuple[Tensor, int]] = []
-        """Tensors in cells that are not operands, and their versions."""
+        self._outer = outer
+        self._stand_ins: dict[int, int] = {}
+        """In an outer rerun, the identity of each tensor that has a stand-in, and of that."""
+        self.in_cells: dict[int, tuple[Tensor, int]] = {}
+        """By identity, tensors in cells that are not differentiated, and their versions."""
         self.constants: list[tuple[weakref.ref[Tensor], int, int | None]] = []
         self.cell_constants: list[tuple[weakref.ref[Tensor], int, int | None]] = []
         """Both: outside tensors that are not operands, with version and label."""
@@ -159,9 +160,11 @@ class Operands:
         return Operand(index)
 
     def operand_of(self, tensor: Tensor) -> Any:
-        if matters(tensor):
-            return self.add(tensor)
-        self.in_cells.append((tensor, version_of(tensor)))
+        outer = self._outer
+        value = tensor if outer is None or id(tensor) in outer.undecided else outer.stand_in(tensor)
+        if matters(tensor):  # as in the forward: in the rerun of a checkpoint, as many operands are saved
+            return self.add(value)
+        self.in_cells[id(value)] = value, version_of(value)
         return tensor
 
     def find(self, look: Look, tape: Tape | None, since: int) -> None:
@@ -172,33 +175,19 @@ class Operands:
         - `tape`: the values that a policy keeps; None without a policy.
         - `since`: all autograd nodes with higher sequence numbers were made in the run.
         """
-        shared = two_that_share_memory([look.outside[key].tensor for key in look.copies])
+        shared = two_that_share_memory([look.outside[key].value for key in look.copies])
         if shared is not None:
             raise RematError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
-        self._note_cells(look)
+        self._stand_ins = {id(t): stand_in for t, stand_in in self._outer_originals()}
         constants = self._add_read(look, tape, since)
         self._find_places(look, constants)
         for key, i in self._index.items():
             if (read := look.outside.get(key)) is not None:
                 self.originals[i].label = read.label
-                self.originals[i].also = [*map(weakref.ref, look.others_for(read))]
-        self.constants += [(weakref.ref(r.tensor), r.version, r.label) for r in constants.values()]
-
-    def _note_cells(self, look: Look) -> None:
-        operands = look.copies.keys() | look.replacing()
-        for tensor, version in self.in_cells:
-            key = id(tensor)
-            read: Read | None = look.outside.get(key)
-            if key in self._index:  # it is an argument, too
-                continue
-            if read is not None and (read.value is not tensor or key in operands or look.in_checkpoint):
-                continue  # `_add_read` makes it an operand
-            look.outside.pop(key, None)
-            if read is not None or self.stands_in:
-                label = look.number_of(tensor) if read is None else read.label
-                self.cell_constants.append((weakref.ref(tensor), version, label))
-            if read is not None and version_of(tensor) != version:
-                raise self._changed(read)
+        for t, stand_in in self._outer_originals():
+            if (index := self._index.get(stand_in)) is not None:
+                self.originals[index].also = [*self.originals[index].also, weakref.ref(t)]
+        self.constants += [(weakref.ref(r.value), r.version, r.label) for r in constants.values()]
 
     def _changed(self, read: Read) -> RematError:
         first = "" if read.reader is None else f" ({name_of(read.reader)} was the first to read it)"
@@ -208,24 +197,32 @@ class Operands:
     def _add_read(self, look: Look, tape: Tape | None, since: int) -> dict[int, Read]:
         """Add each tensor that was read and must be an operand. Returns the other reads, by identity of the tensor."""
         constants = {}
-        known = self._index.keys() | look.replacing()
+        known = {*self._index, *self._stand_ins.values()}
         for key, read in [*look.outside.items()]:
-            value = read.value
+            value, before = read.value, read.version
+            if (in_cell := self.in_cells.get(key)) is not None:
+                before = in_cell[1]
             if key in look.copies:
                 original = self._capture(read)
                 original.written = True
-                original.origin = None if tape is None else tape.origin(read.tensor)
-            elif version_of(value) != read.version:
+                original.origin = None if tape is None else tape.origin(value)
+            elif version_of(value) != before:
                 raise self._changed(read)
-            elif key in known or value is not read.tensor or look.in_checkpoint:
+            elif key in known or look.in_checkpoint:
                 self._capture(read)  # a checkpoint's hooks must save as many in its rerun, which may read a copy
+            elif in_cell is not None:
+                self.cell_constants.append((weakref.ref(value), before, read.label))
             elif matters(value) and self._is_outside(value, since):
                 if key in look.handed_on and self._is_made_unseen(value, since):
-                    look.labels.note_plain(look.outside.pop(key).tensor, None)
+                    del look.outside[key], look.labels[key]
+                    look.labels.note_plain(value, None)
                 else:
                     self._capture(read)
             else:
                 constants[key] = read
+        for key, (tensor, before) in self.in_cells.items() if self.stands_in else ():  # its reruns may read them
+            if key not in look.outside and key not in self._index:
+                self.cell_constants.append((weakref.ref(tensor), before, look.number_of(tensor)))
         return constants
 
     def _is_outside(self, tensor: Tensor, since: int) -> bool:
@@ -243,7 +240,7 @@ class Operands:
 
     def _capture(self, read: Read) -> Original:
         """Make an operand of a tensor that the run has read from outside."""
-        return self.originals[self.add(read.tensor).index]
+        return self.originals[self.add(read.value).index]
 
     def _find_places(self, look: Look, constants: dict[int, Read]) -> None:
         """Find the places of captured operands. Constants in modules become operands, and leave `constants`."""
@@ -254,30 +251,41 @@ class Operands:
             if captured.pop(key, None) is not None:
                 self.originals[index[key]].set_in_modules(places)
         if captured or constants or parameters:
-            wanted = [*captured.values(), *parameters, *(read.tensor for read in constants.values())]
-            # An outer rerun may have given a module the operand, too.
-            swapped = [r for key in captured if (r := look.outside.get(key)) is not None and r.value is not r.tensor]
-            original_of = {id(read.value): id(read.tensor) for read in swapped}
-            wanted += [read.value for read in swapped]
-            for found, places in places_in_modules(self.objects, wanted).items():
-                key = original_of.get(found, found)
+            wanted = [*captured.values(), *parameters, *(read.value for read in constants.values())]
+            for found, places in self._places_in_modules(wanted):
+                key = self._stand_ins.get(found, found)
                 captured.pop(key, None)
                 if key in constants:
                     self._capture(constants.pop(key))
                 self.originals[index[key]].set_in_modules(places)
-            for tensor, place in search(self.objects, captured.keys() - look.handed_on, far=False) if captured else ():
-                self._add_place(tensor, place)
+            if captured:
+                self._search(captured.keys() - look.handed_on, far=False)
         handed_on = look.handed_on & index.keys()
-        # A transform may have found it in any place.
-        for tensor, place in search(self.objects, handed_on) if handed_on else ():
-            self._add_place(tensor, place)
-            self.originals[index[id(tensor)]].handed_on = True
+        if handed_on:  # a transform may have found it in any place
+            for original in self._search(handed_on):
+                original.handed_on = True
         for key in look.handed_on & captured.keys():
             self._must_have_place(key, look)
 
-    def _add_place(self, tensor: Tensor, place: Place) -> None:
-        original = self.originals[self._index[id(tensor)]]
-        original.places, original.in_modules = (*original.places, place), False
+    def _outer_originals(self) -> list[tuple[Tensor, int]]:
+        """In an outer rerun, the tensors that have a stand-in, and the identity of that."""
+        return [] if self._outer is None else self._outer.originals()
+
+    def _places_in_modules(self, tensors: Sequence[Tensor]) -> Iterable[tuple[int, Sequence[Place]]]:
+        """The places of these tensors in modules, and of the originals for which they stand in, by identity."""
+        keys = {*map(id, tensors)}
+        originals = [t for t, stand_in in self._outer_originals() if stand_in in keys]
+        return places_in_modules(self.objects, [*tensors, *originals]).items()
+
+    def _search(self, keys: AbstractSet[int], far: bool = True) -> list[Original]:
+        """Search for the operands with these identities, and for their originals. Adds their places to these."""
+        originals = [t for t, stand_in in self._stand_ins.items() if stand_in in keys]
+        found = []
+        for tensor, place in search(self.objects, {*keys, *originals}, far):
+            original = self.originals[self._index[self._stand_ins.get(id(tensor), id(tensor))]]
+            original.places, original.in_modules = (*original.places, place), False
+            found.append(original)
+        return found
 
     def values(self, look: Look) -> list[Tensor]:
         """The operands as the forward found them."""
@@ -285,17 +293,11 @@ class Operands:
         for key, tensor in zip(self._index, self.tensors, strict=True):
             value = look.copies.get(key)
             if value is None:
-                if (read := look.outside.get(key)) is not None:
-                    tensor = read.value
-                elif look.outer is not None:  # an outer rerun finds one that is not read, too
+                if look.outer is not None and key not in look.outside:  # an outer rerun finds one that is not read, too
                     tensor = look.outer.read(tensor)
                 value = unwrap_dead(tensor)
             found.append(value.clone() if value.is_inference() else value)  # an inference tensor can't be saved
-        # In an outer rerun, one tensor may replace several originals.
-        unique = {id(t): t for t in found}
-        position = {key: i for i, key in enumerate(unique)}
-        self.positions = [position[id(t)] for t in found]
-        return [*unique.values()]
+        return found
 
     def add_stranger(self, stranger: Stranger, look: Look, since: int) -> None:
         """Make an operand of a tensor that no torch call was seen to read."""
@@ -308,7 +310,7 @@ class Operands:
         scripted = script_module_near(self.objects)
         if scripted is not None:
             raise RematError(_SCRIPTED.format(self.name, scripted.original_name))
-        if tensor is None or id(tensor) in self._index:
+        if tensor is None or self._stand_ins.get(id(tensor), id(tensor)) in self._index:
             raise RematError(_NOT_FOUND.format(self.name, stranger)) from None
         self.add(tensor)
         self._must_have_place(id(tensor), look)
@@ -318,9 +320,9 @@ class Operands:
         original, tensor = self.originals[self._index[key]], self.tensors[self._index[key]]
         original.handed_on = True
         if not original.places:
-            original.places = places_in_modules(self.objects, [tensor]).get(key) or [
-                place for _, place in search(self.objects, {key})
-            ]
+            original.places = [place for _, places in self._places_in_modules([tensor]) for place in places]
+        if not original.places:
+            self._search({key})
         if not original.places and (internals.is_wrapper(tensor) or not tensor.is_leaf):
             read = look.outside.get(key)
             reader = name_of(None if read is None else read.reader)
@@ -381,11 +383,11 @@ class Operands:
         - `reached`: positions of the operands that the results depend on.
         """
         for key in look.read_quietly & self._index.keys():
-            if self._index[key] >= self.held and self.positions[self._index[key]] in reached:
+            if self._index[key] >= self.held and self._index[key] in reached:
                 self._must_have_place(key, look)
         self.survivors += look.labels.survivors()
         for i in range(self.given, self.held):
-            if id(self.tensors[i]) not in look.outside and self.positions[i] not in reached:
+            if id(self.tensors[i]) not in look.outside and i not in reached:
                 self.originals[i].is_read = False
-        self.objects, self.tensors, self.in_cells = [], [], []
-        self._index = {}
+        self.objects, self.tensors, self.in_cells = [], [], {}
+        self._index, self._stand_ins, self._outer = {}, {}, None

@@ -1671,6 +1671,49 @@ def test_an_inner_function_asks_for_a_flag_of_a_buffer_and_then_writes_it(middle
 
 
 @pytest.mark.parametrize("inner", NESTED)
+@pytest.mark.parametrize("outer", NESTED)
+def test_an_inner_function_closes_over_a_buffer_that_the_outer_one_writes_and_leaves_it(outer: str, inner: str) -> None:
+    """In the rerun of a checkpoint, it must save as many tensors as in the forward."""
+
+    def run(outer: Decorator, inner: Decorator) -> Tensor:
+        count, x = torch.full((3,), 0.7, dtype=torch.float64), leaf(numbers(3))
+
+        def function(h: Tensor) -> Tensor:
+            count.mul_(0.9)
+            return inner(lambda h, unused=lambda: count: h.cos())(h).sin() * count.clone()
+
+        return torch.autograd.grad(outer(function)(x).sum(), x)[0]
+
+    assert_same(run(NESTED[outer], NESTED[inner]), run(plain, plain))
+
+
+@pytest.mark.parametrize("inner", NESTED)
+@pytest.mark.parametrize("outer", NESTED)
+@pytest.mark.parametrize("place", ["cell", "dict"])
+@pytest.mark.parametrize("order", [1, 2])
+def test_the_default_of_an_inner_function_is_a_buffer_that_it_finds_elsewhere_and_writes(
+    order: int, place: str, outer: str, inner: str
+) -> None:
+    def run(outer: Decorator, inner: Decorator) -> Tensor:
+        def loss(x: Tensor) -> Tensor:
+            state = 0.7 + x.detach() * 0
+            held = {0: state}
+
+            def function(h: Tensor) -> Tensor:
+                def write(h: Tensor, unused: Any = held[0]) -> Tensor:
+                    (state if place == "cell" else held[0]).mul_(0.9)
+                    return h.cos()
+
+                return inner(write)(h).cos()
+
+            return outer(function)(x).sum()
+
+        return grad(loss if order == 1 else lambda x: grad(loss)(x).square().sum())(numbers(3))
+
+    assert_same(run(NESTED[outer], NESTED[inner]), run(plain, plain))
+
+
+@pytest.mark.parametrize("inner", NESTED)
 @pytest.mark.parametrize("middle", NESTED)
 def test_a_reentrant_rerun_finds_a_weight_in_a_module_and_in_a_list(middle: str, inner: str) -> None:
     def run(outer: Decorator, middle: Decorator, inner: Decorator) -> Any:

@@ -159,7 +159,7 @@ class Call:
         assert look is not None
         if self.random is not None:
             self.random = self.random.drawn_since(look.drew)
-        originals = look.originals()
+        originals = [(weakref.ref(t), stand_in) for t, stand_in in look.originals() if stand_in in look.outside]
         if len(look.outside) > self.arguments or look.copies:
             self._note_reads(look, look.outer if packs else None)
         if look.outer is not None:
@@ -176,7 +176,7 @@ class Call:
         look.gathered |= internals.gathered_by_fully_shard()
         reads = self.reads = _written(look)
         found = self._found(look, reads)
-        look.outside.clear()  # a tensor that dies here was made by the function, unseen
+        look.free_outside()  # a tensor that dies here was made by the function, unseen
         for ref in found:
             if (t := ref()) is not None:
                 is_made = around is not None and around.has_made(t)

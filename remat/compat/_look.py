@@ -111,7 +111,7 @@ class CheckpointLook(Look):
             have changed since.
         - `copied`: copies of the tensors that the forward wrote to.
         """
-        self.is_rerun, self._swaps, self._stale, self._undecided = True, swaps, stale, undecided
+        self.is_rerun, self._swaps, self._stale, self.undecided = True, swaps, stale, undecided
         self._must_write = frozenset(map(memory_of, copied))
 
     def begin(self, outer: Look | None) -> None:
@@ -136,7 +136,7 @@ class CheckpointLook(Look):
         known = self.labels
         given = args, kwargs
         self._clock[0] += 1
-        if self._undecided:
+        if self.undecided:
             self._decide(func, args, kwargs or {})
         for a in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(a, Tensor):
@@ -144,7 +144,7 @@ class CheckpointLook(Look):
                     continue
                 if self._is_alone and (type(a) is Parameter or id(a) in self.outside):
                     self._reader = func
-                    self._add(a, a)
+                    self._add(a)
                     continue
             elif kind_of(a.__class__) is not HOLDER or (type(a) is tuple and _SCALARS.issuperset(map(type, a))):
                 continue
@@ -180,8 +180,8 @@ class CheckpointLook(Look):
         if effects.is_metadata:
             return
         written = {*map(id, written_by(effects, args, kwargs))}
-        for key in self._undecided.keys() & {*map(id, tensors_in((args, kwargs)))}:
-            first, error = self._undecided.pop(key)
+        for key in self.undecided.keys() & {*map(id, tensors_in((args, kwargs)))}:
+            first, error = self.undecided.pop(key)
             if key not in written and func != first:
                 tensor, _ = self._swaps.pop(key)
                 self._as_it_is.add(memory_of(tensor))
@@ -232,7 +232,7 @@ class CheckpointLook(Look):
         if not changes_nothing:
             self.before_write(tensor)
 
-    def _add(self, tensor: Tensor, value: Tensor) -> None:
+    def _add(self, value: Tensor) -> None:
         before = self.outside.get(id(value))
         if before is not None and before.first is not None:
             first = before.first
@@ -243,7 +243,6 @@ class CheckpointLook(Look):
             first = self._reader if effects.gives_alias or effects.sets_data else self._clock[0]
         self.outside[id(value)] = Seen(value, first)
         self.labels.note(value, None)
-        self._values.add(id(value))
         if self._memory is not None:
             self._memory.setdefault(memory_of(value), []).append(id(value))
 
@@ -277,14 +276,14 @@ class CheckpointLook(Look):
             return tensor
         if internals.fully_shard_at_work():
             return tensor
-        if key in self._undecided:  # a look of another class watches the call, or a transform inside has wrapped it
+        if key in self.undecided:  # a look of another class watches the call, or a transform inside has wrapped it
             self._decide(self._reader, (tensor,), {})
         if self.outer is None:
             value = self.stand_in(tensor)
         else:
             self.outer._reader = self._reader
             value = self.outer.read(tensor, handed_on)
-        self._add(tensor, value)
+        self._add(value)
         return value
 
     def _is_tainted(self, tensor: Tensor) -> bool:
@@ -312,14 +311,6 @@ class CheckpointLook(Look):
     def kept_error(self) -> CheckpointError:
         """The error for a rerun whose graph saves what it has computed from what a run kept."""
         return CheckpointError(_KEPT.format(self.name, call_site()))
-
-    def originals(self) -> list[tuple[weakref.ref[Tensor], int]]:
-        """In the rerun of an outer function, the tensors that the run may find instead of a stand-in, and its identity.
-
-        The run may find the stand-in in a module, say, and the original in a list.
-        """
-        pairs = self._swaps.values()
-        return [(weakref.ref(t), id(stand_in)) for t, stand_in in pairs if id(stand_in) in self.outside]
 
     def keep(self, out: Any) -> None:
         """Note which differentiated tensors the run has made and somebody keeps, besides its results."""
