@@ -39,8 +39,11 @@ GIVES_MEMORY_AWAY = {
     Tensor.data_ptr,
     Tensor.numpy,
 }
+GIVES_NUMBER = {Tensor.__float__, Tensor.__index__}
+"""What `torch.FloatTensor([t])` calls, without an op. Elsewhere they are ops."""
 READS_MEMORY = {
     *GIVES_MEMORY_AWAY,
+    *GIVES_NUMBER,
     Tensor.__format__,
     Tensor.__repr__,
     Tensor.tolist,

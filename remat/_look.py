@@ -188,14 +188,18 @@ class Look(NestedMode):
         position = len(signature.calls)
         if signature.tail is not None and not (reads_no_value(effects, args, kwargs) and torch.is_grad_enabled()):
             signature.tail = None
-        self.call = func, args, kwargs
-        out = func(*args, **kwargs)
-        self.call = None
+        out = self._do(func, args, kwargs)
         begins = effects.multiplies and is_large(out, args) and not self._is_in_jvp()
         if begins and requires_grad_at_any_level(out):
             self._begin_tail(position, None, out)
         elif signature.tail is not None:
             self.tail_results += map(weakref.ref, tensors_in(out))
+        return out
+
+    def _do(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.call = func, args, kwargs
+        out = func(*args, **kwargs)
+        self.call = None
         return out
 
     def _begin_tail(self, position: int, call: Any, out: Any) -> None:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from remat import _torch_internals as internals
 from remat._context import drawn_from
 from remat._dispatch_mode import ops_of_remat
+from remat._effects import tensors_in
 from remat._errors import RematError
 from remat._layers import innermost, nodes_of, version_of
 from remat._names import Kept as KeptName
@@ -167,6 +168,7 @@ class Recorder(OpMode):
             if not isinstance(t, Tensor):
                 found.append(t)
                 op.runs |= not isinstance(t, _NUMBERS)
+                self._asked.clear()
                 continue
             storage = t.untyped_storage()
             if written and storage in written:
@@ -224,9 +226,12 @@ class Recorder(OpMode):
 
     def _view(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         func = facts.func
-        if func is CONSTANT and (key := self._constant(args[0])) is not None:
-            op = self._add(Op(_NO_OP, key, []))
-            op.outputs = (self._content(args[0].untyped_storage()).value,)
+        if func is CONSTANT:
+            for content in self._elements():
+                self._read(content)
+            if (key := self._constant(args[0])) is not None:
+                op = self._add(Op(_NO_OP, key, []))
+                op.outputs = (self._content(args[0].untyped_storage()).value,)
         value = self._content(args[0].untyped_storage()).value if facts.is_inplace_view and plain(args[0]) else None
         out = func(*args, **kwargs)
         if func is DETACH:  # autograd decides how often it runs
@@ -237,6 +242,13 @@ class Recorder(OpMode):
         if value is not None:
             value.expect_write()
         return out
+
+    def _elements(self) -> Iterable[Content]:
+        """The tensors that torch may have read, without an op, to make a new one of their numbers, as of a list."""
+        asked, self._asked = self._asked, []
+        _, args, kwargs = current_call() or (None, (), {})
+        lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))]
+        return [*asked, *map(self._content, storages(innermost(t) for t in tensors_in(lists) if t.numel() == 1))]
 
     def _decide_of_views(self, views: Iterable[Any], decision: CheckpointPolicy, viewed: Any = None) -> None:
         """Apply a decision on a view to the value that it views: a view has no value of its own.

@@ -178,7 +178,7 @@ class RerunLook(Look):
             given = tensors_in((*args, *kwargs.values()))
             if any(map(requires_grad_at_any_level, given)):  # else it comes before the tail: `x + a @ b @ x`
                 return without_products(func, args, kwargs)
-        return func(*args, **kwargs)
+        return self._do(func, args, kwargs)
 
     def spared_call(self) -> Any:
         is_last = self.signature.nests + 1 == self._forward.nests

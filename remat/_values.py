@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from remat import _torch_internals as internals
 from remat._context import RandomState, uncompiled
 from remat._dispatch_mode import DispatchMode
-from remat._effects import GIVES_MEMORY_AWAY
+from remat._effects import GIVES_MEMORY_AWAY, GIVES_NUMBER
 from remat._layers import innermost, version_of
 from remat._memory import digest
 from remat._ops import Layout, OpFacts, is_plain, plain, storages, tensors
@@ -147,6 +147,8 @@ class OpMode(DispatchMode):
         self._contents: dict[int, Content] = {}
         self._draws = 0
         self._shares = False
+        self._asked: list[Content] = []
+        """The contents of tensors that were asked for their number, if no op has told it."""
 
     def __enter__(self) -> Any:
         uncompiled.enter(self)
@@ -161,7 +163,11 @@ class OpMode(DispatchMode):
 
         User code makes the same writes in each run, so the earlier value is the key of the new one.
         """
-        for content in map(self._content, storages(map(innermost, tensors(args, kwargs)))):
+        contents = [*map(self._content, storages(map(innermost, tensors(args, kwargs))))]
+        if func in GIVES_NUMBER:
+            self._asked += contents
+            return
+        for content in contents:
             self._read(content)
             if func in GIVES_MEMORY_AWAY:
                 self._shares = content.is_shared = True

@@ -432,3 +432,81 @@ def test_an_alias_of_a_buffer_that_the_function_writes() -> None:
         return torch.autograd.grad(decorate(fun)(x, buffer).sum(), x)[0]
 
     assert_same(run(remat(policy=everything_saveable)), run(lambda f: f))
+
+
+def coordinates(h: Tensor, d: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(
+        [[0, d[0].argmin()], [1, 0]], [d[1, 1], d[0, 0]], (3, 3), check_invariants=False
+    ).to_dense()
+
+
+def assigned(h: Tensor, d: Tensor) -> Tensor:
+    mask = torch.ones(3, 3, dtype=d.dtype)
+    mask[[0, 1, 2], [r.argmax() for r in d]] = 2.0
+    return mask
+
+
+NUMBERS_IN_LISTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "tensor": lambda h, d: h / torch.tensor([r.max() for r in d])[:, None],
+    "a nested list": lambda h, d: h / torch.as_tensor([[d[0, 0]], [d[1, 1] + 1], [2.0]]),
+    "a keyword": lambda h, d: h / torch.asarray(obj=(d[0, 0], d.sum(), 2.0))[:, None],
+    "new_tensor": lambda h, d: h / h.new_tensor([[d[0, 0]], [d.sum()], [2.0]]),
+    "flags": lambda h, d: h * torch.tensor([r.sum() > 1.5 for r in d])[:, None],
+    "an index": lambda h, d: h[[0, 1, 2], [r.argmax() for r in d]],
+    "one of several indices": lambda h, d: h.exp()[:, [r.argmin() for r in d]],
+    "an assignment": lambda h, d: h * assigned(h, d),
+    "a sparse tensor": lambda h, d: h @ coordinates(h, d),
+    "FloatTensor": lambda h, d: h / torch.FloatTensor([d[0, 0], d[1, 1], d.sum()])[:, None],
+    "LongTensor": lambda h, d: h.exp()[:, torch.LongTensor([r.argmax() for r in d])],
+    "FloatTensor after a number": lambda h, d: h * float(d[0, 0]) * torch.FloatTensor([2.0, d.sum()]).sum(),
+}
+"""Torch reads the elements without an op."""
+UNDER_POLICIES: dict[str, Callable[[Fun], Fun]] = {
+    "dots_saveable": remat(policy=dots_saveable),
+    "everything_saveable": remat(policy=everything_saveable),
+    "around remat": lambda fun: remat(remat(fun), policy=dots_saveable),
+    "around checkpoint": lambda fun: remat(lambda x: checkpoint(fun, x, use_reentrant=False), policy=dots_saveable),
+    "around vjp": lambda fun: remat(lambda x: torch.func.vjp(remat(fun), x)[0], policy=dots_saveable),
+}
+
+
+@pytest.mark.parametrize("transform", [".backward()", "grad", "jvp(grad)", "grad(grad)"])
+@pytest.mark.parametrize("way", UNDER_POLICIES)
+@pytest.mark.parametrize("kind", NUMBERS_IN_LISTS)
+def test_tensors_in_lists_of_numbers(kind: str, way: str, transform: str) -> None:
+    def fun(x: Tensor) -> Tensor:
+        h = (x @ x).sin()
+        return NUMBERS_IN_LISTS[kind](h, h.detach().abs() + 0.1).tanh()
+
+    x = numbers(3, 3)
+    assert_same(TRANSFORMS[transform](UNDER_POLICIES[way](fun), x), TRANSFORMS[transform](fun, x))
+
+
+@pytest.mark.parametrize("kind", NUMBERS_IN_LISTS)
+def test_tensors_in_lists_of_numbers_under_selective_checkpoint(kind: str) -> None:
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def gradient(selects: bool) -> Any:
+        def fun(x: Tensor) -> Tensor:
+            h = (x @ x).sin()
+            return NUMBERS_IN_LISTS[kind](h, h.detach().abs() + 0.1).tanh()
+
+        x = leaf(numbers(3, 3))
+        out = checkpoint(fun, x, use_reentrant=False, context_fn=contexts) if selects else fun(x)
+        return torch.autograd.grad(out.sum(), x)[0]
+
+    assert_same(gradient(True), gradient(False))
+
+
+def test_a_number_that_python_reads_is_not_computed_again() -> None:
+    """It is on the tape. Only a list makes torch read tensors without an op."""
+
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin()
+        return y * float(y.detach().exp().sum())
+
+    x = leaf(numbers(3))
+    out = remat(fun, policy=everything_saveable)(x).sum()
+    with CountOps() as ops:
+        out.backward()
+    assert ops["exp"] == ops["sum"] == 0, ops

@@ -157,9 +157,7 @@ class CheckpointLook(Look):
             return self._taint(out, written_by(effects, args, kwargs or {})) if self._reads_tainted else out
         if effects.acts:
             self._mark_draw(func)
-        self.call = func, args, kwargs or {}
-        out = func(*args, **kwargs) if kwargs else func(*args)
-        self.call = None
+        out = self._do(func, args, kwargs or {})
         if self._reads_tainted:
             self._taint(out)
         elif type(out) is Tensor and not internals.is_wrapper(out):
@@ -190,7 +188,7 @@ class CheckpointLook(Look):
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         """Skip nothing: a rerun stops as soon as it has recomputed all that the graph saves."""
-        return func(*args, **kwargs)
+        return self._do(func, args, kwargs)
 
     def _mark_draw(self, func: Any) -> None:
         super()._mark_draw(func)
