@@ -249,6 +249,8 @@ class Look(NestedMode):
                     self._swaps[id(tensor)] = tensor, value
             if id(tensor) in self.undecided:  # it is asked for its shape, say
                 return value
+            if self._is_in_jvp() and not requires_grad_at_any_level(value):  # a tangent of what the run has made
+                return value
             if not value.requires_grad and internals.dtensor_at_work():
                 raise RematError(TAKEN_APART.format(self.name))
             if value.requires_grad and not torch.is_grad_enabled():

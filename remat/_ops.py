@@ -107,10 +107,10 @@ def is_plain(kind: type[Tensor]) -> bool:
 
 
 def plain(tensor: Tensor) -> bool:
-    """Whether memory and layout determine a tensor. False for sparse, quantized and zero tensors, and subclasses."""
+    """Whether memory and layout determine a tensor. Not so for sparse, quantized, nested, zero ones, and subclasses."""
     if not is_plain(type(tensor)) or tensor.layout is not torch.strided:
         return False
-    return not tensor.is_quantized and not tensor._is_zerotensor()
+    return not (tensor.is_quantized or tensor.is_nested or tensor._is_zerotensor())
 
 
 def storages(found: Iterable[Tensor]) -> list[Any]:

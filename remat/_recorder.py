@@ -124,13 +124,12 @@ class Recorder(OpMode):
             return self._view(facts, args, kwargs)
         call = self._call(facts, args, kwargs)
         before = drawn_from(args, kwargs) if facts.draws else None
-        out = func(*args, **kwargs)
+        out = self._run_op(facts, args, kwargs)
         if facts.is_opaque and isinstance(out, Tensor) and any(t.requires_grad for t in tensors(args, kwargs)):
             raise RematError(_BARE.format(func))
         changed = []
         if facts.writes:
             changed = facts.written(args, kwargs)
-            facts.count_writes(args, kwargs)
         outputs = (out,) if type(out) is Tensor else flat(out)
         if call is None or not all(plain(t) for t in outputs if isinstance(t, Tensor)):
             self._run_again(changed, args, kwargs)

@@ -121,8 +121,7 @@ class Replay(OpMode):
         changed = [*map(self._content, storages(facts.written(args, kwargs)))] if facts.writes else []
         for content in changed:
             self._protect(content)
-        out = facts.func(*args, **kwargs)
-        facts.count_writes(args, kwargs)
+        out = self._run_op(facts, args, kwargs)
         for i, content in enumerate(changed):
             content.value = Value() if op is None else op.writes[i]
         for t, value in () if op is None else zip(flat(out), op.outputs, strict=True):

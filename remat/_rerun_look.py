@@ -132,7 +132,8 @@ class RerunLook(Look):
 
     def _stranger(self, tensor: Tensor) -> str:
         hint = MADE_INSIDE if isinstance(tensor, torch.nn.Parameter) else _CACHE_OR_STATE
-        return _STRANGER.format(self.name, list(tensor.shape), tensor.dtype, call_site(), PURITY, hint)
+        shape = "nested" if tensor.is_nested else list(tensor.shape)
+        return _STRANGER.format(self.name, shape, tensor.dtype, call_site(), PURITY, hint)
 
     def _read_other(self, tensor: Tensor, is_inner: bool) -> Tensor:
         """Handle a read of a tensor that the forward was not seen to read."""

@@ -173,6 +173,13 @@ class OpMode(DispatchMode):
                 self._shares = content.is_shared = True
                 content.value = self._given_away(content, (None, content.value))
 
+    def _run_op(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+        """Do an op, and count its writes. Where modes nest, the last one counts."""
+        out = facts.func(*args, **kwargs)
+        if facts.writes and not any(isinstance(m, OpMode) and not m.paused for m in internals.dispatch_mode_stack()):
+            facts.count_writes(args, kwargs)
+        return out
+
     # Methods for the subclasses to define.
 
     def _read(self, content: Content) -> None:
@@ -216,7 +223,7 @@ class OpMode(DispatchMode):
         for x in args:
             kind: Any = type(x)
             if kind is Tensor or isinstance(x, Tensor):
-                if x.layout is not _STRIDED or not (kind is Tensor or is_plain(kind)):
+                if x.layout is not _STRIDED or x.is_nested or not (kind is Tensor or is_plain(kind)):
                     return None
                 storage = x.untyped_storage()
                 content = self._contents.get(id(storage))

@@ -676,3 +676,33 @@ def test_a_function_whose_backward_calls_a_pullback(nested: bool) -> None:
         per_sample = vmap(gradient, (None, 0))(w, torch.stack([x, x + 1]))
         results.append((second, p.grad, per_sample))
     assert_same(*results)
+
+
+class ProductWithJvp(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor, u: Tensor) -> Tensor:
+        x, y = ctx.saved_tensors
+        return t * y + u * x
+
+
+@pytest.mark.parametrize("ck", [remat, remat(policy=everything_saveable), lambda fun: remat(remat(fun))])
+def test_the_jvp_of_a_function_reads_a_tangent_that_is_changed_later(ck: Decorator) -> None:
+    def fun(x: Tensor) -> Tensor:
+        h = x.sin()
+        product = ProductWithJvp.apply(h, h.cos())
+        h.mul_(2)
+        return product + h
+
+    def tangent(fun: Fun) -> Any:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(fun(forward_ad.make_dual(numbers(3), numbers(3, seed=1)))).tangent
+
+    assert_same(tangent(ck(fun)), tangent(fun))

@@ -1304,9 +1304,16 @@ def with_a_jagged_tensor(x: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(x @ x, torch.tensor([0, 1, 3])).sin().values()
 
 
+def with_a_strided_nested_tensor(x: Tensor) -> Tensor:
+    y = (x @ x).sin()
+    lengths = torch.nested.nested_tensor([y.detach()[0], y.detach()[1, :2]]).to_padded_tensor(0.5)
+    return torch.nested.as_nested_tensor([y[0], y[1, :2]]).to_padded_tensor(1.0).exp() * lengths
+
+
 @pytest.mark.parametrize("policy", [*KEEPING.values(), save_ops("sin")])
 @pytest.mark.parametrize("inner_policy", [None, save_ops("sin")])
-@pytest.mark.parametrize("fun", [with_packed_sequences, with_a_jagged_tensor])
+@pytest.mark.parametrize("fun", [with_packed_sequences, with_a_jagged_tensor, with_a_strided_nested_tensor])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_memory_that_an_inner_call_reads_without_an_op(fun: Fun, inner_policy: Any, policy: Any) -> None:
     def gradient(ck: Fun, inner_ck: Fun) -> Tensor | None:
         x = leaf(numbers(3, 3))
@@ -1316,3 +1323,22 @@ def test_memory_that_an_inner_call_reads_without_an_op(fun: Fun, inner_policy: A
     expected = gradient(plain, plain)
     actual = gradient(functools.partial(remat, policy=policy), functools.partial(remat, policy=inner_policy))
     assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("transform", [".backward()", "grad"])
+@pytest.mark.parametrize("outer", [None, *KEEPING.values()])
+@pytest.mark.parametrize("inner", [None, *KEEPING.values()])
+def test_writes_to_lists_are_counted_once_where_policies_nest(inner: Any, outer: Any, transform: str) -> None:
+    """Under a mode, torch does not count what a `_foreach_` op writes."""
+
+    def fun(x: Tensor) -> Tensor:
+        scaled = [x.detach() * 2]
+        torch._foreach_add_(scaled, 1.0)
+        return x.sin() * scaled[0].sin()
+
+    def gradient(inner_ck: Fun, outer_ck: Fun) -> Any:
+        twice = inner_ck(lambda x: inner_ck(fun)(x) * 2)
+        return TRANSFORMS[transform](outer_ck(twice), numbers(3))
+
+    actual = gradient(functools.partial(remat, policy=inner), functools.partial(remat, policy=outer))
+    assert_same(actual, gradient(plain, plain))
