@@ -218,10 +218,11 @@ class Call:
         if any(original.handed_on and not original.in_modules for original in captured):  # a place that a rerun makes
             return None
         found = [(o.ref, o.places if o.in_modules else ()) for o in captured]
-        found += [(ref, ()) for ref, *_ in operands.constants]
+        found += [(constant.ref, ()) for constant in operands.constants if not constant.in_cell]
         if any((t := ref()) is not None and outer.has_made(t) for ref, _ in found):  # a rerun makes another
             return None
-        cells = [ref for ref, *_ in operands.cell_constants if (t := ref()) is None or not outer.has_made(t)]
+        cells = [c.ref for c in operands.constants if c.in_cell]
+        cells = [ref for ref in cells if (t := ref()) is None or not outer.has_made(t)]
         unused = self.leaves - self._reached - self._ambiguous
         unread = [i for i, original in enumerate(given) if not original.is_read]
         reached = [i for i in range(len(operands.originals)) if i not in unused and i not in unread]

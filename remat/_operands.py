@@ -98,6 +98,16 @@ class Original:
         self.places, self.in_modules = [*self.places, *places], True
 
 
+class Constant(NamedTuple):
+    """A tensor from outside that is not an operand: no result has a derivative with respect to it."""
+
+    ref: weakref.ref[Tensor]
+    version: int
+    label: int | None
+    in_cell: bool
+    """Whether a cell of the function holds it."""
+
+
 class Plan(NamedTuple):
     """The tensors that a rerun may read, and those that operands replace."""
 
@@ -126,6 +136,7 @@ class Operands:
     - `objects`: where to search for captured tensors: the objects in reach of the function.
     - `stands_in`: whether the call is skipped: see `Call.stand_in`.
     - `known_places`: by identity, places that are known from the forward of an outer function.
+    - `constants`: the other tensors from outside.
     - `survivors`: tensors that the forward made without a derivative and read, and that are still alive.
     """
 
@@ -145,9 +156,7 @@ class Operands:
         """In an outer rerun, the identity of each tensor that has a stand-in, and of that."""
         self.in_cells: dict[int, tuple[Tensor, int]] = {}
         """By identity, tensors in cells that are not differentiated, and their versions."""
-        self.constants: list[tuple[weakref.ref[Tensor], int, int | None]] = []
-        self.cell_constants: list[tuple[weakref.ref[Tensor], int, int | None]] = []
-        """Both: outside tensors that are not operands, with version and label."""
+        self.constants: list[Constant] = []
         self.survivors: list[Survivor] = []
 
     def add(self, tensor: Tensor) -> Operand:
@@ -187,7 +196,7 @@ class Operands:
         for t, stand_in in self._outer_originals():
             if (index := self._index.get(stand_in)) is not None:
                 self.originals[index].also = [*self.originals[index].also, weakref.ref(t)]
-        self.constants += [(weakref.ref(r.value), r.version, r.label) for r in constants.values()]
+        self.constants += [Constant(weakref.ref(r.value), r.version, r.label, False) for r in constants.values()]
 
     def _changed(self, read: Read) -> RematError:
         first = "" if read.reader is None else f" ({name_of(read.reader)} was the first to read it)"
@@ -211,7 +220,7 @@ class Operands:
             elif key in known or look.in_checkpoint:
                 self._capture(read)  # a checkpoint's hooks must save as many in its rerun, which may read a copy
             elif in_cell is not None:
-                self.cell_constants.append((weakref.ref(value), before, read.label))
+                self.constants.append(Constant(weakref.ref(value), before, read.label, True))
             elif matters(value) and self._is_outside(value, since):
                 if key in look.handed_on and self._is_made_unseen(value, since):
                     del look.outside[key], look.labels[key]
@@ -222,7 +231,7 @@ class Operands:
                 constants[key] = read
         for key, (tensor, before) in self.in_cells.items() if self.stands_in else ():  # its reruns may read them
             if key not in look.outside and key not in self._index:
-                self.cell_constants.append((weakref.ref(tensor), before, look.number_of(tensor)))
+                self.constants.append(Constant(weakref.ref(tensor), before, look.number_of(tensor), True))
         return constants
 
     def _is_outside(self, tensor: Tensor, since: int) -> bool:
@@ -351,9 +360,9 @@ class Operands:
             if tensor is not operand and original.attributes:
                 vars(operand).update(original.attributes)
         alive = [*self.still_there(), *(t for survivor in self.survivors if (t := survivor.ref()) is not None)]
-        for ref, version, label in (*self.constants, *self.cell_constants):
-            if self._is_alive(ref(), version):
-                labels[id(ref())] = label
+        for constant in self.constants:
+            if self._is_alive(t := constant.ref(), constant.version):
+                labels[id(t)] = constant.label
         survivors = {id(s.ref()): (s.label, s.begun) for s in self.survivors if self._is_alive(s.ref(), s.version)}
         return Plan(swaps, fill, to_write, labels, survivors, alive)
 
@@ -365,15 +374,13 @@ class Operands:
 
     def still_there(self) -> list[Tensor]:
         """The originals, and the other outside tensors that reruns read, if they are still alive."""
-        refs = [original.ref for original in self.originals] + [ref for ref, *_ in self.constants]
-        refs += [ref for ref, *_ in self.cell_constants]
+        refs = [*(original.ref for original in self.originals), *(constant.ref for constant in self.constants)]
         return [t for ref in refs if (t := ref()) is not None]
 
     @property
     def reads_inference(self) -> bool:
         """Whether reruns read a tensor that was made in inference mode, besides operands."""
-        constants = (ref() for ref, *_ in (*self.constants, *self.cell_constants))
-        return any(t.is_inference() for t in constants if t is not None)
+        return any(t.is_inference() for constant in self.constants if (t := constant.ref()) is not None)
 
     def let_go(self, look: Look, reached: set[int]) -> None:
         """Called after the derivative is attached, when the forward's graph is freed. Notes which tensors are alive.
