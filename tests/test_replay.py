@@ -1,7 +1,10 @@
 """A recorder, its tape and a replay by themselves, and what JAX's own tests of policies promise."""
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -510,3 +513,12 @@ def test_a_number_that_python_reads_is_not_computed_again() -> None:
     with CountOps() as ops:
         out.backward()
     assert ops["exp"] == ops["sum"] == 0, ops
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_op_of_torch(part: int) -> None:
+    """In a process of its own: torch's table of samples changes global settings."""
+    script = Path(__file__).parent / "every_op.py"
+    run = subprocess.run([sys.executable, script, str(part), "4"], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert int(run.stdout.split()[0]) > 1_000
