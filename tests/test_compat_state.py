@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import remat.compat
 from remat import CheckpointError, _context
@@ -1372,3 +1373,37 @@ def test_a_function_under_remat_saves_its_operands_in_the_same_order_in_a_rerun(
         return x.grad, module.weight.grad, module.mean
 
     right(run, VARIANTS[variant][1])
+
+
+class CountsItsCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.count.add_(1)
+        return torch.tanh(x * self.count)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_buffer_that_is_written_first_and_was_in_the_module_only_then(reentrant: bool) -> None:
+    """`functional_call` holds the buffer, which the module does not have when the rerun comes."""
+
+    def run(call: Any) -> Any:
+        module, passed, x = CountsItsCalls(), torch.full((3,), 2.0, dtype=torch.float64), leaf(numbers(3))
+        held = {"count": passed}
+        out = functional_call(_Around(module, call), {"module.count": passed}, (x,))
+        out.sum().backward()
+        return x.grad, module.count, held
+
+    assert_same(run(lambda m, x: remat.compat.checkpoint(m, x, use_reentrant=reentrant)), run(lambda m, x: m(x)))
+
+
+class _Around(nn.Module):
+    def __init__(self, module: nn.Module, call: Any) -> None:
+        super().__init__()
+        self.module, self.call = module, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.module, x)  # type: ignore[no-any-return]

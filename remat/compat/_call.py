@@ -285,12 +285,11 @@ class Call:
             if (tensor := ref()) is not None and tensor is not (value := values.get(key, tensor)):
                 swaps.setdefault(id(tensor), (tensor, value))
         fill = [
-            (place, value)
+            (place, originals.get(key, value))
             for key, value in values.items()
             for place in self.places.get(key, ())
             # A look swaps what was there in the forward, but for reads that no mode sees, as of an index.
             if not (id(item(*place)) == key and key in swaps and key not in written)
-            if key not in originals
         ]
         inputs = [originals.get(key, values.get(key)) for key in self._index]
         changed = swaps or stale or kept_by_runs
