@@ -176,7 +176,9 @@ class OpMode(DispatchMode):
     def _run_op(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         """Do an op, and count its writes. Where modes nest, the last one counts."""
         out = facts.func(*args, **kwargs)
-        if facts.writes and not any(isinstance(m, OpMode) and not m.paused for m in internals.dispatch_mode_stack()):
+        if facts.counts_writes:
+            return out
+        if not any(isinstance(mode, OpMode) and not mode.paused for mode in internals.dispatch_mode_stack()):
             facts.count_writes(args, kwargs)
         return out
 
