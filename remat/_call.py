@@ -206,7 +206,7 @@ class Call:
         if self._result is None or self.random is not None or self.tape is not None or self._drew_from is not None:
             return None
         # The hooks of torch.utils.checkpoint count what they see.
-        if hooks_set_inside() or any(original.written for original in self.operands.originals):
+        if hooks_set_inside() or any(original.copied for original in self.operands.originals):
             return None
         like = [r for r in self._like if r is not None]
         if len(like) < len(self._like):
@@ -382,7 +382,7 @@ class Call:
         plan.alive.clear()
         reached = self._reached | self._ambiguous
         of_each = enumerate(zip(self.operands.originals, inputs, strict=True))
-        stays = [(o, t) for i, (o, t) in of_each if i in reached or not (t.requires_grad or o.written)]
+        stays = [(o, t) for i, (o, t) in of_each if i in reached or not (t.requires_grad or o.copied)]
         self.fill = [(place, t) for o, t in stays for place in o.places]
         look.finish()
         leaves, _ = _tree.flatten(out)
@@ -403,7 +403,7 @@ class Call:
         again = any(t.grad_fn is not None or requires_grad_below(t) for t in operands)
         replay = Replay(self.tape, self.last_rerun and not again)
         for original, operand in zip(self.operands.originals, inputs, strict=True):
-            if original.written:
+            if original.copied:
                 replay.stands_for(operand, original.origin)
         self._replays.append(replay)
         return replay

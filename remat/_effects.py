@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._signature import HOLDER, kind_of
 
 _FIRST = ((0, "input"),)
 """What a function writes to whose name ends in `_`."""
@@ -206,3 +207,13 @@ def tensors_in(out: Any) -> list[Tensor]:
     if isinstance(out, slice):
         return tensors_in((out.start, out.stop, out.step))
     return [t for x in out.values() for t in tensors_in(x)] if isinstance(out, dict) else []
+
+
+def map_in(fun: Callable[[Any], Any], arg: Any) -> Any:
+    """An argument of a torch call, with `fun(x)` in the place of each tensor or other object `x` in it."""
+    if isinstance(arg, (list, tuple)) and HOLDER in map(kind_of, {*map(type, arg)}):
+        items = [map_in(fun, x) for x in arg]
+        return type(arg)(*items) if hasattr(arg, "_fields") else type(arg)(items)
+    if type(arg) is slice and tensors_in(arg):
+        return slice(*[map_in(fun, x) for x in (arg.start, arg.stop, arg.step)])
+    return {k: map_in(fun, v) for k, v in arg.items()} if type(arg) is dict else fun(arg)

@@ -22,12 +22,12 @@ from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
-from remat._effects import Effects, as_given, effects_of, is_of_torch, reads_no_value, tensors_in, written_by
+from remat._effects import Effects, as_given, effects_of, is_of_torch, map_in, reads_no_value, tensors_in, written_by
 from remat._errors import DATA_OF_A_LEVEL, LAZY, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, changes, not_replaced
 from remat._graph import goes_through_older, is_made_since
 from remat._labels import Labels, Read, in_nested, of_outside, of_result, together
 from remat._layers import layers, layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
-from remat._memory import memory_of
+from remat._memory import memory_of, overlap
 from remat._nested_mode import NestedMode, watched
 from remat._saved import is_of_user
 from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, PLAIN, Signature, hash_of, kind_of, name_of
@@ -46,7 +46,8 @@ class Look(NestedMode):
     - `labels`: of the tensors that it knows.
     - `handed_on`: those that a transform inside the function has wrapped.
     - `read_quietly`: those that are differentiated but were first read in `no_grad`, perhaps in an autograd.Function.
-    - `copies`: by identity, copies of those that the run wrote to, with their earlier values.
+    - `copies`: by identity, copies of those in whose storage the run wrote, with their earlier values.
+    - `written`: the identities of those that it wrote to.
     - `drew`, `sets_hooks`: whether a torch call may have drawn random numbers; whether one put a hook on a tensor.
     - `in_checkpoint`: whether the run is that of a checkpointed function, or in one.
     - `sees_custom`: whether, of an autograd.Function that it sees, the forward has seen the call too.
@@ -70,6 +71,7 @@ class Look(NestedMode):
         self.handed_on: set[int] = set()
         self.read_quietly: set[int] = set()
         self.copies: dict[int, Tensor] = {}
+        self.written: set[int] = set()
         self.signature = Signature()
         self.tail_results: list[weakref.ref[Tensor]] = []
         self._given = given
@@ -213,21 +215,12 @@ class Look(NestedMode):
             return args
         with internals.DisableTorchFunction():
             self._reader = func
-            return tuple([self._seen_in(a) for a in args])
+            return tuple([map_in(self._take, a) for a in args])
 
-    def _seen_in(self, arg: Any) -> Any:
-        if isinstance(arg, Tensor):
-            return self.read(arg)
-        if isinstance(arg, (list, tuple)) and HOLDER in map(kind_of, {*map(type, arg)}):
-            items = [*map(self._seen_in, arg)]
-            return type(arg)(*items) if hasattr(arg, "_fields") else type(arg)(items)
-        if type(arg) is slice and tensors_in(arg):
-            return slice(*map(self._seen_in, (arg.start, arg.stop, arg.step)))
-        if type(arg) is dict:
-            return {k: self._seen_in(v) for k, v in arg.items()}
+    def _take(self, arg: Any) -> Any:
         if isinstance(arg, torch.Generator):
             self.notice(arg)
-        return arg
+        return self.read(arg) if isinstance(arg, Tensor) else arg
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         """Note that the run reads a tensor. Returns the tensor to read in its place.
@@ -265,8 +258,14 @@ class Look(NestedMode):
             label = self.number_of(value)
             self.outside[key] = Read(value, version_of(value), label, self._reader)
             self.labels.note(value, label)
-            if self._memory is not None:
-                self._memory.setdefault(memory_of(value), []).append(key)
+            self._note_memory(key, value)
+
+    def _note_memory(self, key: int, value: Tensor) -> None:
+        """Note the memory of a tensor from outside. If the run has written in that storage, copy it as well."""
+        if self._memory is not None and key not in (known := self._memory.setdefault(memory_of(value), [])):
+            known.append(key)
+            if not (self.copies.keys().isdisjoint(known) or requires_grad_at_any_level(value)):
+                self.copies[key] = self._copied(value)
 
     def number_of(self, value: Tensor) -> int | None:
         """The label of a tensor from outside. In a nested run, what the outer run calls it."""
@@ -299,14 +298,17 @@ class Look(NestedMode):
             self.before_write(tensor)
 
     def before_write(self, written: Tensor) -> None:
-        """Copy the outside tensors in this memory before the run changes them: reruns start from the copies."""
+        """Copy the outside tensors in this storage before the run changes them: reruns start from the copies."""
         if self._memory is None:
             self._memory = {}
             for key, read in self.outside.items():
                 self._memory.setdefault(memory_of(read.value), []).append(key)
         for key in self._memory.get(memory_of(written), ()):
+            value = self.outside[key].value
             if key not in self.copies:
-                self.copies[key] = self._copied(self.outside[key].value)
+                self.copies[key] = self._copied(value)
+            if overlap(written, value):
+                self.written.add(key)
         if self.outer is not None:
             self.outer.before_write(written)
 

@@ -35,15 +35,28 @@ def memory_of(tensor: Tensor) -> int:
     return plain.untyped_storage()._cdata if has_storage else id(plain)
 
 
+def _stretch(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor begins and ends in its storage."""
+    plain = innermost(tensor)
+    if plain.layout != torch.strided or plain.is_nested:
+        return 0, 0
+    begin = int(plain.storage_offset())
+    return begin, begin + sum((n - 1) * stride for n, stride in zip(plain.shape, plain.stride(), strict=True))
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of the same storage lie in the same stretch of it."""
+    if one is other:
+        return True
+    (begin, end), (other_begin, other_end) = _stretch(one), _stretch(other)
+    return begin <= other_end and other_begin <= end
+
+
 def two_that_share_memory(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:
     """Two tensors that lie in the same stretch of the same storage, if there are such."""
     found: dict[int, list[tuple[int, int, Tensor]]] = {}
     for tensor in tensors:
-        plain = innermost(tensor)
-        begin = end = 0
-        if plain.layout == torch.strided:
-            begin = int(plain.storage_offset())
-            end = begin + sum((n - 1) * stride for n, stride in zip(plain.shape, plain.stride(), strict=True))
+        begin, end = _stretch(tensor)
         others = found.setdefault(memory_of(tensor), [])
         for other_begin, other_end, other in others:
             if begin <= other_end and other_begin <= end:

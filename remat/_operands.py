@@ -38,8 +38,8 @@ _SCRIPTED = (
     "remat.checkpoint(..., use_reentrant=False)."
 )
 _SHARED = (
-    "remat: {} was given or captured two tensors of shape {} and {} that share memory, and changes them in place. Its "
-    "rerun would change a separate copy of each. Pass one of them, and take views of it inside."
+    "remat: {} was given or captured two tensors of shape {} and {} that share memory, and changes that in place. Its "
+    "rerun would find a separate copy of each. Pass one of them, and take views of it inside."
 )
 _CHANGED_SINCE = (
     "remat: a tensor of shape {}, {} that {} reads from outside has been modified by an inplace operation between its "
@@ -82,9 +82,11 @@ class Original:
     label: int | None = None
     """What the signature calls it: NOTE [labels]."""
     origin: Origin | None = None
-    """Its `Origin` on the tape of a policy, if the function writes to it."""
+    """Its `Origin` on the tape of a policy, if it is copied."""
+    copied = False
+    """Whether the function writes in its storage. Then each rerun gets a copy of its earlier value."""
     written = False
-    """Whether the function writes to it. Then each rerun gets a copy of its earlier value."""
+    """Whether the function writes to it."""
     attributes: dict[str, Any] | None = None
     """The Python attributes that user code has set on it."""
 
@@ -213,7 +215,7 @@ class Operands:
                 before = in_cell[1]
             if key in look.copies:
                 original = self._capture(read)
-                original.written = True
+                original.copied, original.written = True, key in look.written
                 original.origin = None if tape is None else tape.origin(value)
             elif version_of(value) != before:
                 raise self._changed(read)
@@ -346,9 +348,9 @@ class Operands:
         for i, original in enumerate(self.originals):
             operand, tensor = of_kind(original.kind, inputs[i]), original.ref()
             inputs[i] = operand
-            if original.written:
+            if original.copied:
                 operand = inputs[i] = operand.clone()
-                if tensor is not None:  # else the function may have made it itself, unseen
+                if original.written and tensor is not None:  # else the function may have made it itself, unseen
                     to_write[memory_of(operand)] = operand
             fill += [(place, operand) for place in original.places]
             found = [t for ref in (original.ref, *original.also) if (t := ref()) is not None]

@@ -17,6 +17,7 @@ class Stateful(nn.Module):
         self.program = program
         self.register_buffer("buffer", numbers(3, seed=1))
         self.register_buffer("table", numbers(2, 3, seed=2))
+        self.slots = [*numbers(3, 3, seed=11)]
         self.named: dict[str, Any] = {"mean": numbers(3, seed=3)}
         self.listed = [numbers(3, seed=4)]
         self.grid = [[numbers(3, seed=5 + 2 * i + j) for j in range(2)] for i in range(2)]
@@ -30,7 +31,8 @@ class Stateful(nn.Module):
         return self.program(self, x)
 
     def state(self) -> Any:
-        return self.buffer, self.table, self.named, self.listed, self.grid, self.holder.h, self.pair, self.kept
+        held = self.named, self.listed, self.grid, self.holder.h, self.pair, self.kept, self.slots
+        return self.buffer, self.table, *held
 
 
 def add_in_place(m: Any, x: Tensor) -> Tensor:
@@ -51,6 +53,13 @@ def change_a_view(m: Any, x: Tensor) -> Tensor:
     m.buffer[:1].mul_(3)
     m.buffer[1] = x.detach().mean()
     return x.sin() * (m.buffer + 1)
+
+
+def change_a_slot(m: Any, x: Tensor) -> Tensor:
+    """The slots of a cache are views of one tensor. One is changed, one is read before that, and one after."""
+    y = x.sin() + m.slots[0]
+    m.slots[1].mul_(0.5).add_(x.detach())
+    return y * m.slots[1].clone() + m.slots[2]
 
 
 def change_data(m: Any, x: Tensor) -> Tensor:
@@ -270,6 +279,7 @@ IN_PLACE = [
     add_to_attribute,
     use_what_is_changed,
     change_a_view,
+    change_a_slot,
     change_data,
     write_by_out,
     change_item,

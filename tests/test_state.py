@@ -168,6 +168,26 @@ def test_data_changed_in_place(transform: str) -> None:
     assert_same(ends[1], ends[0])
 
 
+@CHECKED
+@pytest.mark.parametrize("is_read_first", [True, False])
+@pytest.mark.parametrize("part", [lambda t: t[:2], lambda t: t[::2]], ids=["slice", "every second"])
+def test_a_change_of_a_part_of_what_is_read(part: Any, is_read_first: bool, transform: str) -> None:
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        whole = torch.ones(3, dtype=x.dtype)
+        held = [part(whole), whole]
+
+        def fun(x: Tensor) -> Tensor:
+            y = x + held[1] if is_read_first else x.sin()
+            held[0].mul_(2)
+            return (y + held[1]).sin()
+
+        return ck(fun)(x)
+
+    gradient(program, plain, transform)
+    with pytest.raises(RematError, match=r"two tensors .*share memory, and changes that in place.*take views of it"):
+        gradient(program, remat, transform)
+
+
 # Python's own state happens again. Where another tensor is read then, it is right or an error.
 
 

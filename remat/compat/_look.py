@@ -241,8 +241,7 @@ class CheckpointLook(Look):
             first = self._reader if effects.gives_alias or effects.sets_data else self._clock[0]
         self.outside[id(value)] = Seen(value, first)
         self.labels.note(value, None)
-        if self._memory is not None:
-            self._memory.setdefault(memory_of(value), []).append(id(value))
+        self._note_memory(id(value), value)
 
     def add_call(self, name: str, out: Any, inner: Any = None, remembered: Any = None) -> None:
         self.signature.nests += 1
