@@ -87,7 +87,7 @@ class Look(NestedMode):
         """Note the tensors that the run is given. `outer`: the look at the surrounding run."""
         if outer is not None:
             self.outer, self._swaps, self.in_checkpoint = outer, outer._swaps, outer.in_checkpoint
-            self.undecided = outer.undecided
+            self.undecided, self.sees_custom = outer.undecided, outer.sees_custom
         for t in self._given:
             self._add(t)
 
@@ -359,7 +359,7 @@ class Look(NestedMode):
             shapes = hash((shapes, *map(hash_of, found[1:])))
         given, position = together(labels), self._count()
         call = together((hash(func), shapes, given))
-        of_custom = call if effects is not None and effects.is_custom and self.sees_custom else None
+        is_custom = effects is not None and effects.is_custom
         for i, t in enumerate(found):
             requires_grad = requires_grad_at_any_level(t)
             differentiated |= requires_grad
@@ -372,9 +372,10 @@ class Look(NestedMode):
                     self.labels.note_plain(inside[0], together((call, i)))
                 continue
             self.labels.results.append(weakref.ref(t))
-            if new or of_custom is not None or not self.labels.returns(t):
+            if new or is_custom or not self.labels.returns(t):
                 label = of_result(position, i) if listed else None
-                label = label if of_custom is None else hash((of_custom, i)) | 1  # odd: NOTE [labels]
+                if is_custom and self.sees_custom and call is not None:
+                    label = hash((call, i)) | 1  # odd: NOTE [labels]
                 for layer in layers_up_to(t, self.depth):
                     self.labels.note(layer, label)
         if listed and differentiated:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import UNIT, CountOps, Fun, ReadsTwice, activation, assert_same, leaf, numbers, pair, plain
+from helpers import TRANSFORMS, UNIT, CountOps, Fun, ReadsTwice, activation, assert_same, leaf, numbers, pair, plain
 from torch import Tensor, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.autograd.function import once_differentiable
@@ -706,3 +706,43 @@ def test_the_jvp_of_a_function_reads_a_tangent_that_is_changed_later(ck: Decorat
             return forward_ad.unpack_dual(fun(forward_ad.make_dual(numbers(3), numbers(3, seed=1)))).tangent
 
     assert_same(tangent(ck(fun)), tangent(fun))
+
+
+class SineAndCosine(torch.autograd.Function):
+    """A function with all rules: sin(x) * y, and cos(y)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin() * y, y.cos()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return g * x.cos() * y, g * x.sin() - h * y.sin()
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor, u: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return t * x.cos() * y + x.sin() * u, -y.sin() * u
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch.func.linearize
+@pytest.mark.parametrize("ck", [remat, remat(policy=everything_saveable), lambda fun: remat(lambda x: remat(fun)(x))])
+@pytest.mark.parametrize("transform", [name for name in TRANSFORMS if "functionalize" not in name])
+def test_a_function_with_all_rules_under_every_transform(transform: str, ck: Decorator) -> None:
+    """Torch has no rule for a function under `functionalize`."""
+
+    def fun(x: Tensor) -> Tensor:
+        a, b = SineAndCosine.apply(x * 2, x + 1)
+        c, d = SineAndCosine.apply(a.tanh(), x.exp())
+        return a * c + b.sin() * d
+
+    run = TRANSFORMS[transform]
+    assert_same(run(ck(fun), numbers(3, 3)), run(fun, numbers(3, 3)))
