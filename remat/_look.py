@@ -261,10 +261,11 @@ class Look(NestedMode):
             self._note_memory(key, value)
 
     def _note_memory(self, key: int, value: Tensor) -> None:
-        """Note the memory of a tensor from outside. If the run has written in that storage, copy it as well."""
+        """Note the memory of a tensor from outside. If the run has written beside it, copy it as well."""
         if self._memory is not None and key not in (known := self._memory.setdefault(memory_of(value), [])):
+            copied = [self.outside[k].value for k in known if k in self.copies]
             known.append(key)
-            if not (self.copies.keys().isdisjoint(known) or requires_grad_at_any_level(value)):
+            if copied and not (any(overlap(value, t) for t in copied) or requires_grad_at_any_level(value)):
                 self.copies[key] = self._copied(value)
 
     def number_of(self, value: Tensor) -> int | None:

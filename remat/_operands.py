@@ -186,9 +186,7 @@ class Operands:
         - `tape`: the values that a policy keeps; None without a policy.
         - `since`: all autograd nodes with higher sequence numbers were made in the run.
         """
-        shared = two_that_share_memory([look.outside[key].value for key in look.copies])
-        if shared is not None:
-            raise RematError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
+        self._check_memory([look.outside[key].value for key in look.copies])
         self._stand_ins = {id(t): stand_in for t, stand_in in self._outer_originals()}
         constants = self._add_read(look, tape, since)
         self._find_places(look, constants)
@@ -200,7 +198,14 @@ class Operands:
                 self.originals[index].also = [*self.originals[index].also, weakref.ref(t)]
         self.constants += [Constant(weakref.ref(r.value), r.version, r.label, False) for r in constants.values()]
 
-    def _changed(self, read: Read) -> RematError:
+    def _check_memory(self, changed: Iterable[Tensor]) -> None:
+        """Raise an error if tensors to which the run writes share memory."""
+        shared = two_that_share_memory(changed)
+        if shared is not None:
+            raise RematError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
+
+    def _changed(self, read: Read, look: Look) -> RematError:
+        self._check_memory([*(look.outside[key].value for key in look.written), read.value])
         first = "" if read.reader is None else f" ({name_of(read.reader)} was the first to read it)"
         where = f"an unknown line{first}, by an op whose name does not say so (an embedding with max_norm?)"
         return changes(self.name, read.value, where=where)
@@ -218,7 +223,7 @@ class Operands:
                 original.copied, original.written = True, key in look.written
                 original.origin = None if tape is None else tape.origin(value)
             elif version_of(value) != before:
-                raise self._changed(read)
+                raise self._changed(read, look)
             elif key in known or look.in_checkpoint:
                 self._capture(read)  # a checkpoint's hooks must save as many in its rerun, which may read a copy
             elif in_cell is not None:
