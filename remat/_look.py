@@ -171,9 +171,9 @@ class Look(NestedMode):
                 self._mark_draw(func)
             if effects.shows_graph:
                 self.signature.shows_nodes |= not internals.called_by("torch.")
+        if effects.looks_up:  # an operand does not hold what the user's tensor holds
+            return self._seen(func, (self._maybe_tail(effects, func, given[0], kwargs),))[0]
         out = self._maybe_tail(effects, func, args, kwargs)
-        if effects.looks_up and isinstance(out, Tensor):
-            return self._seen(func, (out,))[0]
         if kind_of(out.__class__) is HOLDER or (out is None and written):
             with internals.DisableTorchFunction():
                 self.add_results(func, written if out is None else out, passed, labels, effects)

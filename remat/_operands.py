@@ -66,6 +66,13 @@ def of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
     return tensor.as_subclass(kind)
 
 
+def attributes_of(tensor: Tensor) -> dict[str, Any] | None:
+    """The Python attributes that user code has set on a tensor. None if there are none, or torch's own among them."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or not tensor.__dict__:
+        return None
+    return tensor.__dict__.copy()
+
+
 class Original:
     """A tensor that the forward found. An operand replaces it in reruns."""
 
@@ -87,13 +94,9 @@ class Original:
     """Whether the function writes in its storage. Then each rerun gets a copy of its earlier value."""
     written = False
     """Whether the function writes to it."""
-    attributes: dict[str, Any] | None = None
-    """The Python attributes that user code has set on it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.ref, self.kind = weakref.ref(tensor), type(tensor)
-        if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.__dict__:
-            self.attributes = tensor.__dict__.copy()
+        self.ref, self.kind, self.attributes = weakref.ref(tensor), type(tensor), attributes_of(tensor)
 
     def set_in_modules(self, places: Sequence[Place]) -> None:
         """Note that modules hold it, in these places."""

@@ -3,7 +3,9 @@
 import contextlib
 import copy
 import functools
+import itertools
 import logging
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -1025,4 +1027,104 @@ def test_a_module_that_is_moved_to_where_it_is(api: Any, use_reentrant: bool) ->
         net, x = with_constants(nn.Linear(3, 3).double()), leaf(numbers(2, 3))
         checkpoint(lambda x, net=net: net.to(x.device)(x).sin(), x).sum().backward()
         results.append([p.grad for p in (x, *net.parameters())])
+    assert_same(*results)
+
+
+# User code finds its own tensors in a rerun.
+
+
+def reads_an_attribute(layer: nn.Linear, x: Tensor) -> Tensor:
+    return layer(x) * layer.weight.scale  # type: ignore[operator]
+
+
+def asks_for_the_class(layer: nn.Linear, x: Tensor) -> Tensor:
+    return layer(x) * (2 if isinstance(layer.weight, nn.Parameter) else 1)
+
+
+def looks_up_by_identity(layer: nn.Linear, x: Tensor) -> Tensor:
+    return layer(x) * (2 if layer.weight in layer.known else 1)  # type: ignore[operator]
+
+
+def asks_for_the_gradient(layer: nn.Linear, x: Tensor) -> Tensor:
+    return layer(x) * (1 if layer.weight.grad is None else 2)
+
+
+def changes_it_in_place(layer: nn.Linear, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        layer.weight.clamp_(-1, 1)
+    return asks_for_the_class(layer, x) * reads_an_attribute(layer, x)
+
+
+OF_A_PARAMETER = [reads_an_attribute, asks_for_the_class, looks_up_by_identity, asks_for_the_gradient]
+
+
+@pytest.mark.parametrize(
+    ("use_reentrant", "of_a_parameter"),
+    [*itertools.product([True, False], OF_A_PARAMETER), (False, changes_it_in_place)],
+)
+def test_what_user_code_asks_of_a_parameter(api: Any, use_reentrant: bool, of_a_parameter: Any) -> None:
+    results = []
+    for checkpoint in (functools.partial(api.checkpoint, use_reentrant=use_reentrant), plain):
+        layer, x = with_constants(nn.Linear(3, 3).double()), leaf(numbers(2, 3))
+        layer.weight.scale, layer.known = 3.0, {layer.weight}
+        for _ in range(2):
+            checkpoint(functools.partial(of_a_parameter, layer), x).sin().sum().backward()
+        results.append([p.grad for p in (x, *layer.parameters())])
+    assert_same(*results)
+
+
+def test_an_attribute_of_a_tensor_that_an_outer_function_makes(api: Any) -> None:
+    """The reentrant variant of torch has no derivative with respect to such a tensor."""
+    results = []
+    for checkpoint in (functools.partial(api.checkpoint, use_reentrant=False), plain):
+        x = leaf(numbers(3))
+
+        def fun(x: Tensor, checkpoint: Any = checkpoint) -> Tensor:
+            h = x.sin()
+            h.scale = 3.0  # type: ignore[attr-defined]
+            return checkpoint(lambda y: (y * getattr(h, "scale", 1.0) * h).tanh(), h * 1)
+
+        checkpoint(fun, x).sum().backward()
+        results.append(x.grad)
+    assert_same(*results)
+
+
+@both_variants
+def test_other_threads_find_the_parameters_of_a_module_during_a_rerun(api: Any, use_reentrant: bool) -> None:
+    layer, x, found = nn.Linear(3, 3).double(), leaf(numbers(2, 3)), []
+
+    def fun(x: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: found.append(layer.weight))
+        thread.start()
+        thread.join()
+        return layer(x).tanh()
+
+    api.checkpoint(fun, x, use_reentrant=use_reentrant).sum().backward()
+    assert [weight is layer.weight for weight in found] == [True, True]
+
+
+class AddsToMainGrad(torch.autograd.Function):
+    """As Megatron's fused accumulation: the gradient of the weight goes to an attribute of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        w.main_grad.add_(x.t() @ g)
+        return g @ w.t(), None
+
+
+def test_a_backward_that_adds_to_an_attribute_of_a_weight(api: Any) -> None:
+    """With torch, only the reentrant variant gives the backward the weight itself."""
+    results = []
+    for checkpoint in (functools.partial(api.checkpoint, use_reentrant=True), plain):
+        layer, x = nn.Module(), leaf(numbers(2, 3))
+        layer.register_parameter("weight", nn.Parameter(numbers(3, 3)))
+        layer.weight.main_grad = torch.zeros(3, 3, dtype=torch.float64)
+        checkpoint(lambda x, m=layer: AddsToMainGrad.apply(x, m.weight).tanh(), x).sum().backward()
+        results.append((x.grad, layer.weight.main_grad))
     assert_same(*results)

@@ -20,6 +20,7 @@ from remat._graph import is_made_since
 from remat._layers import version_of
 from remat._memory import two_that_share_memory
 from remat._nested_mode import current_look, unseen
+from remat._operands import attributes_of, of_kind
 from remat._places import Place, filled, item, places_in_modules
 from remat.compat._look import CheckpointLook, kept_by_runs
 from remat.random._keyed import running, suspended
@@ -55,10 +56,13 @@ class Read:
         earlier value.
     - `version`: of the value; if the forward wrote to it, of the tensor itself, after the forward.
     - `requires_grad`, `is_leaf`: of the value, in the forward.
+    - `kind`, `attributes`: the class of the tensor, and the attributes that user code has set on it.
     - `first`: if the forward wrote to it before it read it: `Seen.first`, else None. NOTE [state that is set up].
     """
 
-    __slots__ = ("first", "is_leaf", "is_written", "key", "ref", "requires_grad", "saved", "version")
+    __slots__ = (
+        *("attributes", "first", "is_leaf", "is_written", "key", "kind", "ref", "requires_grad", "saved", "version"),
+    )
 
     def __init__(
         self, tensor: Tensor, value: Tensor, packs: bool = False, is_written: bool = False, first: Any = None
@@ -68,6 +72,7 @@ class Read:
         self.saved: Any = internals.save(value) if packs else value
         self.version = version_of(tensor if is_written else value)
         self.requires_grad, self.is_leaf = value.requires_grad, tensor.is_leaf
+        self.kind, self.attributes = type(tensor), attributes_of(tensor)
 
     def value(self) -> Tensor:
         """The value for a rerun."""
@@ -75,6 +80,14 @@ class Read:
             copy: Tensor = self.saved.clone()
             return copy.detach().requires_grad_(self.requires_grad) if self.is_leaf else copy  # autocast asks
         return self.saved if isinstance(self.saved, Tensor) else self.saved.unpack()
+
+    def as_found(self, value: Tensor) -> Tensor:
+        """The value with the class and the attributes of the tensor."""
+        if value is self.saved or value is self.ref():
+            return value
+        value = of_kind(self.kind, value)
+        vars(value).update(self.attributes or {})
+        return value
 
     @property
     def is_stale(self) -> bool:
@@ -117,6 +130,8 @@ class Call:
         self.name = function_name(fun)
         self.operands: list[Tensor] = []
         self._index: dict[int, int] = {}
+        self._attributes: dict[int, dict[str, Any]] = {}
+        """By identity of an operand, the attributes that user code has set on it."""
         closure = self._closure = Closure(self._operand)
         leaves, self._spec = _tree.flatten_call(args, kwargs)
         for x in args:
@@ -141,6 +156,8 @@ class Call:
         index = self._index.setdefault(id(tensor), len(self.operands))
         if index == len(self.operands):
             self.operands.append(tensor)
+            if attributes := attributes_of(tensor):
+                self._attributes[id(tensor)] = attributes
         return Operand(index)
 
     # The forward.
@@ -213,6 +230,7 @@ class Call:
         contexts: Contexts = NO_CONTEXTS,
         stand_ins: Mapping[int, Tensor] = types.MappingProxyType({}),
         looks: bool = False,
+        finds_leaves: bool = False,
         tell: Callable[[Mapping[int, Tensor]], None] | None = None,
     ) -> tuple[Any, CheckpointLook | None]:
         """Run the call again. Returns its result, and the look that watched it, if any.
@@ -223,17 +241,24 @@ class Call:
         - `contexts`: entered around the rerun.
         - `stand_ins`: by identity of the forward's tensors, the tensors to read in their place.
         - `looks`: whether a look must watch it.
+        - `finds_leaves`: whether it finds the captured leaves themselves in cells. Then a look must watch it.
         - `tell`: called with the tensors of the rerun, by identity of those that the forward read.
         """
-        return self._variables.run(self._rerun, arguments, contexts, stand_ins, looks, tell)
+        return self._variables.run(self._rerun, arguments, contexts, stand_ins, looks, finds_leaves, tell)
 
     def _rerun(
-        self, arguments: Any, contexts: Contexts, stand_ins: Mapping[int, Tensor], looks: bool, tell: Any
+        self,
+        arguments: Any,
+        contexts: Contexts,
+        stand_ins: Mapping[int, Tensor],
+        looks: bool,
+        finds_leaves: bool,
+        tell: Any,
     ) -> tuple[Any, CheckpointLook | None]:
         rerunning.set(True)
         context, trace = contexts
         with enable_grad():
-            values, inputs, fill, look = self._prepared(arguments, stand_ins, looks)
+            values, inputs, fill, look = self._prepared(arguments, stand_ins, looks, finds_leaves)
             if tell is not None:
                 tell(values)
             draws = NOTHING if self.random is None else self.random.replayed()
@@ -257,14 +282,17 @@ class Call:
                     look.keep(())
 
     def _prepared(
-        self, arguments: Any, stand_ins: Mapping[int, Tensor], looks: bool
+        self, arguments: Any, stand_ins: Mapping[int, Tensor], looks: bool, finds_leaves: bool
     ) -> tuple[dict[int, Tensor], list[Any], list[tuple[Place, Tensor]], CheckpointLook | None]:
         """By identity of the forward's tensors, those of the rerun; operands; what to put into modules; the look."""
         values = {key: argument for key, argument in zip(self._index, arguments, strict=False) if argument is not None}
+        for key, attributes in self._attributes.items():
+            if (found := values.get(key)) is not None and id(found) != key:
+                vars(found).update(attributes)
         # None of the others is left, except in a backward inside the forward.
         values |= {id(operand): operand for operand in self.operands[self.arguments :]}
         swaps: dict[int, tuple[Tensor, Tensor]] = {}
-        stale, undecided, originals = {}, {}, {}
+        stale, undecided, originals, leaves = {}, {}, {}, {}
         reads = self.reads if self._look is None else _written(self._look)
         written = {read.key for read in reads if read.is_written}
         for read in reads:
@@ -273,11 +301,14 @@ class Call:
                 stale[id(value)] = modified(value, read.version, self.name)
             if value.requires_grad and not read.requires_grad:
                 value = value.detach()
+            value = read.as_found(value)
             values[read.key], tensor = value, read.ref()
             if read.first is not None and tensor is not None:
                 originals[read.key] = tensor
                 is_old = version_of(tensor) != read.version
                 undecided[read.key] = read.first, modified(tensor, read.version, self.name) if is_old else None
+            if finds_leaves and read.is_leaf and not read.is_written and tensor is not None:
+                leaves[read.key] = tensor
             in_modules_alone = not looks and read.key in self.places and isinstance(read.saved, Parameter)
             if not (tensor is None or tensor is value or in_modules_alone):
                 swaps[read.key] = tensor, value
@@ -291,7 +322,7 @@ class Call:
             # A look swaps what was there in the forward, but for reads that no mode sees, as of an index.
             if not (id(item(*place)) == key and key in swaps and key not in written)
         ]
-        inputs = [originals.get(key, values.get(key)) for key in self._index]
+        inputs = [originals.get(key, leaves.get(key, values.get(key))) for key in self._index]
         changed = swaps or stale or kept_by_runs
         if not (looks or changed or self._nests or self._sets_hooks or internals.may_run_compiled_code()):
             return values, inputs, fill, None

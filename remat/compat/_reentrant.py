@@ -12,7 +12,7 @@ from remat import _torch_internals as internals
 from remat._context import NOTHING
 from remat._errors import RematError, warn
 from remat._graph import Stranger, prove
-from remat._places import still_filled
+from remat._places import item, still_filled
 from remat.compat._call import Call
 
 _CHANGES = (
@@ -135,8 +135,9 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
     arguments = [None if t is None else _stand_in(t, create_graph) for t in ctx.saved_tensors]
     stand_ins = {key: _stand_in(t, create_graph) for key, t in ctx.captured.items()}
     own = [*arguments, *stand_ins.values()]
+    looks = not accumulates or bool(stand_ins)
     since = internals.next_sequence_number()
-    out, look = call.rerun(arguments, stand_ins=stand_ins, looks=not accumulates)
+    out, look = call.rerun(arguments, stand_ins=stand_ins, looks=looks, finds_leaves=accumulates)
     results = zip(out if isinstance(out, tuple) else (out,), cotangents, strict=False)
     pairs = [(o, c) for o, c in results if isinstance(o, Tensor) and o.requires_grad]
     if not pairs:
@@ -152,7 +153,13 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
         if not accumulates:
             raise RematError(_OUT_OF_SIGHT.format(call.name, stranger)) from None
     ids = {id(targets[i]) for i in reached}
-    fill = [(place, t) for key, t in stand_ins.items() if id(t) in ids for place in call.places.get(key, ())]
+    fill = [
+        (place, t)
+        for key, t in stand_ins.items()
+        if id(t) in ids
+        for place in call.places.get(key, ())
+        if not accumulates or id(item(*place)) != key  # else what is found there accumulates
+    ]
     with still_filled(fill):
         if accumulates:
             torch.autograd.backward(outputs, given)
