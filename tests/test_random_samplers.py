@@ -192,6 +192,19 @@ def test_a_batch_of_keys_is_the_loop_over_keys(name: str, monkeypatch: pytest.Mo
         torch.testing.assert_close(sample(keys), mapped, rtol=2e-3 if "16" in name else 1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch.func.linearize
+@pytest.mark.parametrize("name", [*CONTINUOUS, *DISCRETE, *PARAMETERS])
+def test_the_result_of_linearize_draws_the_same_each_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`linearize` keeps what does not depend on its argument, and calls the rest each time."""
+    monkeypatch.setitem(globals(), "N", 40)
+    sample = PARAMETERS.get(name) or (CONTINUOUS.get(name) or DISCRETE[name])[0]
+    drawn, k = sample(key(4)), key(4)
+    x = torch.ones(drawn.shape, dtype=torch.float64)
+    _, push = torch.func.linearize(lambda x: x.sin() * sample(k), x)
+    for _ in range(3):
+        torch.testing.assert_close(push(x), x.cos() * drawn)
+
+
 @pytest.mark.parametrize("name", ["normal", "uniform", "exponential", "gamma", "t", "gumbel", "cauchy", "wald"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_dtypes(name: str, dtype: torch.dtype) -> None:

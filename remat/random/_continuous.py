@@ -35,7 +35,7 @@ def exponential(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None
         tensor([2.9501, 3.8434, 0.4039])
     """
     u = _threefry.uniform(key, check_shape("exponential", shape), check_float("exponential", dtype))
-    return u.neg_().log1p_().neg_()
+    return -torch.log1p(-u)
 
 
 @sampler

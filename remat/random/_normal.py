@@ -52,9 +52,10 @@ def normal(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> 
     if dtype in _PART:
         real, imaginary = normal(split(key), shape, _PART[dtype])
         return torch.complex(real, imaginary) / math.sqrt(2)
-    # uniform(minval=the number after -1, maxval=1), in place; doubling is exact
-    u = _threefry.uniform(key, check_shape("normal", shape), dtype).mul_(2).add_(torch.finfo(dtype).eps / 2 - 1)
-    return u.erfinv_().mul_(math.sqrt(2))
+    # uniform(minval=the number after -1, maxval=1); doubling is exact. It is not in place: what `torch.func.linearize`
+    # returns would change the same draw at each call.
+    u = _threefry.uniform(key, check_shape("normal", shape), dtype) * 2 + (torch.finfo(dtype).eps / 2 - 1)
+    return torch.erfinv(u) * math.sqrt(2)
 
 
 @sampler

@@ -142,7 +142,7 @@ def rademacher(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None)
         tensor([-1, -1,  1,  1], dtype=torch.int32)
     """
     dtype = check_dtype("rademacher", dtype or torch.int32, (*INTEGERS[1:], *FLOATS))
-    return bernoulli(key, 0.5, check_shape("rademacher", shape)).to(dtype).mul_(2).sub_(1)
+    return bernoulli(key, 0.5, check_shape("rademacher", shape)).to(dtype) * 2 - 1
 
 
 @sampler
