@@ -243,19 +243,47 @@ class Rebuilder:
             return old if is_same else part.maker(*args, **kwargs)
         return part
 
-    def _is_as_it_was(self, function: types.FunctionType, was: _Function) -> bool:
-        """Whether a function closes over what it closed over at the call, and none of it is replaced."""
-        if self._closure.is_recursive:
+    @functools.cached_property
+    def _changed(self) -> set[int]:
+        """The keys of the functions that are not as at the call, or close over such a function."""
+        uses: dict[int, set[int]] = {key: set() for key in self._closure.functions}
+        changed = {key for key, was in self._closure.functions.items() if not self._is_as_it_was(was, uses[key])}
+        while more := {key for key, used in uses.items() if not changed.isdisjoint(used)} - changed:
+            changed |= more
+        return changed
+
+    def _is_as_it_was(self, was: _Function, uses: set[int]) -> bool:
+        """Whether a function is there, closes over what it closed over at the call, and none of it is replaced.
+
+        `uses`: the keys of the functions that it closes over are added to this.
+        """
+        function = was.old()
+        if function is None:
             return False
-        contents = [self._closure.contents[c] for c in was.cells]
-        now = [_content(cell) for cell in function.__closure__ or ()]
-        attributes = [getattr(function, name, _EMPTY) for name in was.attributes]
-        return all(map(operator.is_, map(self, (*contents, *was.attributes.values())), (*now, *attributes)))
+        parts = (*[self._closure.contents[c] for c in was.cells], *was.attributes.values())
+        now = (*map(_content, function.__closure__ or ()), *[getattr(function, n, _EMPTY) for n in was.attributes])
+        return all(self._is(obj, part, uses) for obj, part in zip(now, parts, strict=True))
+
+    def _is(self, obj: Any, part: Any, uses: set[int]) -> bool:
+        """Whether an object is what the part stands for, if the functions that it uses are."""
+        kind = type(part)
+        if kind is Operand:
+            return obj is self._operands[part.index]
+        if kind is _Reference:
+            uses.add(part.key)
+            return obj is self._closure.functions[part.key].old()
+        if kind is _Made:
+            recipe = _recipe(obj) if obj is part.old() else None
+            if recipe is None or recipe[2].keys() != part.kwargs.keys():
+                return False
+            held = zip((*recipe[1], *recipe[2].values()), (*part.args, *part.kwargs.values()), strict=True)
+            return all(self._is(o, p, uses) for o, p in held)
+        return obj is part
 
     def _function(self, key: int) -> types.FunctionType:
         old = self._closure.functions[key]
         function = old.old()
-        if function is not None and self._is_as_it_was(function, old):
+        if function is not None and key not in self._changed:
             self._functions[key] = function
             return function
         fresh = {c: types.CellType() for c in old.cells if c not in self._cells}

@@ -1771,17 +1771,28 @@ class LooksUp:
         def act(x: Tensor) -> Tensor:
             return (x * weight).sin()
 
+        def itself(x: Tensor) -> Tensor:
+            return act(x).exp() if itself in gated else x
+
+        def one(x: Tensor, depth: int = 2) -> Tensor:
+            return another(x, depth) * factors.get(one, 1.0)
+
+        def another(x: Tensor, depth: int) -> Tensor:
+            return one(act(x), depth - 1) if depth else x * factors.get(another, 1.0)
+
         part, inner = functools.partial(torch.mul, weight), remat(act)
-        gated, factors = {act}, {part: 2.0, inner: 3.0, torch.cos: 4.0}
+        gated, factors = {act, itself}, {part: 2.0, inner: 3.0, torch.cos: 4.0, one: 5.0, another: 6.0}
         self.functions: dict[str, Callable[[Tensor], Tensor]] = {
             "in a set": lambda x: act(x).exp() if act in gated else act(x).cos(),
             "as keys": lambda x: part(x).cos() * factors[part] + inner(x) * factors[inner],
             "by a default": lambda x, f=act: f(x).exp() if f in gated else f(x).cos(),
+            "itself": itself,
+            "each other": one,
         }
 
 
 @pytest.mark.parametrize("around", ["remat", "policy", "checkpoint"])
-@pytest.mark.parametrize("how", ["in a set", "as keys", "by a default"])
+@pytest.mark.parametrize("how", ["in a set", "as keys", "by a default", "itself", "each other"])
 def test_a_function_that_is_as_it_was_at_the_call_is_the_very_same_in_a_rerun(how: str, around: str) -> None:
     weight, x = leaf(numbers(3)), leaf(numbers(3, seed=1))
     function = LooksUp(weight).functions[how]
