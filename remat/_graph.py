@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from remat import _torch_internals as internals
 from remat._dispatch_mode import ops_of_remat
@@ -38,6 +39,11 @@ class Stranger(Exception):  # noqa: N818  # always caught, and raised again as a
         self.edge = edge
         self.leaf: Tensor | None = _leaf_at(edge[0]) if leaf is None else leaf
         self.reader = reader
+
+    @property
+    def target(self) -> Tensor | GradientEdge:
+        """What `torch.autograd` takes for the tensor."""
+        return GradientEdge(*self.edge) if self.leaf is None else self.leaf
 
     def __str__(self) -> str:
         """The op that has read the tensor, with its shape and dtype."""
@@ -97,13 +103,26 @@ class Proof(NamedTuple):
     """Whether a node of `once_differentiable` is in the graph. It raises, but is on no path to an operand."""
 
 
-def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_own: Callable[[Tensor], bool]) -> Proof:
+def prove(
+    values: Sequence[Tensor],
+    operands: Sequence[Tensor],
+    since: int,
+    is_own: Callable[[Tensor], bool],
+    strangers: list[Stranger] | None = None,
+) -> Proof:
     """Check that values depend on operands only. Raises `Stranger`: see NOTE [the proof].
 
     **Arguments:**
 
     - `is_own`: tells whether the run made a leaf itself.
+    - `strangers`: if given, a list to which each `Stranger` is added. Then none is raised.
     """
+
+    def met(stranger: Stranger) -> None:
+        if strangers is None:
+            raise stranger
+        strangers.append(stranger)
+
     ends: dict[Any, int] = {}
     """The positions of operands by their edges; those of leaves also by identity."""
     reached: set[int] = set()
@@ -129,7 +148,7 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
         elif id(v) in ends:
             reached.add(ends[id(v)])
         elif v.requires_grad and not is_own(v):
-            raise Stranger((None, 0), None, v)
+            met(Stranger((None, 0), None, v))
     sequence_number, leaf_number = internals.sequence_number, internals.LEAF_NUMBER
     seen: set[Any] = {None}
     nodes: list[Any] = []
@@ -144,7 +163,8 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
                 continue
             number = sequence_number(node)
             if number < since:
-                raise Stranger(edge, reader)
+                met(Stranger(edge, reader))
+                continue
             seen.add(node)
             if number < leaf_number:
                 nodes.append(node)
@@ -157,7 +177,7 @@ def prove(values: Sequence[Tensor], operands: Sequence[Tensor], since: int, is_o
                 if position is not None:
                     reached.add(position)
                 elif not is_own(leaf):
-                    raise Stranger(edge, reader)
+                    met(Stranger(edge, reader))
     return Proof(nodes, reached, ambiguous, once_differentiable)
 
 

@@ -1118,6 +1118,54 @@ class AddsToMainGrad(torch.autograd.Function):
         return g @ w.t(), None
 
 
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return g @ w.t(), x.t() @ g
+
+
+GIVES_WEIGHT: dict[str, Callable[[nn.Linear], Callable[[Tensor], Tensor]]] = {
+    "from a module": lambda layer: lambda x: Product.apply(x, layer.weight).tanh(),
+    "from a cell": lambda layer: (lambda w: lambda x: Product.apply(x, w).tanh())(layer.weight),
+    "and reads it": lambda layer: lambda x: (Product.apply(x, layer.weight) * layer.weight.sum()).tanh(),
+    "and reads it detached": lambda layer: lambda x: Product.apply(x, layer.weight) * layer.weight.detach().sum(),
+    "and another": lambda layer: lambda x: layer(Product.apply(x, layer.weight)).tanh(),
+}
+
+
+@both_variants
+@pytest.mark.parametrize("gives", GIVES_WEIGHT)
+def test_hooks_of_a_weight_that_an_autograd_function_gets_are_called_once(
+    api: Any, use_reentrant: bool, gives: str
+) -> None:
+    results = []
+    for checkpoint in (functools.partial(api.checkpoint, use_reentrant=use_reentrant), plain):
+        layer, x, seen = with_constants(nn.Linear(3, 3).double()), leaf(numbers(2, 3)), Seen()
+        layer.weight.register_hook(lambda g, seen=seen: seen.append(g) or g * 2)
+        layer.weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad.clone()))
+        for _ in range(2):
+            checkpoint(GIVES_WEIGHT[gives](layer), x).sum().backward()
+        results.append((x.grad, layer.weight.grad, layer.bias.grad, *seen))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("gives", GIVES_WEIGHT)
+def test_reentrant_under_autograd_grad_with_a_weight_that_an_autograd_function_gets(gives: str) -> None:
+    """It is an error with torch."""
+    results = []
+    for checkpoint in (functools.partial(remat.compat.checkpoint, use_reentrant=True), plain):
+        layer, x, seen = with_constants(nn.Linear(3, 3).double()), leaf(numbers(2, 3)), Seen()
+        layer.weight.register_hook(lambda g, seen=seen: seen.append(g) or g * 2)
+        results.append((grad_of(checkpoint(GIVES_WEIGHT[gives](layer), x).sum(), [x, layer.weight]), *seen))
+    assert_same(*results)
+
+
 def test_a_backward_that_adds_to_an_attribute_of_a_weight(api: Any) -> None:
     """With torch, only the reentrant variant gives the backward the weight itself."""
     results = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -119,6 +120,19 @@ def _stand_in(operand: Tensor, create_graph: bool) -> Tensor:
     return operand.detach().requires_grad_(operand.requires_grad)
 
 
+@contextlib.contextmanager
+def _without_hooks(leaves: Iterable[Any]) -> Iterator[None]:
+    """Within it, leaves have no hooks: these are called when the gradient that is found is accumulated."""
+    hooks = [(t, t._backward_hooks) for t in leaves if t is not None and t._backward_hooks]
+    for t, _ in hooks:
+        t._backward_hooks = None
+    try:
+        yield
+    finally:
+        for t, held in hooks:
+            t._backward_hooks = held
+
+
 def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
     """The gradients of the arguments and of captured tensors.
 
@@ -144,14 +158,14 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
         raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
     outputs, given = [o for o, _ in pairs], [c for _, c in pairs]
     targets = [t for t in own if t is not None and t.requires_grad]
-    reached = set[int]()
-    try:
-        if not accumulates or call.places:
-            is_own = look.has_made if look and not accumulates else lambda _: True  # it accumulates there
-            reached = prove(outputs, targets, since, is_own).reached
-    except Stranger as stranger:
-        if not accumulates:
-            raise RematError(_OUT_OF_SIGHT.format(call.name, stranger)) from None
+    strangers: list[Stranger] = []
+    is_own = look.has_made if look and not accumulates else lambda _: False
+    reached = prove(outputs, targets, since, is_own, strangers).reached
+    # Those that an autograd.Function has got: no mode sees that below all transforms.
+    unseen = {key: t for key, t in ctx.captured.items() if any(t is s.leaf for s in strangers)}
+    others = {s.edge: s for s in strangers if not any(t is s.leaf for t in unseen.values())}
+    if others and not accumulates:
+        raise RematError(_OUT_OF_SIGHT.format(call.name, next(iter(others.values()))))
     ids = {id(targets[i]) for i in reached}
     fill = [
         (place, t)
@@ -161,8 +175,18 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
         if not accumulates or id(item(*place)) != key  # else what is found there accumulates
     ]
     with still_filled(fill):
-        if accumulates:
+        if accumulates and not unseen:
             torch.autograd.backward(outputs, given)
             return [None if t is None else t.grad for t in own]
-        found = iter(torch.autograd.grad(outputs, targets, given, allow_unused=True, create_graph=create_graph))
-    return [next(found) if t is not None and t.requires_grad else None for t in own]
+        wrt = [*targets, *unseen.values(), *(s.target for s in others.values())]
+        with _without_hooks(s.leaf for s in strangers):
+            found = iter(torch.autograd.grad(outputs, wrt, given, allow_unused=True, create_graph=create_graph))
+    gradients = [next(found) if t is not None and t.requires_grad else None for t in own]
+    for key in unseen:
+        i = len(arguments) + [*stand_ins].index(key)
+        parts = [g for g in (gradients[i], next(found)) if g is not None]
+        gradients[i] = sum(parts[1:], parts[0]) if parts else None
+    for stranger, gradient in zip(others.values(), found, strict=True):
+        if gradient is not None:
+            torch.autograd.backward(stranger.target, gradient)
+    return gradients
