@@ -1166,6 +1166,43 @@ def test_reentrant_under_autograd_grad_with_a_weight_that_an_autograd_function_g
     assert_same(*results)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("how", [".backward()", "autograd.grad"])
+def test_reentrant_with_weights_that_nothing_finds(how: str) -> None:
+    """A ScriptModule reads its weights in C++."""
+    layer, x = torch.jit.script(with_constants(nn.Linear(3, 3).double())), leaf(numbers(2, 3))
+    y = remat.compat.checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=True).sum()
+    if how == "autograd.grad":
+        with pytest.raises(remat.RematError, match="Pass it as an argument, use use_reentrant=False"):
+            grad_of(y, x)
+        return
+    y.backward()
+    found = [p.grad for p in (x, *layer.parameters())]
+    for p in (x, *layer.parameters()):
+        p.grad = None
+    layer(x).tanh().sum().backward()
+    assert_same(found, [p.grad for p in (x, *layer.parameters())])
+
+
+class Slot:
+    __slots__ = ("held",)
+
+
+def times_sine(a: Tensor, b: Tensor) -> Tensor:
+    return a * b.sin()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_reentrant_with_an_outside_result_that_nothing_finds_beside_a_weight_that_a_function_gets(api: Any) -> None:
+    results, scripted, slot = [], torch.jit.script(times_sine), Slot()
+    for checkpoint in (functools.partial(api.checkpoint, use_reentrant=True), plain):
+        w, v, x = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1)), leaf(numbers(3, 3, seed=2))
+        slot.held = v * 2  # type: ignore[attr-defined]
+        checkpoint(lambda x, w=w: scripted(Product.apply(x, w), slot.held).tanh(), x).sum().backward()
+        results.append([t.grad for t in (w, v, x)])
+    assert_same(*results)
+
+
 def test_a_backward_that_adds_to_an_attribute_of_a_weight(api: Any) -> None:
     """With torch, only the reentrant variant gives the backward the weight itself."""
     results = []
