@@ -40,6 +40,10 @@ class Stranger(Exception):  # noqa: N818  # always caught, and raised again as a
         self.leaf: Tensor | None = _leaf_at(edge[0]) if leaf is None else leaf
         self.reader = reader
 
+    def stands_for(self, tensor: Tensor) -> bool:
+        """Whether the results depend on this tensor."""
+        return tensor is self.leaf if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr) == self.edge
+
     @property
     def target(self) -> Tensor | GradientEdge:
         """What `torch.autograd` takes for the tensor."""

@@ -1135,6 +1135,7 @@ GIVES_WEIGHT: dict[str, Callable[[nn.Linear], Callable[[Tensor], Tensor]]] = {
     "from a cell": lambda layer: (lambda w: lambda x: Product.apply(x, w).tanh())(layer.weight),
     "and reads it": lambda layer: lambda x: (Product.apply(x, layer.weight) * layer.weight.sum()).tanh(),
     "and reads it detached": lambda layer: lambda x: Product.apply(x, layer.weight) * layer.weight.detach().sum(),
+    "in a list, computed": lambda layer: (lambda ws: lambda x: Product.apply(x, ws[0]).tanh())([layer.weight * 2]),
     "and another": lambda layer: lambda x: layer(Product.apply(x, layer.weight)).tanh(),
 }
 

@@ -162,8 +162,8 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
     is_own = look.has_made if look and not accumulates else lambda _: False
     reached = prove(outputs, targets, since, is_own, strangers).reached
     # Those that an autograd.Function has got: no mode sees that below all transforms.
-    unseen = {key: t for key, t in ctx.captured.items() if any(t is s.leaf for s in strangers)}
-    others = {s.edge: s for s in strangers if not any(t is s.leaf for t in unseen.values())}
+    unseen = {key: t for key, t in ctx.captured.items() if any(s.stands_for(t) for s in strangers)}
+    others = {s.edge: s for s in strangers if not any(s.stands_for(t) for t in unseen.values())}
     if others and not accumulates:
         raise RematError(_OUT_OF_SIGHT.format(call.name, next(iter(others.values()))))
     ids = {id(targets[i]) for i in reached}
@@ -175,7 +175,7 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
         if not accumulates or id(item(*place)) != key  # else what is found there accumulates
     ]
     with still_filled(fill):
-        if accumulates and not unseen:
+        if accumulates and (gathered or not unseen):
             torch.autograd.backward(outputs, given)
             return [None if t is None else t.grad for t in own]
         wrt = [*targets, *unseen.values(), *(s.target for s in others.values())]
