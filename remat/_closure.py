@@ -111,11 +111,6 @@ def _reference(obj: Any) -> Callable[[], Any]:
         return type(None)
 
 
-def _identities(args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
-    """What tells arguments from others."""
-    return [*map(id, (*args, *kwargs, *kwargs.values()))]
-
-
 def _is_opaque(function: types.FunctionType) -> bool:
     """Whether a function is torch's or its compiler's. A copy would be another function to torch-function modes."""
     return function in _OF_TORCH or internals.is_compiled(function)
@@ -237,10 +232,10 @@ class Rebuilder:
         if kind is _Reference:
             return self._functions.get(part.key) or self._function(part.key)
         if kind is _Made:
-            args, kwargs = [*map(self, part.args)], {k: self(v) for k, v in part.kwargs.items()}
-            recipe = _recipe(old := part.old())
-            is_same = recipe is not None and _identities(*recipe[1:]) == _identities(args, kwargs)
-            return old if is_same else part.maker(*args, **kwargs)
+            uses: set[int] = set()
+            if self._is(old := part.old(), part, uses) and uses.isdisjoint(self._changed):
+                return old
+            return part.maker(*map(self, part.args), **{k: self(v) for k, v in part.kwargs.items()})
         return part
 
     @functools.cached_property

@@ -303,7 +303,7 @@ class Look(NestedMode):
         if self._memory is None:
             self._memory = {}
             for key, read in self.outside.items():
-                self._memory.setdefault(memory_of(read.value), []).append(key)
+                self._note_memory(key, read.value)
         for key in self._memory.get(memory_of(written), ()):
             value = self.outside[key].value
             if key not in self.copies:

@@ -1103,21 +1103,6 @@ def test_other_threads_find_the_parameters_of_a_module_during_a_rerun(api: Any, 
     assert [weight is layer.weight for weight in found] == [True, True]
 
 
-class AddsToMainGrad(torch.autograd.Function):
-    """As Megatron's fused accumulation: the gradient of the weight goes to an attribute of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x, w = ctx.saved_tensors
-        w.main_grad.add_(x.t() @ g)
-        return g @ w.t(), None
-
-
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -1128,6 +1113,16 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Any:
         x, w = ctx.saved_tensors
         return g @ w.t(), x.t() @ g
+
+
+class AddsToMainGrad(Product):
+    """As Megatron's fused accumulation: the gradient of the weight goes to an attribute of it."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        gradient, of_weight = Product.backward(ctx, g)
+        ctx.saved_tensors[1].main_grad.add_(of_weight)
+        return gradient, None
 
 
 GIVES_WEIGHT: dict[str, Callable[[nn.Linear], Callable[[Tensor], Tensor]]] = {
