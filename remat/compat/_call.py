@@ -130,8 +130,8 @@ class Call:
         self.name = function_name(fun)
         self.operands: list[Tensor] = []
         self._index: dict[int, int] = {}
-        self._attributes: dict[int, dict[str, Any]] = {}
-        """By identity of an operand, the attributes that user code has set on it."""
+        self._attributes: dict[int, tuple[weakref.ref[Tensor], dict[str, Any]]] = {}
+        """By identity of an operand, a weak reference to it, and the attributes that user code has set on it."""
         closure = self._closure = Closure(self._operand)
         leaves, self._spec = _tree.flatten_call(args, kwargs)
         for x in args:
@@ -157,7 +157,7 @@ class Call:
         if index == len(self.operands):
             self.operands.append(tensor)
             if attributes := attributes_of(tensor):
-                self._attributes[id(tensor)] = attributes
+                self._attributes[id(tensor)] = weakref.ref(tensor), attributes
         return Operand(index)
 
     # The forward.
@@ -286,8 +286,8 @@ class Call:
     ) -> tuple[dict[int, Tensor], list[Any], list[tuple[Place, Tensor]], CheckpointLook | None]:
         """By identity of the forward's tensors, those of the rerun; operands; what to put into modules; the look."""
         values = {key: argument for key, argument in zip(self._index, arguments, strict=False) if argument is not None}
-        for key, attributes in self._attributes.items():
-            if (found := values.get(key)) is not None and id(found) != key:
+        for key, (ref, attributes) in self._attributes.items():
+            if (found := values.get(key)) is not None and found is not ref():
                 vars(found).update(attributes)
         # None of the others is left, except in a backward inside the forward.
         values |= {id(operand): operand for operand in self.operands[self.arguments :]}
