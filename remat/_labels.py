@@ -170,8 +170,12 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
 
 
 def _custom(node: Any) -> Any:
-    """What tells the node of an autograd.Function from others: its name, and the numbers and flags that it holds."""
-    return None if node is None else (node.name(), plain_in(getattr(node, "__dict__", {}).values()))
+    """What tells the node of an autograd.Function from others: its name, and the numbers and flags that it holds.
+
+    None for a node of torch's own: a view has one if its base was written to, below some transforms only.
+    """
+    held = getattr(node, "__dict__", None)
+    return None if held is None else (node.name(), plain_in(held.values()))
 
 
 def of_outside(number: int) -> int:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -700,3 +701,23 @@ def test_a_call_inside_reads_an_operand_through_an_object_in_a_cycle(no_gc: None
     w = numbers(3)
     actual, expected = (TRANSFORMS[".backward()"](lambda w, ck=ck: loss(w, ck), w) for ck in (remat, plain))
     assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("view", [torch.t, lambda y: y[:], lambda y: y.view(-1)[1:]], ids=["t", "slice", "of a view"])
+@pytest.mark.parametrize("differentiates", ["in grad", "below grad", "both"])
+def test_a_view_of_zeros_that_are_written_to(view: Any, differentiates: str) -> None:
+    """The view gets a derivative from its base, at the level of `grad` or below it."""
+
+    def run(ck: Any) -> Any:
+        def fun(x: Tensor, y: Tensor) -> Tensor:
+            zeros = torch.zeros_like(y)
+            part = view(zeros)
+            zeros.add_(y)
+            return x.sum() * part * part
+
+        x, y = leaf(numbers(2, 2)), leaf(numbers(2, 2, seed=1))
+        argnums: Any = {"in grad": 1, "below grad": 0, "both": (0, 1)}[differentiates]
+        found = grad(lambda x, y: ck(fun)(x, y).sum(), argnums=argnums)(x, y)
+        return torch.autograd.grad(sum(t.sin().sum() for t in optree.tree_leaves(found)), (x, y), materialize_grads=True)
+
+    assert_same(run(remat), run(plain))
