@@ -30,7 +30,7 @@ from remat._layers import layers, layers_up_to, requires_grad_at_any_level, unwr
 from remat._memory import memory_of, overlap
 from remat._nested_mode import NestedMode, watched
 from remat._saved import is_of_user
-from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, PLAIN, Signature, hash_of, kind_of, name_of
+from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, PLAIN, Signature, kind_of, name_of
 from remat._tail import is_large
 
 level_of, stack_depth = internals.level_of, internals.stack_depth
@@ -136,7 +136,7 @@ class Look(NestedMode):
             self.call = None
         if at_depth and type(out) is Tensor and out.requires_grad:
             self.labels.note_result(out, self._count(), effects.writes)
-            self._note(func, hash_of(out, plain), None if None in labels else hash(tuple(labels)))
+            self._note(func, self.signature.hash_of(out, plain), None if None in labels else hash(tuple(labels)))
         elif out is None or kind_of(out.__class__) is HOLDER:
             with internals.DisableTorchFunction():
                 self.add_results(func, args[0] if out is None and effects.writes else out, args, labels, effects)
@@ -355,9 +355,9 @@ class Look(NestedMode):
         found, differentiated = tensors_in(out), False
         if not found:
             return
-        shapes = hash_of(found[0], args)
+        shapes = self.signature.hash_of(found[0], args)
         if len(found) > 1:
-            shapes = hash((shapes, *map(hash_of, found[1:])))
+            shapes = hash((shapes, *map(self.signature.hash_of, found[1:])))
         given, position = together(labels), self._count()
         call = together((hash(func), shapes, given))
         is_custom = effects is not None and effects.is_custom

@@ -76,6 +76,15 @@ class Signature:
         self.tail_call: Any = None
         self.hooks: list[tuple[tuple[int, ...], int]] = []
         self.hooks_of_torch: list[tuple[int, ...]] = []
+        self._is_traced = internals.tracing() or internals.compiling()
+
+    def hash_of(self, tensor: Tensor, args: Iterable[Any] = ()) -> int:
+        """A hash of a tensor's shape and dtype, and of the numbers, flags and names in the arguments of a call.
+
+        Lengths are left out of nested tensors, and under a tracer, where a symbolic one may become a number.
+        """
+        shape = None if self._is_traced or tensor.is_nested else tensor.shape
+        return hash((shape, tensor.dtype, plain_in(args) if args else ()))
 
 
 def _plain_in(arg: Any) -> str:
@@ -94,18 +103,6 @@ def _plain_in(arg: Any) -> str:
 def plain_in(args: Iterable[Any]) -> tuple[str, ...]:
     """The numbers, flags, names and arrays among some objects."""
     return tuple([p for p in map(_plain_in, args) if p])
-
-
-def hash_of(tensor: Tensor, args: Iterable[Any] = ()) -> int:
-    """A hash of a tensor's shape and dtype, and of the numbers, flags and names in the arguments of a call.
-
-    The shape is left out if a length is symbolic (nested tensors, or compiled for any shape).
-    """
-    plain = plain_in(args) if args else ()
-    try:
-        return hash((None if tensor.is_nested else tensor.shape, tensor.dtype, plain))
-    except TypeError:  # torch.SymInt
-        return hash((tensor.dtype, plain))
 
 
 def name_of(func: Any) -> str:

@@ -569,11 +569,29 @@ def test_transforms_inside() -> None:
             WS[0].clone().requires_grad_().sin().sum().backward()
 
 
+def compiled_for_any_shape(fun: Any, *args: Any) -> Any:
+    return compiled(fun, dynamic=True)(*args)
+
+
+def make_fx_for_any_shape(fun: Any, *args: Any) -> Any:
+    return make_fx(fun, tracing_mode="symbolic")(*args)(*args)
+
+
 def test_dynamic_shapes() -> None:
     for what in (".backward()", "grad"):
         run = COMPILED[what](loss_of(remat), functools.partial(compiled, dynamic=True))
         for n in (5, 7):
             assert_same(run(WS[:1], X[:n]), COMPILED[what](loss_of(plain), UNCOMPILED)(WS[:1], X[:n]), 1e-8)
+
+
+@pytest.mark.parametrize("around", [compiled_for_any_shape, make_fx_for_any_shape])
+def test_a_symbolic_length_becomes_a_number(around: Any) -> None:
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        zeros = torch.zeros_like(x[:, :1])
+        zeros.add_(1)
+        return ((torch.tanh(x @ w) + zeros).view(len(X), 1, -1) * zeros[None]).sum()
+
+    assert_same(around(grad(remat(loss)), WS[0], X), grad(loss)(WS[0], X), 1e-8)
 
 
 @pytest.mark.parametrize(
