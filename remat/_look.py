@@ -30,7 +30,7 @@ from remat._layers import layers, layers_up_to, requires_grad_at_any_level, unwr
 from remat._memory import memory_of, overlap
 from remat._nested_mode import NestedMode, watched
 from remat._saved import is_of_user
-from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, PLAIN, Signature, kind_of, name_of
+from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, OTHER, Signature, kind_of, name_of
 from remat._tail import is_large
 
 level_of, stack_depth = internals.level_of, internals.stack_depth
@@ -116,7 +116,7 @@ class Look(NestedMode):
                     labels.append(entry[1])
                     continue
             elif (kind := kind_of(a.__class__)) is not HOLDER:
-                if kind is PLAIN:
+                if kind is not OTHER:
                     plain.append(a)
                 continue
             args = self._seen(func, args)

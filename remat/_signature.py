@@ -19,24 +19,21 @@ ELSEWHERE, NO_LEVEL = -1, -2
 function made the level."""
 
 
-HOLDER, PLAIN, OTHER = "holder", "plain", "other"
-"""Kinds of arguments: one that may hold tensors, or is a generator; one that belongs to the signature; another."""
+HOLDER, PLAIN, ARRAY, OTHER = "holder", "plain", "array", "other"
+"""Kinds of arguments: one that may hold tensors, or is a generator; a number, say; an array of NumPy, or a memoryview;
+another. The second and third belong to the signature."""
 _HOLDERS = (Tensor, list, tuple, dict, slice, torch.Generator)
 _PLAIN = (numbers.Number, str, range, type(None))  # numbers of NumPy and of enums too
 _COMMON = (Tensor, Parameter, list, tuple, dict, slice, bool, int, float, complex, str, type(None), torch.dtype)
-
-
-def _is_array(cls: type) -> bool:
-    return hasattr(cls, "tobytes")  # of NumPy, or a memoryview
 
 
 class _Kinds(dict[Any, str]):
     """The kinds of common classes. It holds no others: a local class would hold what its methods close over."""
 
     def __missing__(self, cls: Any) -> str:
-        if cls is torch.Size or not issubclass(cls, _HOLDERS):
-            return PLAIN if issubclass(cls, _PLAIN) or _is_array(cls) else OTHER
-        return HOLDER
+        if issubclass(cls, _HOLDERS) and cls is not torch.Size:
+            return HOLDER
+        return PLAIN if issubclass(cls, _PLAIN) else ARRAY if hasattr(cls, "tobytes") else OTHER
 
 
 _kinds = _Kinds()
@@ -89,13 +86,15 @@ class Signature:
 
 def _plain_in(arg: Any) -> str:
     """The numbers, flags and names in an argument of a call: a step, the bounds of a slice, dimensions in a list."""
-    kind = arg.__class__
-    if kind is slice:
+    cls = arg.__class__
+    kind = kind_of(cls)
+    if kind is PLAIN:
+        return repr(arg)  # -1 and -2 have the same hash, and NaN != NaN
+    if kind is ARRAY:
+        return str(hash(arg.tobytes()))
+    if cls is slice:
         return ":".join(map(_plain_in, (arg.start, arg.stop, arg.step)))
-    if kind_of(kind) is PLAIN:
-        is_array = _is_array(kind) and not isinstance(arg, _PLAIN)
-        return str(hash(arg.tobytes())) if is_array else repr(arg)  # -1 and -2 have the same hash, and NaN != NaN
-    if kind is list or kind is tuple:
+    if cls is list or cls is tuple:
         return f"[{','.join(map(_plain_in, arg))}]"
     return arg.__qualname__ if isinstance(arg, type) else ""  # an autograd.Function
 
