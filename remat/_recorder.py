@@ -188,6 +188,7 @@ class Recorder(OpMode):
             if earlier is None or decision in KEEP or decision in _MUST:
                 earlier = decision
             content.value = self._value(t, storage, earlier)
+            content.value.is_replaced = content.is_shared  # or will be, unseen
             if op.facts.counts_writes:
                 content.value.expect_write()
             op.writes = (*op.writes, content.value)

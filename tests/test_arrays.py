@@ -128,6 +128,15 @@ def filled_with_results(x: Tensor) -> Tensor:
     return found
 
 
+def written_by_torch_too(x: Tensor) -> Tensor:
+    y = (x @ x).detach().clone()
+    array = y.numpy()
+    y.add_(1)
+    before = y.exp() * x
+    array *= 2
+    return before + y
+
+
 def numbers_of_a_result(x: Tensor) -> Tensor:
     y = x @ x
     return (y * y.tolist()[0][0]).sin() * y
@@ -158,6 +167,7 @@ RIGHT: dict[str, Fun] = {
         a_view_that_is_written_between_reads,
         filled_in_a_loop,
         filled_with_results,
+        written_by_torch_too,
         numbers_of_a_result,
     )
 }
@@ -200,6 +210,7 @@ POLICIES = {
     "dots": policies.dots_saveable,
     "everything": policies.everything_saveable,
     "some ops": policies.save_ops(*OPS),
+    "changes": policies.save_ops(aten.add_.Tensor),
 }
 
 
