@@ -73,7 +73,23 @@ def attributes_of(tensor: Tensor) -> dict[str, Any] | None:
     return tensor.__dict__.copy()
 
 
-class Original:
+class Found:
+    """A tensor as a forward found it: a weak reference, its class, and the attributes that user code has set on it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.ref, self.kind, self.attributes = weakref.ref(tensor), type(tensor), attributes_of(tensor)
+
+    def as_found(self, value: Tensor) -> Tensor:
+        """A value that a rerun reads in its place, with its class and attributes."""
+        if value is self.ref():
+            return value
+        value = of_kind(self.kind, value)
+        if self.attributes:
+            vars(value).update(self.attributes)
+        return value
+
+
+class Original(Found):
     """A tensor that the forward found. An operand replaces it in reruns."""
 
     also: Sequence[weakref.ref[Tensor]] = ()
@@ -94,9 +110,6 @@ class Original:
     """Whether the function writes in its storage. Then each rerun gets a copy of its earlier value."""
     written = False
     """Whether the function writes to it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.ref, self.kind, self.attributes = weakref.ref(tensor), type(tensor), attributes_of(tensor)
 
     def set_in_modules(self, places: Sequence[Place]) -> None:
         """Note that modules hold it, in these places."""
@@ -354,12 +367,10 @@ class Operands:
         to_write: dict[int, Tensor] = {}
         labels: dict[int, int | None] = {}
         for i, original in enumerate(self.originals):
-            operand, tensor = of_kind(original.kind, inputs[i]), original.ref()
-            inputs[i] = operand
-            if original.copied:
-                operand = inputs[i] = operand.clone()
-                if original.written and tensor is not None:  # else the function may have made it itself, unseen
-                    to_write[memory_of(operand)] = operand
+            tensor = original.ref()
+            operand = inputs[i] = original.as_found(inputs[i].clone() if original.copied else inputs[i])
+            if original.written and tensor is not None:  # else the function may have made it itself, unseen
+                to_write[memory_of(operand)] = operand
             fill += [(place, operand) for place in original.places]
             found = [t for ref in (original.ref, *original.also) if (t := ref()) is not None]
             for t in (operand, *found):
@@ -367,8 +378,6 @@ class Operands:
                     labels[id(t)] = original.label
                 if t is not operand:
                     swaps[id(t)] = t, operand
-            if tensor is not operand and original.attributes:
-                vars(operand).update(original.attributes)
         alive = [*self.still_there(), *(t for survivor in self.survivors if (t := survivor.ref()) is not None)]
         for constant in self.constants:
             if self._is_alive(t := constant.ref(), constant.version):

@@ -1700,6 +1700,27 @@ def test_a_parameter_is_one_in_reruns(transform: str, nested: bool) -> None:
     assert_same(run(again, numbers(3, 3)), run(lambda x: fun(x.cos()).sin() if nested else fun(x), numbers(3, 3)))
 
 
+@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["remat", "non-reentrant", "reentrant"])
+def test_what_is_changed_in_place_is_in_reruns_what_it_was(use_reentrant: bool | None) -> None:
+    class Tagged(Tensor):
+        pass
+
+    counts = nn.Parameter(torch.zeros(3), requires_grad=False), torch.zeros(3).as_subclass(Tagged)
+    counts[0].step = 7
+    seen = Seen()
+
+    def fun(x: Tensor) -> Tensor:
+        seen.append((isinstance(counts[0], nn.Parameter), counts[0].step, type(counts[1])))
+        for count in counts:
+            count.add_(1)
+        return (x * counts[0]).sin() * counts[1]
+
+    x = leaf(numbers(3))
+    y = remat(fun)(x) if use_reentrant is None else checkpoint(fun, x, use_reentrant=use_reentrant)
+    y.sum().backward()
+    assert [*seen] == [(True, 7, Tagged)] * 2
+
+
 def test_an_attribute_that_is_set_after_the_forward() -> None:
     w = nn.Parameter(numbers(3))
     w.steps = 0

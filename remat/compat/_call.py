@@ -20,7 +20,7 @@ from remat._graph import is_made_since
 from remat._layers import version_of
 from remat._memory import two_that_share_memory
 from remat._nested_mode import current_look, unseen
-from remat._operands import attributes_of, of_kind
+from remat._operands import Found
 from remat._places import Place, filled, item, places_in_modules
 from remat.compat._look import CheckpointLook, kept_by_runs
 from remat.random._keyed import running, suspended
@@ -45,34 +45,29 @@ def modified(tensor: Tensor, before: int, name: str) -> RuntimeError:
         return RuntimeError(_MODIFIED.format(tensor.type(), list(tensor.shape), name, tensor._version, before))
 
 
-class Read:
+class Read(Found):
     """A tensor that the forward read from outside, or got in a container or from its closure.
 
     **Attributes:**
 
-    - `key`, `ref`: its identity, and a weak reference to it.
+    - `key`: its identity.
     - `saved`: the value that the forward read. If an outer checkpointed function made it, and it is differentiated, it
         is saved through the hooks of that, which recomputes it. If the forward wrote to it, this is a copy of the
         earlier value.
     - `version`: of the value; if the forward wrote to it, of the tensor itself, after the forward.
     - `requires_grad`, `is_leaf`: of the value, in the forward.
-    - `kind`, `attributes`: the class of the tensor, and the attributes that user code has set on it.
     - `first`: if the forward wrote to it before it read it: `Seen.first`, else None. NOTE [state that is set up].
     """
-
-    __slots__ = (
-        *("attributes", "first", "is_leaf", "is_written", "key", "kind", "ref", "requires_grad", "saved", "version"),
-    )
 
     def __init__(
         self, tensor: Tensor, value: Tensor, packs: bool = False, is_written: bool = False, first: Any = None
     ) -> None:
         """`value`: what the function reads in its place, or the copy. `packs`: whether hooks save it."""
-        self.key, self.ref, self.is_written, self.first = id(tensor), weakref.ref(tensor), is_written, first
+        super().__init__(tensor)
+        self.key, self.is_written, self.first = id(tensor), is_written, first
         self.saved: Any = internals.save(value) if packs else value
         self.version = version_of(tensor if is_written else value)
         self.requires_grad, self.is_leaf = value.requires_grad, tensor.is_leaf
-        self.kind, self.attributes = type(tensor), attributes_of(tensor)
 
     def value(self) -> Tensor:
         """The value for a rerun."""
@@ -80,14 +75,6 @@ class Read:
             copy: Tensor = self.saved.clone()
             return copy.detach().requires_grad_(self.requires_grad) if self.is_leaf else copy  # autocast asks
         return self.saved if isinstance(self.saved, Tensor) else self.saved.unpack()
-
-    def as_found(self, value: Tensor) -> Tensor:
-        """The value with the class and the attributes of the tensor."""
-        if value is self.saved or value is self.ref():
-            return value
-        value = of_kind(self.kind, value)
-        vars(value).update(self.attributes or {})
-        return value
 
     @property
     def is_stale(self) -> bool:
@@ -130,8 +117,8 @@ class Call:
         self.name = function_name(fun)
         self.operands: list[Tensor] = []
         self._index: dict[int, int] = {}
-        self._attributes: dict[int, tuple[weakref.ref[Tensor], dict[str, Any]]] = {}
-        """By identity of an operand, a weak reference to it, and the attributes that user code has set on it."""
+        self._given: list[Found] = []
+        """The operands as the forward found them."""
         closure = self._closure = Closure(self._operand)
         leaves, self._spec = _tree.flatten_call(args, kwargs)
         for x in args:
@@ -156,8 +143,7 @@ class Call:
         index = self._index.setdefault(id(tensor), len(self.operands))
         if index == len(self.operands):
             self.operands.append(tensor)
-            if attributes := attributes_of(tensor):
-                self._attributes[id(tensor)] = weakref.ref(tensor), attributes
+            self._given.append(Found(tensor))
         return Operand(index)
 
     # The forward.
@@ -285,10 +271,8 @@ class Call:
         self, arguments: Any, stand_ins: Mapping[int, Tensor], looks: bool, finds_leaves: bool
     ) -> tuple[dict[int, Tensor], list[Any], list[tuple[Place, Tensor]], CheckpointLook | None]:
         """By identity of the forward's tensors, those of the rerun; operands; what to put into modules; the look."""
-        values = {key: argument for key, argument in zip(self._index, arguments, strict=False) if argument is not None}
-        for key, (ref, attributes) in self._attributes.items():
-            if (found := values.get(key)) is not None and found is not ref():
-                vars(found).update(attributes)
+        given = zip(self._index, self._given, arguments, strict=False)
+        values = {key: found.as_found(argument) for key, found, argument in given if argument is not None}
         # None of the others is left, except in a backward inside the forward.
         values |= {id(operand): operand for operand in self.operands[self.arguments :]}
         swaps: dict[int, tuple[Tensor, Tensor]] = {}
@@ -326,8 +310,8 @@ class Call:
         changed = swaps or stale or kept_by_runs
         if not (looks or changed or self._nests or self._sets_hooks or internals.may_run_compiled_code()):
             return values, inputs, fill, None
-        given = [value for key, value in values.items() if key not in originals and id(value) not in stale]
-        look = CheckpointLook(self.name, given)
+        known = [value for key, value in values.items() if key not in originals and id(value) not in stale]
+        look = CheckpointLook(self.name, known)
         look.prepare_rerun(swaps, stale, undecided, [values[key] for key in written])
         look.hooks_are_set = self._sets_hooks
         return values, inputs, fill, look
