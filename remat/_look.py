@@ -24,7 +24,7 @@ from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
 from remat._effects import Effects, as_given, effects_of, is_of_torch, map_in, reads_no_value, tensors_in, written_by
 from remat._errors import DATA_OF_A_LEVEL, LAZY, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, changes, not_replaced
-from remat._graph import goes_through_older, is_made_since
+from remat._graph import goes_through_older, is_from_before
 from remat._labels import Labels, Read, in_nested, of_outside, of_result, together
 from remat._layers import layers, layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
 from remat._memory import memory_of, overlap
@@ -272,7 +272,7 @@ class Look(NestedMode):
         """The label of a tensor from outside. In a nested run, what the outer run calls it."""
         if self.outer is not None:
             return in_nested(self.outer.label_of(value))
-        is_own = value.requires_grad and is_made_since(value, self.since)  # the run has made it unseen
+        is_own = value.requires_grad and not is_from_before(value, self.since)  # the run has made it unseen
         return None if is_own else of_outside(len(self.outside))
 
     def label_of(self, tensor: Tensor) -> int | None:

@@ -13,7 +13,7 @@ from remat import _tree
 from remat._closure import ATOMS
 from remat._context import rerunning
 from remat._errors import warn
-from remat._graph import is_made_since
+from remat._graph import is_from_before, is_made_since
 from remat._look import Look
 
 _NO_TREE = (
@@ -43,7 +43,7 @@ def results_of(out: Any, look: Look, operands: Sequence[Tensor], since: int) -> 
         """Outside tensors, and views of them, keep their own graph: that of a view keeps only the tensor alive."""
         if look.is_given_back(result):
             return False
-        if not is_made_since(result, since) and not (internals.forward_ad_active() and look.has_made(result)):
+        if is_from_before(result, since) and not (internals.forward_ad_active() and look.has_made(result)):
             return False
         if not (result.is_floating_point() or result.is_complex()):
             return False

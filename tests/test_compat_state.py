@@ -340,6 +340,23 @@ def changes_a_part(whole: Tensor, part: Tensor, x: Tensor) -> Tensor:
     return (whole * x * whole).sin()
 
 
+@both_variants
+def test_a_view_whose_base_is_written_to_before_and_after_the_call(variant: str) -> None:
+    """Torch makes the node of the view anew when it is read."""
+
+    def run(checkpoint: Any) -> Any:
+        x = leaf(numbers(4))
+        base = x.clone()
+        held = [base[:]]
+        base.add_(x)
+        y = checkpoint(lambda x: held[0].sin() * x, x)
+        base.detach().mul_(2)
+        y.sum().backward()
+
+    fails(run, "modified by an inplace operation", plain)
+    fails(run, "modified by an inplace operation", VARIANTS[variant][1])
+
+
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {"slice": lambda t: t[:2], "view": lambda t: t.view(2, 2)}
 
 

@@ -722,3 +722,23 @@ def test_a_view_of_zeros_that_are_written_to(view: Any, differentiates: str) -> 
         return torch.autograd.grad(end, (x, y), materialize_grads=True)
 
     assert_same(run(remat), run(plain))
+
+
+@pytest.mark.parametrize("transform", [".backward()", "grad", "hessian", "vmap"])
+def test_a_call_inside_gives_back_a_view_whose_base_was_written_to(transform: str) -> None:
+    """Torch makes the node of the view anew when it is read, here in the call inside."""
+
+    def fun(x: Tensor, ck: Any) -> Tensor:
+        def block(view: Tensor) -> Tensor:
+            held = deque([view])
+            return (ck(lambda: held[0])() + view).tanh()
+
+        y = x.clone()
+        view = y[:]
+        y.add_(x)
+        return ck(block)(view)
+
+    def run(ck: Any) -> Any:
+        return TRANSFORMS[transform](ck(lambda x: fun(x, ck)), numbers(3))
+
+    assert_same(run(remat), run(plain))

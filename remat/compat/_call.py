@@ -16,7 +16,7 @@ from remat import _tree
 from remat._closure import Closure, Operand, Rebuilder
 from remat._context import NOTHING, Ambient, OwnCasts, RandomState, Variables, entered, modes_of_user, rerunning
 from remat._errors import CheckpointError, function_name, note_rerun
-from remat._graph import is_made_since
+from remat._graph import is_from_before
 from remat._layers import version_of
 from remat._memory import two_that_share_memory
 from remat._nested_mode import current_look, unseen
@@ -203,7 +203,7 @@ class Call:
                 reads.append(Read(t, t.clone()))
             elif type(t) is Parameter:
                 reads.append(Read(t, t))
-            elif position is not None or not is_made_since(t, look.since):
+            elif position is not None or is_from_before(t, look.since):
                 found.append(weakref.ref(t))
         self.places = places_in_modules(self._objects, near)
         return found
