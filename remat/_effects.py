@@ -14,7 +14,11 @@ from remat import _torch_internals as internals
 from remat._signature import HOLDER, kind_of
 
 _FIRST = ((0, "input"),)
-"""What a function writes to whose name ends in `_`."""
+"""What a function writes to whose name ends in `_`, or a collective."""
+_COLLECTIVES = """
+    all_gather all_gather_coalesced all_gather_single all_reduce all_reduce_coalesced all_to_all all_to_all_single
+    broadcast irecv recv reduce reduce_scatter reduce_scatter_single scatter
+"""
 _STATISTICS: dict[Any, tuple[tuple[int, str], ...]] = {
     F.batch_norm: ((1, "running_mean"), (2, "running_var")),
     F.instance_norm: ((1, "running_mean"), (2, "running_var")),
@@ -37,9 +41,13 @@ GIVES_MEMORY_AWAY = {
     Tensor.__array__,
     Tensor.__cuda_array_interface__.__get__,
     Tensor.__dlpack__,
+    Tensor.apply_,
     Tensor.data_ptr,
+    Tensor.map_,
+    Tensor.map2_,
     Tensor.numpy,
 }
+"""Functions that give the memory of a tensor to code that may change it out of sight, then or later."""
 GIVES_NUMBER = {Tensor.__float__, Tensor.__index__}
 """What `torch.FloatTensor([t])` calls, without an op. Elsewhere they are ops."""
 READS_MEMORY = {
@@ -172,6 +180,8 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
         arguments = [(i, a) for o in overloads for i, a in enumerate(o._schema.arguments)]
         return tuple({(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write})
     name = getattr(func, "__name__", "")
+    if getattr(func, "__module__", "") == "torch.distributed.distributed_c10d":
+        return _FIRST if name in _COLLECTIVES.split() else ((1, "gather_list"),) if name == "gather" else ()
     in_place = name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__"))
     return _FIRST if in_place and name not in _NO_WRITES else _STATISTICS.get(func, ())
 

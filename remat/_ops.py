@@ -54,7 +54,7 @@ class OpFacts:
         self.is_inplace_view = torch.Tag.inplace_view in func.tags
         self.is_view = self.is_inplace_view or not all(r.is_write for r in returns)
         self.counts_writes = "_foreach_" not in func._schema.name
-        self._written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        self._written = [(i, a.name) for i, a in arguments if _is_written(func, a)]
         self._statistics = func in _WRITE_STATISTICS
         self.writes = bool(self._written) or self._statistics
 
@@ -65,12 +65,19 @@ class OpFacts:
         found: list[Any] = list(args[3:5]) if self._statistics and args[5] else []  # args[5]: in training
         for i, name in self._written:
             found += flat(args[i] if i < len(args) else kwargs.get(name))
-        return [t for t in found if isinstance(t, Tensor)]
+        return [t for x in found for t in flat(x) if isinstance(t, Tensor)]  # of a gather, a list of lists
 
     def count_writes(self, args: Any, kwargs: Any) -> None:
         """Increment the version counters of the tensors that a call has written to, where torch does not."""
         if self.writes and not self.counts_writes:
             increment_version(self.written(args, kwargs))
+
+
+def _is_written(func: Any, argument: Any) -> bool:
+    """Whether an op writes to an argument, by its schema. Those of collectives do not say so."""
+    if func.namespace == "c10d":
+        return func._schema.name.endswith("_") and not argument.name.startswith("input")
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 FACTS: dict[int, OpFacts] = {}

@@ -297,6 +297,53 @@ def dtensors(rank: int, mesh: DeviceMesh, policy: Any = None) -> Any:
     return gradients(remat(fun, policy=policy)), gradients(fun)
 
 
+COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "all_reduce": lambda y, x: dist.all_reduce(y),
+    "all_reduce, async": lambda y, x: dist.all_reduce(y, async_op=True).wait(),  # type: ignore[union-attr]
+    "all_gather": lambda y, x: dist.all_gather([*y.unbind()], x[0]),
+    "all_gather_into_tensor": lambda y, x: dist.all_gather_into_tensor(y, x[:1]),
+    "all_to_all_single": lambda y, x: dist.all_to_all_single(y, x),
+    "broadcast": lambda y, x: dist.broadcast(y, 0),
+    "gather": lambda y, x: dist.gather(x[0], [*y.unbind()] if dist.get_rank() == 0 else None),
+    "reduce": lambda y, x: dist.reduce(y, 0),
+    "reduce_scatter": lambda y, x: dist.reduce_scatter(y[0], [*x.unbind()]),
+    "reduce_scatter_tensor": lambda y, x: dist.reduce_scatter_tensor(y[:1], x),
+    "scatter": lambda y, x: dist.scatter(y[0], [*x.unbind()] if dist.get_rank() == 0 else None),
+}
+"""What they write to comes first."""
+KEEPS = {
+    "no policy": remat,
+    "dots": remat(policy=policies.dots_saveable),
+    "some ops": remat(policy=policies.save_ops("cos", "clone", "exp")),
+    "everything": remat(policy=policies.everything_saveable),
+    "non-reentrant": lambda fun: checkpoint(use_reentrant=False)(fun),
+    "reentrant": lambda fun: checkpoint(use_reentrant=True)(fun),
+}
+
+
+def collectives(rank: int, mesh: DeviceMesh, collective: Callable[[Tensor, Tensor], Any], inside: bool) -> Any:
+    """For each way to keep results: the gradient, and the tensor that the collective wrote to. The plain ones first.
+
+    `inside`: whether the function has made that tensor.
+    """
+
+    def gradients(make: Any) -> tuple[Tensor | None, Tensor]:
+        state = torch.ones(2, 3, dtype=torch.float64)
+
+        def fun(w: Tensor) -> Tensor:
+            y = (x @ w).cos()
+            written = y.detach().clone() if inside else state
+            collective(written, y.detach())
+            return (written.exp() * y).sin() * written
+
+        x = torch.arange(6, dtype=torch.float64).view(2, 3) / 5 - rank
+        w = torch.linspace(-1, 1, 9, dtype=torch.float64).view(3, 3).requires_grad_()
+        make(fun)(w).sum().backward()
+        return w.grad, state
+
+    return [gradients(make) for make in (lambda fun: fun, *KEEPS.values())]
+
+
 def error_of(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -354,6 +401,9 @@ program(error_of(gradient_of_input), "error: reentrant, gradient of input")
 program(error_of(shard), "error: reentrant, clamping", model=lambda: net(ClampingBlock))
 program(error_of(shard), "error: shards inside", model=WAYS["decorated"], parts=inner)
 program(error_of(tensor_parallel), "error: tensor parallel", model=WAYS["decorated"])
+for name, collective in COLLECTIVES.items():
+    for inside in (True, False):
+        program(collectives, f"collective {name}, {inside}", collective=collective, inside=inside)
 program(dtensors, "dtensors")
 program(dtensors, "dtensors, with a policy", policy=policies.dots_saveable)
 
@@ -393,7 +443,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-OTHERS = ("compared", "no_sync", "error", "dtensors", "ddp find", "shards inside, called")
+OTHERS = ("collective", "compared", "no_sync", "error", "dtensors", "ddp find", "shards inside, called")
 TRAINED = [name for name in PROGRAMS if not name.startswith(OTHERS)]
 
 
@@ -457,6 +507,18 @@ def test_a_function_of_dtensors(results: list[dict[str, Any]], name: str) -> Non
     for result in (r[name] for r in results):
         assert isinstance(result, tuple), result
         torch.testing.assert_close(*result, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["a result", "state from outside"])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_what_a_collective_writes_to(results: list[dict[str, Any]], name: str, inside: bool) -> None:
+    """Its op does not say that it writes, and no version counts it."""
+    for result in (r[f"collective {name}, {inside}"] for r in results):
+        assert isinstance(result, list), result
+        expected, *found = result
+        for way, gradients in zip(KEEPS, found, strict=True):
+            for a, b in zip(gradients, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, msg=lambda m, way=way: f"{way}: {m}")
 
 
 @pytest.mark.parametrize(
