@@ -63,7 +63,7 @@ class _Call:
                 raise TypeError(f"{rules}: f_bwd must return gradients like the arguments; got {shown(grad)}.")
             for x, g in zip(template.leaves, leaves, strict=True):
                 if isinstance(x, Operand):
-                    found[x.index] = g
+                    found[x.index] = g if g is None else _like(rules, g, saved[x.index])
         return found
 
 
@@ -73,6 +73,16 @@ def _checked(rules: custom_remat[..., Any], rule: str, found: Any, n: int, what:
     return found
 
 
+def _like(rules: custom_remat[..., Any], gradient: Any, tensor: Tensor) -> Tensor:
+    """The gradient of a tensor, if it can be that."""
+    if isinstance(gradient, Tensor) and gradient.shape == tensor.shape:
+        return gradient
+    raise TypeError(
+        f"{rules}: f_bwd must return tensors like the arguments, or None; got {shown(gradient)} for an argument of "
+        f"shape {list(tensor.shape)}."
+    )
+
+
 class _Node(torch.autograd.Function):
     """The node of a call in autograd's graph. Its backward follows the rules."""
 
@@ -80,7 +90,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(t.view_as(t) for t in tensors[call.saved :])
+        return tuple(t.detach() for t in tensors[call.saved :])  # a view could not be changed in place
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

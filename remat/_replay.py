@@ -20,7 +20,7 @@ from remat import _torch_internals as internals
 from remat._context import NOTHING, Ambient, RandomState
 from remat._dispatch_mode import ops_of_remat
 from remat._layers import innermost
-from remat._ops import FACTS, Layout, OpFacts, bytes_of, facts_of, flat, storages, tensors
+from remat._ops import FACTS, Layout, OpFacts, bytes_of, facts_of, flat, layout_of, storages, tensors
 from remat._tape import Origin, Tape, origin_of
 from remat._values import CONSTANT, Changed, Content, Key, Op, OpMode, Value
 
@@ -110,11 +110,14 @@ class Replay(OpMode):
             self._fill(contents)
         if op.is_view:
             return func(*args, **kwargs)
+        changed = facts.written(args, kwargs)
+        if any(layout_of(t) != value.layout for t, value in zip(changed, op.writes, strict=True)):  # `out=` is resized
+            return self._run(op, contents, facts, args, kwargs)
         kept = self._kept(op)
         if (is_exposed or not self._tape.skips) and len(kept) < len(op.values):
             return self._run(op, contents, facts, args, kwargs)
         facts.count_writes(args, kwargs)
-        return self._skip(op, kept, contents, facts.written(args, kwargs))
+        return self._skip(op, kept, contents, changed)
 
     def _run(self, op: Op | None, reads: Iterable[Content], facts: OpFacts, args: Any, kwargs: Any) -> Any:
         self._fill(reads)

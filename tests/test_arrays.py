@@ -46,7 +46,17 @@ def as_array(t: Tensor) -> None:
     np.asarray(t.detach())[...] += 1
 
 
-WRITES = {f.__name__: f for f in (halved, part_set, through_dlpack, back_from_numpy, as_array)}
+def by_python(t: Tensor) -> None:
+    t.detach().apply_(lambda a: a + 1)
+
+
+def by_python_of_two(t: Tensor) -> None:
+    t.detach().map_(t.detach().cos(), lambda a, b: a * b)
+
+
+WRITES = {
+    f.__name__: f for f in (halved, part_set, through_dlpack, back_from_numpy, as_array, by_python, by_python_of_two)
+}
 
 
 def a_result(write: Any, x: Tensor) -> Tensor:

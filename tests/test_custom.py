@@ -97,6 +97,18 @@ def test_the_rules_hold_in_a_nested_call(transform: str) -> None:
     assert_same(run(remat(lambda x: x + remat(sin)(x)), x), run(lambda x: x + x.sin(), x), rounding=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch.func.linearize
+@pytest.mark.parametrize("policy", [None, everything_saveable, SAVES_COS])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_result_may_be_changed_in_place(transform: str, policy: Any) -> None:
+    x, run = numbers(3, 3), TRANSFORMS[transform]
+
+    def changed(f: Fun) -> Fun:
+        return lambda x: torch.relu_(f(x).mul_(2)) * x
+
+    assert_same(run(remat(changed(sin), policy=policy), x), run(changed(torch.sin), x), rounding=1e-9)
+
+
 def ops_again(policy: Any, fun: Fun, *names: str) -> list[int]:
     x = leaf(numbers(3, 3))
     out = remat(fun, policy=policy)(x).sum()
@@ -195,6 +207,14 @@ def test_the_cotangent_of_an_argument_that_is_given_back() -> None:
         (
             (torch.sin, sin_fwd, sin_rem, lambda cos, g: ([g, g],)),
             "custom_remat(sin): f_bwd must return gradients like the arguments",
+        ),
+        (
+            (torch.sin, sin_fwd, sin_rem, lambda cos, g: (1.0,)),
+            "custom_remat(sin): f_bwd must return tensors like the arguments, or None; got float 1.0",
+        ),
+        (
+            (torch.sin, sin_fwd, sin_rem, lambda cos, g: (g[:1],)),
+            "f_bwd must return tensors like the arguments, or None; got a tensor of shape [1] and dtype torch.float64",
         ),
     ],
 )

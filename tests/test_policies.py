@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from helpers import leaf, numbers
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
 
-from remat import compat, policies
+from remat import RematError, compat, policies, remat
 from remat._names import checkpoint_name, current_name
 from remat._torch_internals import DisableTorchFunction, TorchDispatchMode
 from remat.policies import (
@@ -613,6 +614,35 @@ def test_a_function_with_another_result(result: Any) -> None:
         decide(block_policy, aten.mm.default)
     with pytest.raises(TypeError, match=r"the predicate .*block_policy must return a bool; got"):
         decide(save_if(block_policy), aten.mm.default)
+
+
+def test_a_function_may_return_a_bool_of_numpy() -> None:
+    for answer in (True, False):
+        assert decide(lambda *args: np.bool_(answer), aten.mm.default) == decide(lambda *args: answer, aten.mm.default)
+
+
+def test_a_function_that_draws_is_an_error() -> None:
+    """The rerun asks no policy, so it would draw other numbers."""
+
+    def at_random(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        return bool(torch.rand(()) < 0.5)
+
+    with pytest.raises(RematError, match=r"policy .*at_random draws random numbers.* for aten.sin.default.*generator="):
+        remat(lambda x: x.sin() * torch.rand(3), policy=at_random)(leaf(numbers(3)))
+    own = torch.Generator()
+    remat(torch.sin, policy=lambda *args: bool(torch.rand((), generator=own) < 0.5))(leaf(numbers(3))).sum().backward()
+
+
+def test_a_size_is_that_of_the_memory_that_is_kept() -> None:
+    large = torch.empty(1000)
+    for view, nbytes in ((large[:1], 4000), (large, 4000)):
+        for policy, is_saved in {
+            save_at_most(nbytes): True,
+            save_at_most(nbytes - 1): False,
+            save_at_least(nbytes): True,
+            save_at_least(nbytes + 1): False,
+        }.items():
+            assert (decide(policy, aten.slice.Tensor, view) is Decision.MUST_SAVE) == is_saved
 
 
 def test_a_result_that_is_a_tensor_is_not_printed() -> None:

@@ -387,6 +387,7 @@ PROGRAMS: dict[str, Fun] = {
 }
 # Not under every transform.
 MODULES: dict[str, Fun] = {
+    "an out= that is resized": lambda x: (x @ W).exp() * torch.sin(x.detach(), out=torch.empty(0).to(x)) * 2,
     "an out=": lambda x: (x @ W * torch.mul(x.detach(), 2, out=torch.empty_like(x.detach()))).sin(),
     "foreach": lambda x: torch._foreach_mul([x @ W, x.sin()], [x.cos(), x])[0].sin(),
     "complex": lambda x: torch.view_as_real(torch.complex(x @ W, x.sin()) * torch.complex(x, x).conj()).sum(-1).tanh(),

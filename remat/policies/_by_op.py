@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -169,6 +170,12 @@ def save_every(n: int, *ops: Any) -> Policy:
     return _SaveEvery(call("save_every", n, *names), n, names)
 
 
+def _size_of(tensor: Tensor) -> int:
+    """The size of a tensor, or of the memory that it keeps if that is larger: a view keeps what it views."""
+    size = tensor.numel() * tensor.element_size()
+    return max(size, tensor.untyped_storage().nbytes()) if tensor.layout is torch.strided else size
+
+
 @dataclass(frozen=True, repr=False)
 class _BySize(Printable):
     least: float
@@ -182,7 +189,7 @@ class _BySize(Printable):
                 "rerun does not tell it. Use remat.checkpoint, with the same arguments."
             )
         leaves: list[Any] = optree.tree_leaves(ctx.op_output)
-        nbytes = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
+        nbytes = sum(_size_of(x) for x in leaves if isinstance(x, Tensor))
         return CheckpointPolicy.MUST_SAVE if self.least <= nbytes <= self.most else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -191,8 +198,8 @@ def save_at_least(nbytes: int) -> Policy:
 
     **Arguments:**
 
-    - `nbytes`: the least size, in bytes of all tensors that the op returns. Under a `vmap`, this is the size of the
-        whole batch.
+    - `nbytes`: the least size, in bytes of all tensors that the op returns; a view counts with all that it views,
+        for that is kept. Under a `vmap`, this is the size of the whole batch.
 
     **Returns:** the policy.
 
@@ -212,8 +219,8 @@ def save_at_most(nbytes: int) -> Policy:
 
     **Arguments:**
 
-    - `nbytes`: the greatest size, in bytes of all tensors that the op returns. Under a `vmap`, this is the size of the
-        whole batch.
+    - `nbytes`: the greatest size, in bytes of all tensors that the op returns; a view counts with all that it views,
+        for that is kept. Under a `vmap`, this is the size of the whole batch.
 
     **Returns:** the policy.
 

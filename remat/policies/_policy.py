@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from remat import _torch_internals as internals
 from remat import policies
-from remat._errors import comes_from_inside, shown
+from remat._errors import RematError, comes_from_inside, shown
 from remat.policies import _ops
 
 Decide = Callable[..., CheckpointPolicy]
@@ -28,6 +28,12 @@ PolicyLike: TypeAlias = (
 
 policy_around: ContextVar[Policy | None] = ContextVar("remat_policy_around", default=None)
 """The policy of the function under remat that is running, for `custom_remat`; None where `f` itself runs."""
+
+_DRAWS = (
+    "remat: the policy {} draws random numbers from torch's global generator, for {}. The function would draw others "
+    "in its rerun, which asks no policy. Draw from a generator of your own: torch.rand((), generator=g), or Python's "
+    "random.random()."
+)
 
 by_identity: weakref.WeakValueDictionary[int, Policy] = weakref.WeakValueDictionary()
 """All policies, by `id`: torch.compile passes on numbers, but not objects."""
@@ -169,6 +175,7 @@ class Function(Printable):
     is_predicate: bool = False
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        state = torch.default_generator.get_state()
         try:
             result = self.fun(ctx, op, *args, **kwargs)
         except TypeError as error:
@@ -178,7 +185,10 @@ class Function(Printable):
                 f"remat: {name_of(self.fun)} can't be called as policy(ctx, op, *args, **kwargs), with the arguments "
                 f"of {op}."
             ) from error
-        if isinstance(result, bool):
+        with internals.DisableTorchDispatch():
+            if not torch.equal(state, torch.default_generator.get_state()):
+                raise RematError(_DRAWS.format(name_of(self.fun), op))
+        if isinstance(result, bool) or str(getattr(result, "dtype", "")) == "bool":  # NumPy's
             return CheckpointPolicy.MUST_SAVE if result else CheckpointPolicy.PREFER_RECOMPUTE
         if isinstance(result, CheckpointPolicy) and not self.is_predicate:
             return result
