@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from remat import _torch_internals as internals
 from remat._ops import tensors
@@ -32,7 +33,7 @@ def is_rerunning() -> bool:
     can ask here, and do nothing in a rerun. It must not change the torch calls: a rerun that makes other calls than
     the forward is an error.
 
-    **Returns:** True in a rerun, else False.
+    **Returns:** True in a rerun, else False. In code that `torch.compile` traces it is False: both runs are one graph.
 
     Examples:
         >>> import torch
@@ -46,7 +47,7 @@ def is_rerunning() -> bool:
         >>> calls
         ['f']
     """
-    return rerunning.get()
+    return not is_dynamo_compiling() and rerunning.get()
 
 
 class Variables:

@@ -333,7 +333,7 @@ def remat(
     if isinstance(fun, (staticmethod, classmethod)):
         return type(fun)(remat(fun.__func__, **vars(options)))
     _check(fun)
-    if isinstance(fun, torch.nn.Module):
+    if isinstance(fun, torch.nn.Module) and not _compile.tracing():  # dynamo can't change a class
         checked: Any = Remat(fun.forward, options)
         return wrapped_twin(fun, replace(options, policy=checked._policy))
     return Remat(fun, options)

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from remat import CheckpointError, RematError, checkpoint, checkpoint_name, policies, random, remat
+from remat import CheckpointError, RematError, checkpoint, checkpoint_name, is_rerunning, policies, random, remat
 from remat import compat as remat_compat
 from remat._context import uncompiled
 from remat._traced import Traced
@@ -567,6 +567,26 @@ def test_transforms_inside() -> None:
         with torch.autograd.graph.save_on_cpu():  # torch.func refuses hooks, and no longer than it runs
             assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
             WS[0].clone().requires_grad_().sin().sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable])
+def test_a_module_that_is_decorated_in_the_compiled_code(policy: Any, backend: str) -> None:
+    layers = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(2))
+    assert isinstance(remat(layers[0]), nn.Linear)  # a class that dynamo must not meet
+
+    def loss(ws: Any, x: Tensor, decorate: Any) -> Tensor:
+        for layer, w in zip(layers, ws, strict=True):
+            if not is_rerunning():
+                x = x + w
+            x = decorate(layer)(x).sin()
+        return x.sum()
+
+    x, ws = numbers(3, 4), (numbers(4), numbers(4, seed=1))
+    for derivative in (".backward()", "grad"):
+        run, found = COMPILED[derivative], functools.partial(loss, decorate=remat(policy=policy))
+        expected = run(functools.partial(loss, decorate=plain), UNCOMPILED)(ws, x)
+        assert_same(run(found, functools.partial(compiled, backend=backend))(ws, x), expected, 1e-8)
 
 
 def compiled_for_any_shape(fun: Any, *args: Any) -> Any:

@@ -254,10 +254,13 @@ def triangular(
 def wald(key: Tensor, mean: Real, shape: Shape | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Wald, the inverse Gaussian with scale 1.
 
+    The sampler chooses one of two roots at random. The derivative of a draw with respect to `mean` is that of its root,
+    as in JAX: the mean of such derivatives is not the derivative of an expectation.
+
     **Arguments:**
 
     - `key`: a key.
-    - `mean`: a number or a tensor. Differentiable.
+    - `mean`: a number or a tensor.
     - `shape`: the shape to draw, by default that of `mean`.
     - `dtype`: float16, bfloat16, float32 or float64; the default is torch's default dtype.
 
