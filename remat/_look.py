@@ -364,7 +364,9 @@ class Look(NestedMode):
         for i, t in enumerate(found):
             requires_grad = requires_grad_at_any_level(t)
             differentiated |= requires_grad
-            if id(t) in self._swaps or self.is_given_back(t):
+            if id(t) in self._swaps:  # an operand is read in its place
+                continue
+            if self.is_given_back(t):
                 self.labels.returns(t)
                 continue
             if not requires_grad:

@@ -25,10 +25,12 @@ from fuzz_programs import (
     double_backward,
     examples,
     scalar,
+    scalar_aux,
     scan,
     vjp_later,
     vjp_never,
     vjp_once,
+    vjp_twice,
 )
 from helpers import assert_same, numbers, plain
 from hypothesis import Phase, given, reject, settings
@@ -228,11 +230,25 @@ def a_copy_without_a_derivative(ck: Any, x: Tensor, y: Tensor) -> Tensor:
     return ck(outer)(x) * y
 
 
+def a_constant_that_a_call_inside_gives_back(ck: Any, x: Tensor, _: Tensor) -> Tensor:
+    held = [x.clone().detach()]
+
+    def outer(_: Tensor, x: Tensor = x) -> Tensor:
+        y = ck(lambda _: held[0])(x)
+        return ck(lambda _: x.sin())(y)
+
+    return ck(outer)(held[0])
+
+
 WRONG_ONCE: list[tuple[Callable[..., Any], Callable[[Any], Any]]] = [
     (one_tensor_is_two_operands, lambda f: vjp_never(hessian(scalar(functionalize(f))))),
     (operands_that_are_differentiated_later, lambda f: backward(vjp_later(hessian(scalar(f))))),
     (a_list_that_an_inner_function_returns_from, lambda f: hessian(scalar(grad(scalar(f))))),
     (one_tensor_in_two_places_of_a_module, lambda f: grad(scalar(f))),
+    (
+        a_constant_that_a_call_inside_gives_back,
+        lambda f: lambda x, _: grad(scalar_aux(vjp_twice(vjp_twice(lambda x: f(x, x)))), has_aux=True)(x),
+    ),
     (a_copy_without_a_derivative, lambda f: double_backward(autograd_inside(functionalize(f)))),
 ]
 
