@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._ops import is_written
 from remat._signature import HOLDER, kind_of
 
 _FIRST = ((0, "input"),)
@@ -177,8 +178,8 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that a function writes to: of an op by its schema, of another function by its name."""
     if isinstance(func, internals.OP_KINDS):
         overloads = [getattr(func, name) for name in func.overloads()] if hasattr(func, "overloads") else [func]
-        arguments = [(i, a) for o in overloads for i, a in enumerate(o._schema.arguments)]
-        return tuple({(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write})
+        arguments = [(o, i, a) for o in overloads for i, a in enumerate(o._schema.arguments)]
+        return tuple({(i, a.name) for o, i, a in arguments if is_written(o, a)})
     name = getattr(func, "__name__", "")
     if getattr(func, "__module__", "") == "torch.distributed.distributed_c10d":
         return _FIRST if name in _COLLECTIVES.split() else ((1, "gather_list"),) if name == "gather" else ()

@@ -54,7 +54,7 @@ class OpFacts:
         self.is_inplace_view = torch.Tag.inplace_view in func.tags
         self.is_view = self.is_inplace_view or not all(r.is_write for r in returns)
         self.counts_writes = "_foreach_" not in func._schema.name
-        self._written = [(i, a.name) for i, a in arguments if _is_written(func, a)]
+        self._written = [(i, a.name) for i, a in arguments if is_written(func, a)]
         self._statistics = func in _WRITE_STATISTICS
         self.writes = bool(self._written) or self._statistics
 
@@ -73,7 +73,7 @@ class OpFacts:
             increment_version(self.written(args, kwargs))
 
 
-def _is_written(func: Any, argument: Any) -> bool:
+def is_written(func: Any, argument: Any) -> bool:
     """Whether an op writes to an argument, by its schema. Those of collectives do not say so."""
     if func.namespace == "c10d":
         return func._schema.name.endswith("_") and not argument.name.startswith("input")
