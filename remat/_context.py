@@ -218,8 +218,11 @@ class RandomState:
         """
         if self._generators or (drew and self._globals):
             return self
-        same = all(same_state(state, global_state(device)) for device, state in self._globals.items())
-        return None if same else self
+        return None if self.is_current() else self
+
+    def is_current(self) -> bool:
+        """Whether the global generators are in these states."""
+        return all(same_state(state, global_state(device)) for device, state in self._globals.items())
 
     def put_back(self) -> None:
         """Set the generators to these states."""

@@ -20,24 +20,26 @@ _COLLECTIVES = """
     all_gather all_gather_coalesced all_gather_single all_reduce all_reduce_coalesced all_to_all all_to_all_single
     broadcast irecv recv reduce reduce_scatter reduce_scatter_single scatter
 """
-_STATISTICS: dict[Any, tuple[tuple[int, str], ...]] = {
+_OTHERS: dict[Any, tuple[tuple[int, str], ...]] = {
     F.batch_norm: ((1, "running_mean"), (2, "running_var")),
+    F.embedding: ((1, "weight"),),
+    F.embedding_bag: ((1, "weight"),),
     F.instance_norm: ((1, "running_mean"), (2, "running_var")),
-    torch.batch_norm: ((3, "running_mean"), (4, "running_var")),
-    torch.batch_norm_update_stats: ((1, "running_mean"), (2, "running_var")),
-    torch.fused_moving_avg_obs_fake_quant: ((3, "running_min"), (4, "running_max"), (5, "scale"), (6, "zero_point")),
-    torch.instance_norm: ((3, "running_mean"), (4, "running_var")),
-    torch.native_batch_norm: ((3, "running_mean"), (4, "running_var")),
+    Tensor.imag.__set__: _FIRST,  # type: ignore[attr-defined]
+    Tensor.real.__set__: _FIRST,  # type: ignore[attr-defined]
 }
-"""Functions that write to arguments, by position and name, without saying so in their names."""
-_IF_TRUE = {
-    F.batch_norm: ("training", False),
-    F.instance_norm: ("use_input_stats", True),
-    torch.batch_norm: ("training", False),
-    torch.instance_norm: ("use_input_stats", True),
-    torch.native_batch_norm: ("training", False),
+"""Functions that write to arguments, by position and name. Of others, the name of the function or of an op tells it."""
+_ONLY_IF = {
+    "_batch_norm_impl_index": (5, "training", False),
+    "batch_norm": (5, "training", False),
+    "cudnn_batch_norm": (5, "training", False),
+    "embedding": (3, "max_norm", None),
+    "embedding_bag": (3, "max_norm", None),
+    "instance_norm": (5, "use_input_stats", True),
+    "miopen_batch_norm": (5, "training", False),
+    "native_batch_norm": (5, "training", False),
 }
-"""Some of these write only if a flag is true, their sixth argument: its name, and its default."""
+"""By name, functions that write only if an argument is given or true: its position, name and default."""
 GIVES_MEMORY_AWAY = {
     Tensor.__array__,
     Tensor.__cuda_array_interface__.__get__,
@@ -71,13 +73,11 @@ _ARITHMETIC = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul
 _LOGIC = ["and", "or", "xor", "lshift", "rshift"]
 _ASSIGNMENTS = {"__setitem__", *(f"__i{op}__" for op in _ARITHMETIC + _LOGIC)}
 _NO_WRITES = {"requires_grad_", "detach_", "rename_", "share_memory_", "retains_grad_"}
-_RANDOM_NAMES = """
-    alpha_dropout alpha_dropout_ bernoulli bernoulli_ cauchy_ dropout dropout_ dropout1d dropout2d dropout3d
-    exponential_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_ geometric_
-    gumbel_softmax log_normal_ multinomial native_dropout normal normal_ poisson rand rand_like randint
-    randint_like randn randn_like random_ randperm rrelu rrelu_ trunc_normal_ uniform_
-"""
-_RANDOM = frozenset(_RANDOM_NAMES.split())
+_RANDOM = {
+    *("dropout1d", "dropout2d", "dropout3d", "fractional_max_pool2d", "fractional_max_pool3d", "gumbel_softmax"),
+    *("kaiming_normal_", "kaiming_uniform_", "multi_head_attention_forward", "trunc_normal_"),
+}
+"""Functions that may draw. Of the others, the tags of ops tell it."""
 
 
 def _named(names: str) -> frozenset[Any]:
@@ -107,10 +107,11 @@ class Effects:
     def __init__(self, func: Any) -> None:
         self.writes = _written_arguments(func)
         """The positions and names of the arguments that it may change in place."""
-        self.writes_if = _IF_TRUE.get(func)
-        """The name and default of the flag without which it writes to nothing."""
-        self.draws = getattr(func, "__name__", "") in _RANDOM
-        """It draws random numbers."""
+        name = getattr(func, "__name__", "").partition(".")[0]
+        self.writes_if = _ONLY_IF.get(name)
+        """The position, name and default of the flag without which it writes to nothing."""
+        self.draws = name in _RANDOM or any(map(_may_draw, _ops_of(func)))
+        """It may draw random numbers."""
         self.sets_hook = func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
         self.retains_grad = func is Tensor.retain_grad
         self.moves_hooks = func == internals.MOVES_HOOKS
@@ -175,24 +176,39 @@ def reads_no_value(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that a function writes to: of an op by its schema, of another function by its name."""
-    if isinstance(func, internals.OP_KINDS):
-        overloads = [getattr(func, name) for name in func.overloads()] if hasattr(func, "overloads") else [func]
-        arguments = [(o, i, a) for o in overloads for i, a in enumerate(o._schema.arguments)]
-        return tuple({(i, a.name) for o, i, a in arguments if is_written(o, a)})
+    """The arguments that a function may write to."""
     name = getattr(func, "__name__", "")
+    if func in _OTHERS or name in _NO_WRITES:
+        return _OTHERS.get(func, ())
+    arguments = [(op, i, a) for op in _ops_of(func) for i, a in enumerate(op._schema.arguments)]
+    is_op = isinstance(func, internals.OP_KINDS)
+    written = {(i, a.name) for op, i, a in arguments if is_written(op, a) and (is_op or not a.kwarg_only)}
+    if written and (is_op or written != {(0, "self")}):
+        return tuple(written)
     if getattr(func, "__module__", "") == "torch.distributed.distributed_c10d":
         return _FIRST if name in _COLLECTIVES.split() else ((1, "gather_list"),) if name == "gather" else ()
     in_place = name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__"))
-    return _FIRST if in_place and name not in _NO_WRITES else _STATISTICS.get(func, ())
+    return _FIRST if in_place else ()
+
+
+def _may_draw(op: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags or op.namespace not in ("aten", "prims")
+
+
+def _ops_of(func: Any) -> list[Any]:
+    """The overloads of an op, or of the aten op with the name of a function."""
+    op = func if isinstance(func, internals.OP_KINDS) else getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+    if not isinstance(op, internals.OP_KINDS):
+        return []
+    return [getattr(op, name) for name in op.overloads()] if hasattr(op, "overloads") else [op]
 
 
 def written_by(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that a call of a function with these effects writes to."""
     writes = effects.writes or (_FIRST if kwargs.get("inplace") else ())
     if effects.writes_if is not None:
-        name, default = effects.writes_if
-        writes = writes if (args[5] if len(args) > 5 else kwargs.get(name, default)) else ()
+        i, name, default = effects.writes_if
+        writes = writes if (args[i] if len(args) > i else kwargs.get(name, default)) else ()
     if writes is _FIRST:  # the argument may have another name
         found = [*args, *kwargs.values()][:1]
     else:

@@ -21,6 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
+from remat._context import RandomState
 from remat._dispatch_mode import tell_of_access
 from remat._effects import Effects, as_given, effects_of, is_of_torch, map_in, reads_no_value, tensors_in, written_by
 from remat._errors import DATA_OF_A_LEVEL, LAZY, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, changes, not_replaced
@@ -167,13 +168,13 @@ class Look(NestedMode):
                 args = self._with_hook(args)
             if effects.retains_grad and self.in_rerun:  # with create_graph=True, it would hold the rerun's graph
                 args = (internals.leaf_of_nothing(),)
-            if effects.draws:
-                self._mark_draw(func)
+            before = self._before_draw(func) if effects.draws else None
             if effects.shows_graph:
                 self.signature.shows_nodes |= not internals.called_by("torch.")
         if effects.looks_up:  # an operand does not hold what the user's tensor holds
             return self._seen(func, (self._maybe_tail(effects, func, given[0], kwargs),))[0]
         out = self._maybe_tail(effects, func, args, kwargs)
+        self._after_draw(before)
         if kind_of(out.__class__) is HOLDER or (out is None and written):
             with internals.DisableTorchFunction():
                 self.add_results(func, written if out is None else out, passed, labels, effects)
@@ -279,8 +280,12 @@ class Look(NestedMode):
         """The label of a tensor that a nested run is about to read: NOTE [labels]."""
         return self.labels.of(tensor)
 
-    def _mark_draw(self, func: Any) -> None:
-        self.drew = True
+    def _before_draw(self, func: Any) -> Any:
+        """The state of the generators before a call that may draw; None if it need not be known."""
+        return self.random.now() if not self.drew and isinstance(self.random, RandomState) else None
+
+    def _after_draw(self, before: RandomState | None) -> None:
+        self.drew = self.drew or not (before is None or before.is_current())
 
     def notice(self, generator: torch.Generator) -> None:
         """The run is about to draw from an explicit generator."""

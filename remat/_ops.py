@@ -13,12 +13,11 @@ from torch.autograd.graph import increment_version
 from remat import _torch_internals as internals
 from remat._layers import inner_tensors
 
-# These write to running_mean and running_var, although their schemas do not say so.
-_WRITE_STATISTICS = {
-    torch.ops.aten.native_batch_norm.default,
-    torch.ops.aten.cudnn_batch_norm.default,
-    torch.ops.aten.miopen_batch_norm.default,
-}
+_WRITE_STATISTICS = """
+    _batch_norm_impl_index batch_norm batch_norm_update_stats cudnn_batch_norm instance_norm miopen_batch_norm
+    native_batch_norm
+"""
+"""These write to running_mean and running_var, although their schemas do not say so; but for one, only in training."""
 
 DETACH = torch.ops.aten.detach.default
 
@@ -47,7 +46,7 @@ class OpFacts:
             self.func, self.is_opaque = func, True
             return
         returns = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
-        arguments = enumerate(func._schema.arguments)
+        arguments = [*enumerate(func._schema.arguments)]
         self.func = func
         self.is_custom = func.namespace not in ("aten", "prims")
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
@@ -55,16 +54,18 @@ class OpFacts:
         self.is_view = self.is_inplace_view or not all(r.is_write for r in returns)
         self.counts_writes = "_foreach_" not in func._schema.name
         self._written = [(i, a.name) for i, a in arguments if is_written(func, a)]
-        self._statistics = func in _WRITE_STATISTICS
-        self.writes = bool(self._written) or self._statistics
+        self._flag = next(((i, a.name) for i, a in arguments if a.name in ("training", "use_input_stats")), None)
+        self.writes = bool(self._written)
 
     def written(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors that a call writes to."""
         if not self.writes:
             return []
-        found: list[Any] = list(args[3:5]) if self._statistics and args[5] else []  # args[5]: in training
+        in_training = self._flag is None or _argument(*self._flag, args, kwargs)
+        found: list[Any] = []
         for i, name in self._written:
-            found += flat(args[i] if i < len(args) else kwargs.get(name))
+            if in_training or not name.startswith("running_"):
+                found += flat(_argument(i, name, args, kwargs))
         return [t for x in found for t in flat(x) if isinstance(t, Tensor)]  # of a gather, a list of lists
 
     def count_writes(self, args: Any, kwargs: Any) -> None:
@@ -73,10 +74,17 @@ class OpFacts:
             increment_version(self.written(args, kwargs))
 
 
+def _argument(i: int, name: str, args: Any, kwargs: Any) -> Any:
+    return args[i] if i < len(args) else kwargs.get(name)
+
+
 def is_written(func: Any, argument: Any) -> bool:
-    """Whether an op writes to an argument, by its schema. Those of collectives do not say so."""
-    if func.namespace == "c10d":
-        return func._schema.name.endswith("_") and not argument.name.startswith("input")
+    """Whether an op may write to an argument. Some schemas do not say so."""
+    namespace, name = func._schema.name.split("::")
+    if namespace == "c10d":
+        return name.endswith("_") and not argument.name.startswith("input")
+    if argument.name in ("running_mean", "running_var") and name in _WRITE_STATISTICS.split():
+        return True
     return argument.alias_info is not None and argument.alias_info.is_write
 
 

@@ -123,7 +123,7 @@ class Recorder(OpMode):
         if facts.is_view:
             return self._view(facts, args, kwargs)
         call = self._call(facts, args, kwargs)
-        before = drawn_from(args, kwargs) if facts.draws else None
+        before = drawn_from(args, kwargs) if facts.draws or facts.is_custom else None
         out = self._run_op(facts, args, kwargs)
         if facts.is_opaque and isinstance(out, Tensor) and any(t.requires_grad for t in tensors(args, kwargs)):
             raise RematError(_BARE.format(func))

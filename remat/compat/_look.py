@@ -155,9 +155,9 @@ class CheckpointLook(Look):
         if acts or (kwargs and ("out" in kwargs or kwargs.get("inplace"))):
             out = self._call(effects, func, args, kwargs or {}, given)
             return self._taint(out, written_by(effects, args, kwargs or {})) if self._reads_tainted else out
-        if effects.acts:
-            self._mark_draw(func)
+        before = self._before_draw(func) if effects.acts else None
         out = self._do(func, args, kwargs or {})
+        self._after_draw(before)
         if self._reads_tainted:
             self._taint(out)
         elif type(out) is Tensor and not internals.is_wrapper(out):
@@ -190,9 +190,9 @@ class CheckpointLook(Look):
         """Skip nothing: a rerun stops as soon as it has recomputed all that the graph saves."""
         return self._do(func, args, kwargs)
 
-    def _mark_draw(self, func: Any) -> None:
-        super()._mark_draw(func)
+    def _before_draw(self, func: Any) -> Any:
         self.saves_unwritten = self.saves_unwritten or "rrelu" in func.__name__
+        return super()._before_draw(func)
 
     def before_write(self, written: Tensor) -> None:
         if self._as_it_is and memory_of(written) in self._as_it_is:
