@@ -22,24 +22,18 @@ _COLLECTIVES = """
 """
 _OTHERS: dict[Any, tuple[tuple[int, str], ...]] = {
     F.batch_norm: ((1, "running_mean"), (2, "running_var")),
-    F.embedding: ((1, "weight"),),
-    F.embedding_bag: ((1, "weight"),),
     F.instance_norm: ((1, "running_mean"), (2, "running_var")),
-    Tensor.imag.__set__: _FIRST,  # type: ignore[attr-defined]
-    Tensor.real.__set__: _FIRST,  # type: ignore[attr-defined]
 }
 """Functions that write to arguments, by position and name. Of others, the name of the function or of an op tells it."""
 _ONLY_IF = {
-    "_batch_norm_impl_index": (5, "training", False),
-    "batch_norm": (5, "training", False),
-    "cudnn_batch_norm": (5, "training", False),
-    "embedding": (3, "max_norm", None),
-    "embedding_bag": (3, "max_norm", None),
-    "instance_norm": (5, "use_input_stats", True),
-    "miopen_batch_norm": (5, "training", False),
-    "native_batch_norm": (5, "training", False),
+    "_batch_norm_impl_index": ("training", False),
+    "batch_norm": ("training", False),
+    "cudnn_batch_norm": ("training", False),
+    "instance_norm": ("use_input_stats", True),
+    "miopen_batch_norm": ("training", False),
+    "native_batch_norm": ("training", False),
 }
-"""By name, functions that write only if an argument is given or true: its position, name and default."""
+"""By name, functions that write only if a flag is true, their sixth argument: its name and default."""
 GIVES_MEMORY_AWAY = {
     Tensor.__array__,
     Tensor.__cuda_array_interface__.__get__,
@@ -109,7 +103,7 @@ class Effects:
         """The positions and names of the arguments that it may change in place."""
         name = getattr(func, "__name__", "").partition(".")[0]
         self.writes_if = _ONLY_IF.get(name)
-        """The position, name and default of the flag without which it writes to nothing."""
+        """The name and default of the flag without which it writes to nothing."""
         self.draws = name in _RANDOM or any(map(_may_draw, _ops_of(func)))
         """It may draw random numbers."""
         self.sets_hook = func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
@@ -207,8 +201,8 @@ def written_by(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any]) ->
     """The arguments that a call of a function with these effects writes to."""
     writes = effects.writes or (_FIRST if kwargs.get("inplace") else ())
     if effects.writes_if is not None:
-        i, name, default = effects.writes_if
-        writes = writes if (args[i] if len(args) > i else kwargs.get(name, default)) else ()
+        name, default = effects.writes_if
+        writes = writes if (args[5] if len(args) > 5 else kwargs.get(name, default)) else ()
     if writes is _FIRST:  # the argument may have another name
         found = [*args, *kwargs.values()][:1]
     else:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from remat import _torch_internals as internals
-from remat._layers import inner_tensors
+from remat._layers import inner_tensors, innermost
 
 _WRITE_STATISTICS = """
     _batch_norm_impl_index batch_norm batch_norm_update_stats cudnn_batch_norm instance_norm miopen_batch_norm
@@ -66,7 +66,7 @@ class OpFacts:
         for i, name in self._written:
             if in_training or not name.startswith("running_"):
                 found += flat(_argument(i, name, args, kwargs))
-        return [t for x in found for t in flat(x) if isinstance(t, Tensor)]  # of a gather, a list of lists
+        return [innermost(t) for x in found for t in flat(x) if isinstance(t, Tensor)]  # of a gather, a list of lists
 
     def count_writes(self, args: Any, kwargs: Any) -> None:
         """Increment the version counters of the tensors that a call has written to, where torch does not."""

@@ -165,8 +165,9 @@ class Recorder(OpMode):
         written = [t.untyped_storage() for t in changed]
         for t in outputs:
             if not isinstance(t, Tensor):
-                found.append(t)
-                op.runs |= not isinstance(t, _NUMBERS)
+                is_number = isinstance(t, _NUMBERS)
+                found.append(t if is_number else None)  # a list of tensors, say, would hold them
+                op.runs |= not is_number
                 self._asked.clear()
                 continue
             storage = t.untyped_storage()

@@ -33,6 +33,10 @@ _MODIFIED = (
     "was given, reads from outside or saves for its rerun, is at version {}; expected version {} instead. Change it "
     "after the backward, or change a copy: x = x.clone()."
 )
+_UNSEEN = (
+    "checkpoint: {} reads a tensor of shape {}, {} from outside, and code that no torch-function mode sees changes it: "
+    "an extension, an embedding with max_norm, z.real = ... The rerun would find it changed. Change it outside."
+)
 _SHARED = (
     "checkpoint: {} changes two tensors in place that lie in the same memory, of shapes {} and {}. The rerun would "
     "start from two copies. Change one of them alone, or clone it before."
@@ -193,8 +197,11 @@ class Call:
         Parameters are added to `reads` instead. Those that the caller holds and those that it wrote to are left out.
         """
         found, near = [], []
-        for key, (t, _) in look.outside.items():
+        for key, (t, _, version) in look.outside.items():
             position, is_written = self._index.get(key), key in look.copies
+            is_known = is_written or t.requires_grad or key in look.gathered or internals.uses_fully_shard()
+            if not is_known and version_of(t) != version:
+                raise CheckpointError(_UNSEEN.format(self.name, list(t.shape), t.dtype))
             if key not in look.gathered and (position is None or is_written or type(t) is Parameter):
                 near.append(t)
             if is_written or (position is not None and position < self.arguments):

@@ -20,7 +20,7 @@ from remat import _torch_internals as internals
 from remat._dispatch_mode import ops_of_remat
 from remat._effects import Effects, effects_of, tensors_in, written_by
 from remat._errors import CheckpointError, call_site
-from remat._layers import layers_up_to
+from remat._layers import layers_up_to, version_of
 from remat._look import Look
 from remat._memory import memory_of
 from remat._nested_mode import current_look
@@ -58,6 +58,8 @@ class Seen(NamedTuple):
 
     None before that.
     """
+    version: int
+    """How often it had been written to."""
 
 
 class CheckpointLook(Look):
@@ -239,7 +241,7 @@ class CheckpointLook(Look):
         else:
             effects = effects_of(self._reader)
             first = self._reader if effects.gives_alias or effects.sets_data else self._clock[0]
-        self.outside[id(value)] = Seen(value, first)
+        self.outside[id(value)] = Seen(value, first, version_of(value))
         self.labels.note(value, None)
         self._note_memory(id(value), value)
 

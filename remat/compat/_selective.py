@@ -162,7 +162,7 @@ class Selective:
     def finish(self, look: CheckpointLook, out: Any) -> None:
         """Called when the forward is over, which returned `out`."""
         self._tape = self.recorder.tape([])
-        self._origins = {key: self._tape.origin(value) for key, (value, _) in look.outside.items()}
+        self._origins = {key: self._tape.origin(seen.value) for key, seen in look.outside.items()}
         results = [t.grad_fn for t in _tree.flatten(out)[0] if isinstance(t, Tensor)]
         self._tape.skips = not (look.reads_unseen or any(map(is_custom, nodes_behind(results, look.since))))
         if self._hooks is not None:
