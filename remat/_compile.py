@@ -23,10 +23,15 @@ from remat import _torch_internals as internals
 from remat._context import rerunning
 from remat._errors import RematError
 from remat._layers import requires_grad_at_any_level
+from remat._memory import memory_of
 from remat._names import current_name
 from remat.policies import CheckpointPolicy, Policy, as_policy
 from remat.policies._policy import by_identity
 
+_SHARED = (
+    "remat: in compiled code, a function changes a tensor in place, and gets another one over the same memory, such as "
+    "cache.T or cache[0]. Pass one of the two, and take the view inside by a function: cache.mT, cache[:1]."
+)
 tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
 _TRANSFORMS_INSIDE = (
@@ -77,7 +82,11 @@ def _as_op(
             return remat(function, policy=decides, preserve_rng_state=preserve_rng_state)(*args, **kwargs)
         if not any(isinstance(a, Tensor) and requires_grad_at_any_level(a) for a in args):
             return graph(*args)  # without a backward graph, torch refuses draws that are marked
-        inputs = [_copied(a) if changes else a for a, changes in zip(args, _changed_by(graph), strict=True)]
+        changed = _changed_by(graph)
+        memory = [memory_of(a) if isinstance(a, Tensor) else None for a in args]
+        if any(changes and memory.count(m) > 1 for m, changes in zip(memory, changed, strict=True)):
+            raise RematError(_SHARED)
+        inputs = [_copied(a) if changes else a for a, changes in zip(args, changed, strict=True)]
         out = internals.run_marked(graph, inputs, _marking(decides.start()))
         for before, after in zip(args, inputs, strict=True):
             if after is not before:

@@ -107,6 +107,8 @@ class Look(NestedMode):
         if delegate is not None:
             return delegate.__torch_function__(func, types, args, kwargs)
         effects = effects_of(func)
+        if self.undecided:
+            self._decide(func, args, kwargs or {})
         at_depth = stack_depth() <= self.depth
         known = self.labels if at_depth else {}  # NOTE [inner wrappers]
         given, plain = args, []  # type: tuple[Any, Any]
@@ -179,6 +181,10 @@ class Look(NestedMode):
             with internals.DisableTorchFunction():
                 self.add_results(func, written if out is None else out, passed, labels, effects)
         return as_given(out, written, effects, given) if written and self._swaps else out
+
+    def _decide(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """A call in an outer rerun of a checkpoint is about to use tensors for whose first use that waits."""
+        self.outer._decide(func, args, kwargs)
 
     def _check_graph(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
         """The run is about to differentiate outputs with respect to inputs."""

@@ -1622,3 +1622,32 @@ def test_errors_are_torchs_too() -> None:
         y.backward()
     assert isinstance(caught.value, CheckpointError)
     assert SIZE
+
+
+@pytest.mark.parametrize("around", [torch.autograd.graph.save_on_cpu, contextlib.nullcontext])
+@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["remat", "non-reentrant", "reentrant"])
+def test_a_hook_of_a_leaf_is_called_once(use_reentrant: bool | None, around: Any) -> None:
+    """Hooks on saved tensors give another object for the leaf, which does not tell of its hooks."""
+    w, calls = leaf(numbers(3)), []
+    w.register_hook(lambda g: calls.append(1) or g * 0.5)
+    f = remat.remat(lambda x: x * w)
+    with around():
+        x = leaf(numbers(3, seed=1))
+        y = f(x) if use_reentrant is None else remat.checkpoint(f, x, use_reentrant=use_reentrant)
+    y.sum().backward()
+    assert len(calls) == 1
+    assert_same(w.grad, x.detach() / 2)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_batch_norm_in_remat_in_checkpoint(use_reentrant: bool) -> None:
+    def run(make: Any, checkpoint: Any) -> Any:
+        norm = nn.BatchNorm1d(3).double()
+        f = make(lambda x: norm(x).sin())
+        x = leaf(numbers(4, 3))
+        for _ in range(2):
+            checkpoint(lambda x: f(x), x).sum().backward()
+        return x.grad, norm.weight.grad, norm.running_mean, norm.num_batches_tracked
+
+    found = run(remat.remat, functools.partial(remat.checkpoint, use_reentrant=use_reentrant))
+    assert_same(found, run(lambda f: f, lambda f, x: f(x)))

@@ -589,6 +589,18 @@ def test_a_module_that_is_decorated_in_the_compiled_code(policy: Any, backend: s
         assert_same(run(found, functools.partial(compiled, backend=backend))(ws, x), expected, 1e-8)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_two_tensors_over_memory_that_changes(backend: str) -> None:
+    cache = numbers(4, 4)
+
+    def fun(x: Tensor) -> Tensor:
+        cache.T.mul_(0.5)
+        return x.sin() * cache.clone()
+
+    with pytest.raises(Exception, match=r"share memory|over the same memory"):
+        compiled(remat(fun), backend)(leaf(numbers(4, 4))).sum().backward()
+
+
 def compiled_for_any_shape(fun: Any, *args: Any) -> Any:
     return compiled(fun, dynamic=True)(*args)
 
