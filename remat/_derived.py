@@ -101,10 +101,14 @@ class Link:
         self.cut: Container[int] = ()
         """Positions of differentiated operands that the node saves detached: its values do not depend on them."""
         self.thread = threading.get_ident()
-        self.keeps_objects = internals.saved_tensors_hooks() is None
-        """Whether the node gives back the operands themselves. Others have the hooks of a leaf unseen."""
+        self._keeps_objects = internals.saved_tensors_hooks() is None
         self.versions = [*map(version_of, operands)] if level else []
         """How often operands had been written to. Below all transforms, autograd checks that itself."""
+
+    def hooked(self) -> list[int]:
+        """Positions of leaves with hooks, where hooks on saved tensors gave other objects, which do not tell of these."""
+        originals = () if self._keeps_objects else self.fn.call.operands.originals
+        return [i for i, original in enumerate(originals) if (t := original.ref()) is not None and t._backward_hooks]
 
 
 def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], records: bool, batches: Sequence[Batch]) -> Derived:
@@ -148,7 +152,7 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], records: bool, batc
         if at_base:
             # Faster than a functorch level, and an autograd.Function needs no functorch support.
             with internals.no_transforms(), torch.enable_grad():
-                inputs = _leaves(operands, leaves, record, link.keeps_objects)
+                inputs = _leaves(operands, leaves, record, link.hooked())
                 edges = _rerun(fn, inputs, outs, hands_on)
         else:
             if record and is_read and level == 0 and 0 in call.hooked:
@@ -228,7 +232,7 @@ def _may_run_at_base(call: Call, operands: Sequence[Tensor], cotangents: Sequenc
     return call.random is not None or not any(map(internals.is_wrapper, cotangents))
 
 
-def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool, keeps_objects: bool) -> list[Tensor]:
+def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool, hooked: Collection[int]) -> list[Tensor]:
     """The inputs of a rerun: leaves of its graph. If it is recorded: aliases that lead to the graphs of the operands.
 
     An operand that is a leaf without hooks is its own input: then the rerun need not swap it. (Hooks would be called
@@ -241,7 +245,7 @@ def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool, k
             inputs.append(t if record else _detached(t))
         elif record:
             inputs.append(_alias(t) if t.requires_grad else _detached(t, leaf=True))
-        elif keeps_objects and not repeated and _is_bare_leaf(t):
+        elif not repeated and i not in hooked and _is_bare_leaf(t):
             inputs.append(t)
         else:
             inputs.append(_detached(t, leaf=True))

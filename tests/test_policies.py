@@ -672,7 +672,6 @@ def test_a_collection_of_ops(collection: Any) -> None:
         ("dots_saveable", r"'dots_saveable' is the name of a policy. Write policy=remat.policies.dots_saveable\."),
         ("save_ops", r"'save_ops' is the name of a policy. Write policy=remat.policies.save_ops\(\.\.\.\)\."),
         ("dots_savable", r"there is no policy .dots_savable.\. Did you mean policy=remat.policies.dots_saveable\?"),
-        ("dots", r"there is no policy .dots.\. Did you mean policy=remat.policies.dots_saveable\?"),
         (
             ["mm", "dots_saveable"],
             r"'dots_saveable' is a policy, not an op. Write policy=remat.policies.dots_saveable, ",

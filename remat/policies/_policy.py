@@ -235,8 +235,7 @@ def as_policy(value: PolicyLike) -> Policy:
     if isinstance(value, (str, *internals.OP_KINDS)):
         if policy := _written(value):
             raise TypeError(f"remat: {value!r} is the name of a policy. Write policy={policy}.")
-        close = difflib.get_close_matches(str(value), policies.__all__, n=1, cutoff=0.8)
-        if close := close or [name for name in policies.__all__ if name.startswith(f"{value}_")]:
+        if close := difflib.get_close_matches(str(value), policies.__all__, n=1, cutoff=0.8):
             raise TypeError(f"remat: there is no policy {value!r}. Did you mean policy={_written(close[0])}?")
         _ops.spell("remat: policy", value)  # raises where it is no op that a policy can name
         raise TypeError(f"remat: {value!r} is one op, not a policy. Write [{value!r}].")
