@@ -106,7 +106,7 @@ class Link:
         """How often operands had been written to. Below all transforms, autograd checks that itself."""
 
     def hooked(self) -> list[int]:
-        """Positions of leaves with hooks, where hooks on saved tensors gave other objects, which do not tell of these."""
+        """Positions of leaves with hooks, where hooks on saved tensors gave other objects, which tell of no hooks."""
         originals = () if self._keeps_objects else self.fn.call.operands.originals
         return [i for i, original in enumerate(originals) if (t := original.ref()) is not None and t._backward_hooks]
 
