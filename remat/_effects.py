@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._ops import is_written
+from remat._ops import STATISTICS, TRAINING, argument, is_written
 from remat._signature import HOLDER, kind_of
 
 _FIRST = ((0, "input"),)
@@ -25,15 +25,6 @@ _OTHERS: dict[Any, tuple[tuple[int, str], ...]] = {
     F.instance_norm: ((1, "running_mean"), (2, "running_var")),
 }
 """Functions that write to arguments, by position and name. Of others, the name of the function or of an op tells it."""
-_ONLY_IF = {
-    "_batch_norm_impl_index": ("training", False),
-    "batch_norm": ("training", False),
-    "cudnn_batch_norm": ("training", False),
-    "instance_norm": ("use_input_stats", True),
-    "miopen_batch_norm": ("training", False),
-    "native_batch_norm": ("training", False),
-}
-"""By name, functions that write only if a flag is true, their sixth argument: its name and default."""
 GIVES_MEMORY_AWAY = {
     Tensor.__array__,
     Tensor.__cuda_array_interface__.__get__,
@@ -99,12 +90,12 @@ class Effects:
     """The effects of a torch function, besides computing."""
 
     def __init__(self, func: Any) -> None:
-        self.writes = _written_arguments(func)
+        ops = _ops_of(func)
+        self.writes = _written_arguments(func, ops)
         """The positions and names of the arguments that it may change in place."""
-        name = getattr(func, "__name__", "").partition(".")[0]
-        self.writes_if = _ONLY_IF.get(name)
-        """The name and default of the flag without which it writes to nothing."""
-        self.draws = name in _RANDOM or any(map(_may_draw, _ops_of(func)))
+        self.writes_if = _flag_of(ops) if any(name in STATISTICS for _, name in self.writes) else None
+        """The name of the flag without which it writes to no statistics: its sixth argument."""
+        self.draws = getattr(func, "__name__", "") in _RANDOM or any(map(_may_draw, ops))
         """It may draw random numbers."""
         self.sets_hook = func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
         self.retains_grad = func is Tensor.retain_grad
@@ -169,20 +160,24 @@ def reads_no_value(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any]
     return True
 
 
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that a function may write to."""
+def _written_arguments(func: Any, ops: list[Any]) -> tuple[tuple[int, str], ...]:
+    """The arguments that a function may write to. `ops`: `_ops_of` it."""
     name = getattr(func, "__name__", "")
     if func in _OTHERS or name in _NO_WRITES:
         return _OTHERS.get(func, ())
-    arguments = [(op, i, a) for op in _ops_of(func) for i, a in enumerate(op._schema.arguments)]
+    arguments = [(op, i, a) for op in ops for i, a in enumerate(op._schema.arguments)]
     is_op = isinstance(func, internals.OP_KINDS)
     written = {(i, a.name) for op, i, a in arguments if is_written(op, a) and (is_op or not a.kwarg_only)}
-    if written and (is_op or written != {(0, "self")}):
+    if written and (is_op or written != {(0, "self")}):  # else the name tells: a schema of `sort` says that it writes
         return tuple(written)
     if getattr(func, "__module__", "") == "torch.distributed.distributed_c10d":
         return _FIRST if name in _COLLECTIVES.split() else ((1, "gather_list"),) if name == "gather" else ()
     in_place = name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__"))
     return _FIRST if in_place else ()
+
+
+def _flag_of(ops: list[Any]) -> str | None:
+    return next((a.name for op in ops for a in op._schema.arguments if a.name in TRAINING), None)
 
 
 def _may_draw(op: Any) -> bool:
@@ -200,13 +195,13 @@ def _ops_of(func: Any) -> list[Any]:
 def written_by(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that a call of a function with these effects writes to."""
     writes = effects.writes or (_FIRST if kwargs.get("inplace") else ())
-    if effects.writes_if is not None:
-        name, default = effects.writes_if
-        writes = writes if (args[5] if len(args) > 5 else kwargs.get(name, default)) else ()
+    flag = effects.writes_if
+    if flag is not None and not argument(5, flag, args, kwargs, TRAINING[flag]):
+        writes = tuple((i, name) for i, name in writes if name not in STATISTICS)
     if writes is _FIRST:  # the argument may have another name
         found = [*args, *kwargs.values()][:1]
     else:
-        found = [args[i] if i < len(args) else kwargs.get(name) for i, name in writes]
+        found = [argument(i, name, args, kwargs) for i, name in writes]
     return tensors_in([*found, kwargs.get("out")])  # `_foreach_add_` takes lists
 
 

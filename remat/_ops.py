@@ -17,7 +17,10 @@ _WRITE_STATISTICS = """
     _batch_norm_impl_index batch_norm batch_norm_update_stats cudnn_batch_norm instance_norm miopen_batch_norm
     native_batch_norm
 """
-"""These write to running_mean and running_var, although their schemas do not say so; but for one, only in training."""
+"""These write to their statistics, although their schemas do not say so."""
+STATISTICS = "running_mean", "running_var"
+TRAINING = {"training": False, "use_input_stats": True}
+"""Flags, without which statistics are only read, and their defaults in `torch.nn.functional`."""
 
 DETACH = torch.ops.aten.detach.default
 
@@ -54,18 +57,18 @@ class OpFacts:
         self.is_view = self.is_inplace_view or not all(r.is_write for r in returns)
         self.counts_writes = "_foreach_" not in func._schema.name
         self._written = [(i, a.name) for i, a in arguments if is_written(func, a)]
-        self._flag = next(((i, a.name) for i, a in arguments if a.name in ("training", "use_input_stats")), None)
+        self._flag = next(((i, a.name) for i, a in arguments if a.name in TRAINING), None)
         self.writes = bool(self._written)
 
     def written(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors that a call writes to."""
         if not self.writes:
             return []
-        in_training = self._flag is None or _argument(*self._flag, args, kwargs)
+        in_training = self._flag is None or argument(*self._flag, args, kwargs)
         found: list[Any] = []
         for i, name in self._written:
-            if in_training or not name.startswith("running_"):
-                found += flat(_argument(i, name, args, kwargs))
+            if in_training or name not in STATISTICS:
+                found += flat(argument(i, name, args, kwargs))
         return [innermost(t) for x in found for t in flat(x) if isinstance(t, Tensor)]  # of a gather, a list of lists
 
     def count_writes(self, args: Any, kwargs: Any) -> None:
@@ -74,8 +77,9 @@ class OpFacts:
             increment_version(self.written(args, kwargs))
 
 
-def _argument(i: int, name: str, args: Any, kwargs: Any) -> Any:
-    return args[i] if i < len(args) else kwargs.get(name)
+def argument(i: int, name: str, args: Any, kwargs: Any, default: Any = None) -> Any:
+    """An argument of a call, by its position and name."""
+    return args[i] if i < len(args) else kwargs.get(name, default)
 
 
 def is_written(func: Any, argument: Any) -> bool:
@@ -83,7 +87,7 @@ def is_written(func: Any, argument: Any) -> bool:
     namespace, name = func._schema.name.split("::")
     if namespace == "c10d":
         return name.endswith("_") and not argument.name.startswith("input")
-    if argument.name in ("running_mean", "running_var") and name in _WRITE_STATISTICS.split():
+    if argument.name in STATISTICS and name in _WRITE_STATISTICS.split():
         return True
     return argument.alias_info is not None and argument.alias_info.is_write
 
