@@ -28,16 +28,16 @@ from remat._names import current_name
 from remat.policies import CheckpointPolicy, Policy, as_policy
 from remat.policies._policy import by_identity
 
-_SHARED = (
-    "remat: in compiled code, a function changes a tensor in place, and gets another one over the same memory, such as "
-    "cache.T or cache[0]. Pass one of the two, and take the view inside by a function: cache.mT, cache[:1]."
-)
 tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
 _TRANSFORMS_INSIDE = (
     "remat: a function under remat that uses torch.func itself can't be compiled where torch.func differentiates it, "
     "nor by the backend 'eager': the compiler has recorded the numbers of its levels. Compile the functions inside it "
     "instead, or differentiate the compiled function with .backward()."
+)
+_SHARED = (
+    "remat: in compiled code, a function changes a tensor in place, and gets another one over the same memory, such as "
+    "cache.T or cache[0]. Pass one of the two, and take the view inside by a function: cache.mT, cache[:1]."
 )
 
 

@@ -88,10 +88,10 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
 
     def note_result(self, out: Tensor, position: int, is_new: Any) -> None:
         """Give a label to the result of the call at this position, unless the call has returned what it was given."""
-        if not is_new and id(out) in self and self.has(out):
-            return
-        if not is_new and internals.is_wrapper(out) and not internals.is_grad_wrapper(out) and self.returns(out):
-            return
+        if not is_new:
+            may_wrap = internals.is_wrapper(out) and not internals.is_grad_wrapper(out)  # `grad` wraps only what is new
+            if (id(out) in self and self.has(out)) or (may_wrap and self.returns(out)):
+                return
         ref = weakref.ref(out)
         self[id(out)] = ref, -4 * position - 4  # as `of_result` says
         self.results.append(ref)

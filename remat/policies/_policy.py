@@ -18,7 +18,9 @@ from remat import _torch_internals as internals
 from remat import policies
 from remat._errors import RematError, comes_from_inside, shown
 from remat.policies import _ops
+from remat.random._generators import global_state, same_state
 
+_CPU = torch.device("cpu")
 Decide = Callable[..., CheckpointPolicy]
 
 PolicyLike: TypeAlias = (
@@ -175,7 +177,7 @@ class Function(Printable):
     is_predicate: bool = False
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        state = torch.default_generator.get_state()
+        state = global_state(_CPU)
         try:
             result = self.fun(ctx, op, *args, **kwargs)
         except TypeError as error:
@@ -185,9 +187,8 @@ class Function(Printable):
                 f"remat: {name_of(self.fun)} can't be called as policy(ctx, op, *args, **kwargs), with the arguments "
                 f"of {op}."
             ) from error
-        with internals.DisableTorchDispatch():
-            if not torch.equal(state, torch.default_generator.get_state()):
-                raise RematError(_DRAWS.format(name_of(self.fun), op))
+        if not same_state(state, global_state(_CPU)):
+            raise RematError(_DRAWS.format(name_of(self.fun), op))
         if isinstance(result, bool) or str(getattr(result, "dtype", "")) == "bool":  # NumPy's
             return CheckpointPolicy.MUST_SAVE if result else CheckpointPolicy.PREFER_RECOMPUTE
         if isinstance(result, CheckpointPolicy) and not self.is_predicate:
