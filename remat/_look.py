@@ -22,13 +22,13 @@ from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
 from remat._context import RandomState
+from remat._copies import Copies
 from remat._dispatch_mode import tell_of_access
 from remat._effects import Effects, as_given, effects_of, is_of_torch, map_in, reads_no_value, tensors_in, written_by
 from remat._errors import DATA_OF_A_LEVEL, LAZY, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, changes, not_replaced
 from remat._graph import goes_through_older, is_from_before
 from remat._labels import Labels, Read, in_nested, of_outside, of_result, together
 from remat._layers import layers, layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
-from remat._memory import memory_of, overlap
 from remat._nested_mode import NestedMode, watched
 from remat._saved import is_of_user
 from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, OTHER, Signature, kind_of, name_of
@@ -47,8 +47,7 @@ class Look(NestedMode):
     - `labels`: of the tensors that it knows.
     - `handed_on`: those that a transform inside the function has wrapped.
     - `read_quietly`: those that are differentiated but were first read in `no_grad`, perhaps in an autograd.Function.
-    - `copies`: by identity, copies of those in whose storage the run wrote, with their earlier values.
-    - `written`: the identities of those that it wrote to.
+    - `copies`: of those in whose storage the run wrote.
     - `drew`, `sets_hooks`: whether a torch call may have drawn random numbers; whether one put a hook on a tensor.
     - `in_checkpoint`: whether the run is that of a checkpointed function, or in one.
     - `sees_custom`: whether, of an autograd.Function that it sees, the forward has seen the call too.
@@ -61,7 +60,6 @@ class Look(NestedMode):
     sees_custom = True
     tail_number = 0
     _reader: Any = None
-    _memory: dict[int, list[int]] | None = None
 
     def __init__(self, name: str, given: Iterable[Tensor], random: Any) -> None:
         """Watch a run of the function `name` that is given these tensors. `random` is told of explicit generators."""
@@ -71,8 +69,7 @@ class Look(NestedMode):
         self.outside: dict[int, Any] = {}
         self.handed_on: set[int] = set()
         self.read_quietly: set[int] = set()
-        self.copies: dict[int, Tensor] = {}
-        self.written: set[int] = set()
+        self.copies = Copies()
         self.signature = Signature()
         self.tail_results: list[weakref.ref[Tensor]] = []
         self._given = given
@@ -89,6 +86,7 @@ class Look(NestedMode):
         if outer is not None:
             self.outer, self._swaps, self.in_checkpoint = outer, outer._swaps, outer.in_checkpoint
             self.undecided, self.sees_custom = outer.undecided, outer.sees_custom
+            self.random = self.random or outer.random  # draws inside count for both
         for t in self._given:
             self._add(t)
 
@@ -265,15 +263,7 @@ class Look(NestedMode):
             label = self.number_of(value)
             self.outside[key] = Read(value, version_of(value), label, self._reader)
             self.labels.note(value, label)
-            self._note_memory(key, value)
-
-    def _note_memory(self, key: int, value: Tensor) -> None:
-        """Note the memory of a tensor from outside. If the run has written beside it, copy it as well."""
-        if self._memory is not None and key not in (known := self._memory.setdefault(memory_of(value), [])):
-            copied = [self.outside[k].value for k in known if k in self.copies]
-            known.append(key)
-            if copied and not (any(overlap(value, t) for t in copied) or requires_grad_at_any_level(value)):
-                self.copies[key] = self._copied(value)
+            self.copies.note(key, self.outside, self._copied)
 
     def number_of(self, value: Tensor) -> int | None:
         """The label of a tensor from outside. In a nested run, what the outer run calls it."""
@@ -311,16 +301,7 @@ class Look(NestedMode):
 
     def before_write(self, written: Tensor) -> None:
         """Copy the outside tensors in this storage before the run changes them: reruns start from the copies."""
-        if self._memory is None:
-            self._memory = {}
-            for key, read in self.outside.items():
-                self._note_memory(key, read.value)
-        for key in self._memory.get(memory_of(written), ()):
-            value = self.outside[key].value
-            if key not in self.copies:
-                self.copies[key] = self._copied(value)
-            if overlap(written, value):
-                self.written.add(key)
+        self.copies.before_write(written, self.outside, self._copied)
         if self.outer is not None:
             self.outer.before_write(written)
 

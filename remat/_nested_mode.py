@@ -111,8 +111,7 @@ class NestedMode(TorchFunctionMode):
 def watched(function: Any, look_at: Any) -> Any:
     """An autograd.Function whose `forward` has a look of its own: under a transform, the mode sees only `apply`.
 
-    `look_at`: called with the name of the function under remat, the tensors that `forward` is given, and the state of
-    the generators.
+    `look_at`: called with the name of the function under remat, the tensors that `forward` is given, and None.
     """
     if made := vars(function).get("_remat_watched"):
         return made
@@ -121,7 +120,7 @@ def watched(function: Any, look_at: Any) -> Any:
         outer = current_look()
         if outer is None:
             return function.forward(*args)
-        with look_at(outer.name, tensors_in(args), outer.random):
+        with look_at(outer.name, tensors_in(args), None):
             return function.forward(*args)
 
     namespace = {"forward": staticmethod(forward), "__module__": function.__module__}

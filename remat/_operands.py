@@ -221,7 +221,7 @@ class Operands:
             raise RematError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
 
     def _changed(self, read: Read, look: Look) -> RematError:
-        self._check_memory([*(look.outside[key].value for key in look.written), read.value])
+        self._check_memory([*(look.outside[key].value for key in look.copies.written), read.value])
         first = "" if read.reader is None else f" ({name_of(read.reader)} was the first to read it)"
         where = f"an unknown line{first}, by an op whose name does not say so (an embedding with max_norm?)"
         return changes(self.name, read.value, where=where)
@@ -236,7 +236,7 @@ class Operands:
                 before = in_cell[1]
             if key in look.copies:
                 original = self._capture(read)
-                original.copied, original.written = True, key in look.written
+                original.copied, original.written = True, key in look.copies.written
                 original.origin = None if tape is None else tape.origin(value)
             elif version_of(value) != before:
                 raise self._changed(read, look)

@@ -21,7 +21,7 @@ LAYERS = [
     {"_layers"},
     {"_dispatch_mode", "_memory", "_ops", "_saved", "_signature"},
     {"_effects", "_graph", "_closure", "_holder"},
-    {"_nested_mode", "_tree", "_places", "_labels", "_sealed"},
+    {"_copies", "_nested_mode", "_tree", "_places", "_labels", "_sealed"},
     {"_tail"},
     {"_names"},
     {"random", "debug", "_offload"},

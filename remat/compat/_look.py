@@ -243,7 +243,7 @@ class CheckpointLook(Look):
             first = self._reader if effects.gives_alias or effects.sets_data else self._clock[0]
         self.outside[id(value)] = Seen(value, first, version_of(value))
         self.labels.note(value, None)
-        self._note_memory(id(value), value)
+        self.copies.note(id(value), self.outside, self._copied)
 
     def add_call(self, name: str, out: Any, inner: Any = None, remembered: Any = None) -> None:
         self.signature.nests += 1
