@@ -10,7 +10,6 @@ the call, is called itself: a program may look it up by its identity.
 from __future__ import annotations
 
 import functools
-import operator
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,8 +25,6 @@ ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtyp
 _OF_TORCH = frozenset(
     f for space in (torch, torch.nn.functional, Tensor) for f in vars(space).values() if type(f) is types.FunctionType
 )
-_DESCRIPTION = [name for name in functools.WRAPPER_ASSIGNMENTS if name not in ("__module__", "__name__")]
-_description = operator.attrgetter(*_DESCRIPTION)
 _EMPTY: Any = object()
 
 
@@ -169,9 +166,7 @@ class Closure:
             return part
         self._parts[key] = _Reference(key)
         self.objects.append(old)
-        attributes: dict[str, Any] = dict(zip(_DESCRIPTION, _description(old), strict=True))
-        for name, value in vars(old).items():
-            attributes[name] = self.take_apart(value)
+        attributes = {name: self.take_apart(value) for name, value in vars(old).items()}
         if old.__defaults__:
             attributes["__defaults__"] = self.take_apart(old.__defaults__)
         if old.__kwdefaults__:
@@ -285,6 +280,9 @@ class Rebuilder:
         self._cells.update(fresh)
         cells = tuple([self._cells[c] for c in old.cells])
         new = self._functions[key] = types.FunctionType(old.code, old.globals, old.name, None, cells or None)
+        if function is not None:
+            functools.update_wrapper(new, function, updated=())
+            del vars(new)["__wrapped__"]
         for name, attribute in old.attributes.items():
             setattr(new, name, self(attribute))
         for c, cell in fresh.items():
