@@ -6,23 +6,14 @@ from remat import integrations as integrations
 from remat import nn as nn
 from remat import policies as policies
 from remat import random as random
-from remat._context import is_rerunning as is_rerunning
-from remat._custom import custom_remat as custom_remat
-from remat._errors import CheckpointError as CheckpointError
-from remat._errors import RematError as RematError
-from remat._inspect import OpCost as OpCost
-from remat._inspect import OpCosts as OpCosts
-from remat._inspect import Residual as Residual
-from remat._inspect import list_ops as list_ops
-from remat._inspect import print_saved_residuals as print_saved_residuals
-from remat._inspect import saved_residuals as saved_residuals
-from remat._names import checkpoint_name as checkpoint_name
-from remat._remat import remat as remat
-from remat.compat import checkpoint as checkpoint
-from remat.compat import checkpoint_sequential as checkpoint_sequential
-from remat.loops import fori_loop as fori_loop
-from remat.loops import scan as scan
-from remat.loops import while_loop as while_loop
+from remat._context import is_rerunning
+from remat._custom import custom_remat
+from remat._errors import CheckpointError, RematError
+from remat._inspect import OpCost, OpCosts, Residual, list_ops, print_saved_residuals, saved_residuals
+from remat._names import checkpoint_name
+from remat._remat import remat
+from remat.compat import checkpoint, checkpoint_sequential
+from remat.loops import fori_loop, scan, while_loop
 
 __version__ = "0.1.0"
 

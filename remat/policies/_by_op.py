@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from remat import _torch_internals as internals
-from remat._errors import shown
+from remat._errors import function_name, shown
+from remat._ops import flat
 from remat.policies import _ops
-from remat.policies._policy import ByOp, Function, Policy, Printable, call, name_of
+from remat.policies._policy import ByOp, Function, Policy, Printable, call
 
 
 def save_ops(*ops: Any) -> Policy:
@@ -112,7 +112,7 @@ def save_if(predicate: Callable[..., bool]) -> Policy:
         raise TypeError(
             f"save_if: predicate must be a function (ctx, op, *args, **kwargs) -> bool; got {shown(predicate)}."
         )
-    return Function(f"save_if({name_of(predicate)})", predicate, is_predicate=True)
+    return Function(f"save_if({function_name(predicate)})", predicate, is_predicate=True)
 
 
 @dataclass(frozen=True, repr=False)
@@ -188,8 +188,7 @@ class _BySize(Printable):
                 f"{self!r} decides by the result of an op. In torch's selective checkpointing before torch 2.13, the "
                 "rerun does not tell it. Use remat.checkpoint, with the same arguments."
             )
-        leaves: list[Any] = optree.tree_leaves(ctx.op_output)
-        nbytes = sum(_size_of(x) for x in leaves if isinstance(x, Tensor))
+        nbytes = sum(_size_of(x) for x in flat(ctx.op_output) if isinstance(x, Tensor))
         return CheckpointPolicy.MUST_SAVE if self.least <= nbytes <= self.most else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -16,11 +16,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from remat import _torch_internals as internals
 from remat import policies
-from remat._errors import RematError, comes_from_inside, shown
+from remat._context import RandomState
+from remat._errors import RematError, comes_from_inside, function_name, shown
 from remat.policies import _ops
-from remat.random._generators import global_state, same_state
 
-_CPU = torch.device("cpu")
 Decide = Callable[..., CheckpointPolicy]
 
 PolicyLike: TypeAlias = (
@@ -164,11 +163,6 @@ everything_saveable: Policy = Constant("everything_saveable", other=CheckpointPo
 nothing_saveable: Policy = Constant("nothing_saveable", other=CheckpointPolicy.MUST_RECOMPUTE)
 
 
-def name_of(fun: Any) -> str:
-    """The name of a deciding function, for messages and reprs."""
-    return getattr(fun, "__qualname__", None) or repr(fun)
-
-
 @dataclass(frozen=True, repr=False)
 class Function(Printable):
     """A policy that asks a user's function."""
@@ -177,23 +171,22 @@ class Function(Printable):
     is_predicate: bool = False
 
     def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        state = global_state(_CPU)
+        name, state = function_name(self.fun), RandomState(())
         try:
             result = self.fun(ctx, op, *args, **kwargs)
         except TypeError as error:
             if comes_from_inside(error):
                 raise
             raise TypeError(
-                f"remat: {name_of(self.fun)} can't be called as policy(ctx, op, *args, **kwargs), with the arguments "
-                f"of {op}."
+                f"remat: {name} can't be called as policy(ctx, op, *args, **kwargs), with the arguments of {op}."
             ) from error
-        if not same_state(state, global_state(_CPU)):
-            raise RematError(_DRAWS.format(name_of(self.fun), op))
+        if not state.is_current():
+            raise RematError(_DRAWS.format(name, op))
         if isinstance(result, bool) or str(getattr(result, "dtype", "")) == "bool":  # NumPy's
             return CheckpointPolicy.MUST_SAVE if result else CheckpointPolicy.PREFER_RECOMPUTE
         if isinstance(result, CheckpointPolicy) and not self.is_predicate:
             return result
-        name, got = name_of(self.fun), f"got {shown(result)} for {op}"
+        got = f"got {shown(result)} for {op}"
         if self.is_predicate:
             raise TypeError(f"save_if: the predicate {name} must return a bool; {got}.")
         raise TypeError(f"remat: the policy {name} must return a bool or a CheckpointPolicy; {got}.")
@@ -250,9 +243,9 @@ def as_policy(value: PolicyLike) -> Policy:
             "remat: policy must be a policy, a function (ctx, op, *args, **kwargs), a collection of ops or "
             f"None; got {shown(value)}."
         )
-    if getattr(policies, name_of(value), None) is value:
-        raise TypeError(f"remat: {name_of(value)} is a function that makes a policy: call it.")
-    return Function(f"as_policy({name_of(value)})", value)
+    if getattr(policies, function_name(value), None) is value:
+        raise TypeError(f"remat: {function_name(value)} is a function that makes a policy: call it.")
+    return Function(f"as_policy({function_name(value)})", value)
 
 
 def _written(value: Any) -> str | None:
