@@ -26,7 +26,7 @@ from remat._layers import innermost, nodes_of, version_of
 from remat._names import Kept as KeptName
 from remat._names import current_name
 from remat._nested_mode import current_call
-from remat._ops import DETACH, FACTS, OpFacts, facts_of, flat, layout_of, plain, storages, tensors
+from remat._ops import DETACH, FACTS, OpFacts, facts_of, flat, plain, storages, tensors
 from remat._saved import held_by, nodes_behind, packs, saves_output
 from remat._tape import KEEP, Kept, Tape
 from remat._values import CONSTANT, Changed, Content, Key, Op, OpMode, Value
@@ -201,7 +201,7 @@ class Recorder(OpMode):
     def _value(self, tensor: Tensor, storage: Any, decision: CheckpointPolicy) -> Value:
         value = Value(len(self._ops) - 1)
         _decide(value, decision, tensor)
-        value.layout, value.version = layout_of(tensor), version_of(tensor)
+        value.layout, value.version = self._layout(tensor), version_of(tensor)
         value.nbytes, value.device = storage.nbytes(), tensor.device
         if self._where is not None:
             value.where = self._where()

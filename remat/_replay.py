@@ -20,7 +20,7 @@ from remat import _torch_internals as internals
 from remat._context import NOTHING, Ambient, RandomState
 from remat._dispatch_mode import ops_of_remat
 from remat._layers import innermost
-from remat._ops import FACTS, Layout, OpFacts, bytes_of, facts_of, flat, layout_of, storages, tensors
+from remat._ops import FACTS, OpFacts, bytes_of, facts_of, flat, layout_of, storages, tensors
 from remat._tape import Origin, Tape, origin_of
 from remat._values import CONSTANT, Changed, Content, Key, Op, OpMode, Value
 
@@ -238,8 +238,8 @@ def _from(x: Any, memory: dict[Value, Any]) -> Any:
     if type(x) is not tuple:
         return x
     if x and isinstance(x[0], Value):
-        value, *layout = x
-        return Layout(*layout).over(memory[value])
+        value, layout = x
+        return layout.over(memory[value])
     return [_from(i, memory) for i in x]
 
 

@@ -21,7 +21,7 @@ from remat._dispatch_mode import DispatchMode
 from remat._effects import GIVES_MEMORY_AWAY, GIVES_NUMBER
 from remat._layers import innermost, version_of
 from remat._memory import digest
-from remat._ops import Layout, OpFacts, is_plain, plain, storages, tensors
+from remat._ops import Layout, OpFacts, is_plain, layout_of, plain, storages, tensors
 
 _STRIDED = torch.strided
 CONSTANT = torch.ops.aten.lift_fresh.default  # its argument is a new tensor of Python numbers
@@ -145,6 +145,8 @@ class OpMode(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._contents: dict[int, Content] = {}
+        self._layouts: dict[Layout, Layout] = {}
+        """Each layout once: most ops have several equal ones, and the garbage collector would visit all of them."""
         self._draws = 0
         self._shares = False
         self._asked: list[Content] = []
@@ -206,6 +208,10 @@ class OpMode(DispatchMode):
         content = self._contents.get(id(storage))
         return content is not None and content.storage() is storage
 
+    def _layout(self, tensor: Tensor) -> Layout:
+        layout = layout_of(tensor)
+        return self._layouts.setdefault(layout, layout)
+
     def _call(self, facts: OpFacts, args: Any, kwargs: Any) -> tuple[Key, list[Content]] | None:
         """The key of a call, and the contents that it reads. None if it has no key: a tensor is not `plain`, say."""
         kinds: list[Any] = []
@@ -234,9 +240,7 @@ class OpMode(DispatchMode):
                         return None
                     content = self._content(storage)
                 reads.append(content)
-                # Faster than with a `Layout`. This runs for each argument of each op.
-                lies = content.value, x.size(), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
-                items.append(lies)
+                items.append((content.value, self._layout(x)))
             elif kind is list or kind is tuple:
                 inner = self._described(x, kinds, reads)
                 if inner is None:
