@@ -61,6 +61,7 @@ class Call:
     - `leaves`: the operands that are differentiated, at any level.
     - `hooked`: the levels of the tensors that the function has put hooks on.
     - `level`: during a rerun, the level whose derivative it is for; 0 below all transforms.
+    - `keeps_objects`: whether its nodes hold the operands themselves, not what hooks on saved tensors made of them.
     - `last_rerun`: with a tape, whether the rerun that is about to come is known to be the last.
     - `since`: all autograd nodes with higher sequence numbers were made in the call, or later.
     - `fill`: places of operands in the last rerun, with these, for `still_filled`.
@@ -72,6 +73,7 @@ class Call:
     leaves: frozenset[int] = frozenset()
     hooked: frozenset[int] = frozenset()
     last_rerun = False
+    keeps_objects = True
     fill: Sequence[tuple[Place, Tensor]] = ()
     tape: Tape | None = None
     random: RandomState | Traced | None = None

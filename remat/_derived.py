@@ -101,13 +101,14 @@ class Link:
         self.cut: Container[int] = ()
         """Positions of differentiated operands that the node saves detached: its values do not depend on them."""
         self.thread = threading.get_ident()
-        self._keeps_objects = internals.saved_tensors_hooks() is None
+        fn.call.keeps_objects &= internals.saved_tensors_hooks() is None
         self.versions = [*map(version_of, operands)] if level else []
         """How often operands had been written to. Below all transforms, autograd checks that itself."""
 
     def hooked(self) -> list[int]:
         """Positions of leaves with hooks, where hooks on saved tensors gave other objects, which tell of no hooks."""
-        originals = () if self._keeps_objects else self.fn.call.operands.originals
+        call = self.fn.call
+        originals = () if call.keeps_objects else call.operands.originals
         return [i for i, original in enumerate(originals) if (t := original.ref()) is not None and t._backward_hooks]
 
 
@@ -245,14 +246,15 @@ def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool, h
             inputs.append(t if record else _detached(t))
         elif record:
             inputs.append(_alias(t) if t.requires_grad else _detached(t, leaf=True))
-        elif not repeated and i not in hooked and _is_bare_leaf(t):
+        elif not repeated and i not in hooked and is_bare_leaf(t):
             inputs.append(t)
         else:
             inputs.append(_detached(t, leaf=True))
     return inputs
 
 
-def _is_bare_leaf(tensor: Tensor) -> bool:
+def is_bare_leaf(tensor: Tensor) -> bool:
+    """Whether a tensor is a leaf without hooks, and carries no tangent."""
     if not tensor.is_leaf or not tensor.requires_grad or tensor._backward_hooks or internals.forward_ad_active():
         return False
     return not tensor._is_view()  # the primal of a dual made in no_grad looks like a leaf, and has no accumulator

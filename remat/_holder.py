@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -11,22 +11,12 @@ from remat._layers import innermost
 from remat._saved import held_by
 
 
-class Owner(Protocol):
-    """A call of `remat.checkpoint`, which owns the placeholders in its graph."""
-
-    def unpack(self, index: int) -> Tensor:
-        """Run the function again, and return the saved tensor with this number."""
-
-    def held(self) -> Sequence[Any]:
-        """The tensors that it holds for the rerun, or the objects that hooks have packed them into."""
-
-
 class Holder:
     """The placeholder for one saved tensor."""
 
     __slots__ = ("__weakref__", "index", "owner")
 
-    def __init__(self, owner: Owner, index: int) -> None:
+    def __init__(self, owner: Any, index: int) -> None:
         self.owner = owner
         self.index = index
 

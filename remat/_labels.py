@@ -47,23 +47,17 @@ class Survivor(NamedTuple):
     version: int
 
 
-class Plain(NamedTuple):
-    """What is known of a tensor that the run made without a derivative. Its label changes with each write."""
-
-    ref: weakref.ref[Tensor]
-    label: int | None
-    begun: int
-    """The version when it was made."""
+Known = tuple["weakref.ref[Tensor]", "int | None", int]
+"""What is known of a tensor: a weak reference, its label, and its version when the run made it, or `FIXED`."""
+FIXED = -2
+"""In place of the version of differentiated and outside tensors: their labels do not change with each write."""
 
 
-class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
-    """By identity, the differentiated and outside tensors that a run knows: a weak reference, and the label.
-
-    A label of None tells nothing: the run may have made the tensor unseen.
+class Labels(dict[int, Known]):
+    """By identity, the tensors that a run knows. A label of None tells nothing: the run may have made it unseen.
 
     **Attributes:**
 
-    - `plain`: by identity, the tensors that the run made without a derivative.
     - `results`: the differentiated tensors that calls have returned.
     """
 
@@ -71,20 +65,18 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
         """`depth`: how many transforms there are around the run."""
         super().__init__()
         self._depth = depth
-        self.plain: dict[int, Plain] = {}
         self.results: list[weakref.ref[Tensor]] = []
         self._read_at: dict[int, int] = {}
         """By identity, plain tensors that the run has read, and their versions then."""
 
-    def note(self, tensor: Tensor, label: int | None) -> None:
+    def note(self, tensor: Tensor, label: int | None, begun: int = FIXED) -> None:
         """Give a label to a tensor from outside, or to a differentiated one."""
-        self[id(tensor)] = weakref.ref(tensor), label
+        self[id(tensor)] = weakref.ref(tensor), label, begun
 
     def note_plain(self, tensor: Tensor, label: int | None, begun: int | None = None) -> None:
         """Give a label to a tensor that a run made without a derivative. `begun`: its version then, if not now."""
         self._read_at.pop(id(tensor), None)  # the identity may have belonged to a dead tensor
-        version = version_of(tensor) if begun is None else begun
-        self.plain[id(tensor)] = Plain(weakref.ref(tensor), label, version)
+        self.note(tensor, label, version_of(tensor) if begun is None else begun)
 
     def note_result(self, out: Tensor, position: int, is_new: Any) -> None:
         """Give a label to the result of the call at this position, unless the call has returned what it was given."""
@@ -93,32 +85,27 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
             if (id(out) in self and self.has(out)) or (may_wrap and self.returns(out)):
                 return
         ref = weakref.ref(out)
-        self[id(out)] = ref, -4 * position - 4  # as `of_result` says
+        self[id(out)] = ref, -4 * position - 4, FIXED  # as `of_result` says
         self.results.append(ref)
 
     def has(self, tensor: Tensor) -> bool:
         """Whether the run knows this tensor."""
-        key = id(tensor)
-        if (entry := self.get(key)) is not None and entry[0]() is tensor:
-            return True
-        plain = self.plain.get(key)
-        return plain is not None and plain.ref() is tensor
+        return (entry := self.get(id(tensor))) is not None and entry[0]() is tensor
 
     def of(self, tensor: Tensor) -> int | None:
         """The label of a tensor that the run reads. A transform inside may have wrapped it."""
         tensor = unwrap_dead(tensor)
         while not self.has(tensor) and internals.level_of(tensor) > self._depth:
             tensor = internals.unwrapped(tensor)
-        entry = self.get(id(tensor))
-        if entry is not None and entry[0]() is tensor:
-            return entry[1]
-        plain = self.plain.get(id(tensor))
-        if plain is None or plain.ref() is not tensor:
+        if not self.has(tensor):
             return None
+        _, label, begun = self[id(tensor)]
+        if begun == FIXED:
+            return label
         version = self._read_at[id(tensor)] = version_of(tensor)
-        if plain.label is None or (tensor.requires_grad and tensor.grad_fn is None):
+        if label is None or (tensor.requires_grad and tensor.grad_fn is None):
             return None
-        return hash((plain.label, version - plain.begun, _custom(tensor.grad_fn))) | 1
+        return hash((label, version - begun, _custom(tensor.grad_fn))) | 1
 
     def of_all(self, args: Any) -> list[int | None]:
         """The labels of all tensors in the arguments of a call."""
@@ -130,45 +117,39 @@ class Labels(dict[int, tuple[weakref.ref[Tensor], int | None]]):
         Then that has the same label: a rerun below the transform gets the tensor itself.
         """
         known = next(filter(self.has, layers(out)), None)
-        if known is None or known is out:
-            return known is out
-        entry = self.get(id(known))
-        if entry is not None and entry[0]() is known:
-            self.note(out, entry[1])
-        else:
-            _, label, begun = self.plain[id(known)]
-            self.note_plain(out, label, begun)
-        return True
+        if known is not None and known is not out:
+            self.note(out, *self[id(known)][1:])
+        return known is not None
 
     def replace(self, values: Iterable[Tensor], attached: Iterable[Tensor]) -> None:
         """A nested call returns its results with a derivative attached. Some may have tangents only."""
         for before, after in zip(values, attached, strict=True):
-            plain = self.plain.get(id(before))
-            if plain is not None and plain.ref() is before:
-                self.note_plain(after, plain.label, version_of(after) - version_of(before) + plain.begun)
+            if self.has(before) and (begun := self[id(before)][2]) != FIXED:
+                self.note_plain(after, self[id(before)][1], version_of(after) - version_of(before) + begun)
 
     def adopt(self, inner: Labels, outside: Container[int]) -> None:
         """Take over the living tensors that a nested run has made, all but those from `outside` of it."""
-        made = ((key, entry) for key, entry in inner.items() if key not in outside and entry[0]() is not None)
-        self.update((key, (ref, _out_of_nested(label))) for key, (ref, label) in made)
-        self.plain.update((key, plain) for key, plain in inner.plain.items() if plain.ref() is not None)
-        self._read_at.update((key, version) for key, version in inner._read_at.items() if key in self.plain)
+        for key, (ref, label, begun) in inner.items():
+            if key not in outside and ref() is not None:
+                self[key] = ref, _out_of_nested(label) if begun == FIXED else label, begun
+        self._read_at.update((key, version) for key, version in inner._read_at.items() if key in self)
 
     def keep(self) -> list[tuple[int, Tensor]]:
         """The plain tensors that are alive. Reruns of other calls must not read them."""
-        alive = [(key, tensor) for key, plain in self.plain.items() if (tensor := plain.ref()) is not None]
+        plain = (entry for entry in self.items() if entry[1][2] != FIXED)
+        alive = [(key, tensor) for key, entry in plain if (tensor := entry[0]()) is not None]
         kept.update(alive)
         return alive
 
     def any_alive(self, but: Container[int]) -> bool:
         """Whether a tensor that the run made is still alive, besides plain ones with these identities."""
-        plain = (plain.ref for key, plain in self.plain.items() if key not in but)
+        plain = (entry[0] for key, entry in self.items() if entry[2] != FIXED and key not in but)
         return any(ref() is not None for ref in (*self.results, *plain))
 
     def survivors(self) -> list[Survivor]:
         """The plain tensors that were read as they are now, and are still alive."""
-        alive = [(key, self.plain[key], version_of(tensor)) for key, tensor in self.keep()]
-        return [Survivor(*plain, now) for key, plain, now in alive if self._read_at.get(key) == now]
+        alive = [(self[key], version_of(tensor), self._read_at.get(key)) for key, tensor in self.keep()]
+        return [Survivor(*entry, now) for entry, now, read in alive if now == read]
 
 
 def _custom(node: Any) -> Any:

@@ -27,7 +27,7 @@ from remat._dispatch_mode import tell_of_access
 from remat._effects import Effects, as_given, effects_of, is_of_torch, map_in, reads_no_value, tensors_in, written_by
 from remat._errors import DATA_OF_A_LEVEL, LAZY, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, changes, not_replaced
 from remat._graph import goes_through_older, is_from_before
-from remat._labels import Labels, Read, in_nested, of_outside, of_result, together
+from remat._labels import FIXED, Labels, Read, in_nested, of_outside, of_result, together
 from remat._layers import layers, layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
 from remat._nested_mode import NestedMode, watched
 from remat._saved import is_of_user
@@ -113,7 +113,7 @@ class Look(NestedMode):
         labels: list[int | None] = []
         for a in args:
             if isinstance(a, Tensor):
-                if (entry := known.get(id(a))) is not None and entry[0]() is a:
+                if (entry := known.get(id(a))) is not None and entry[0]() is a and entry[2] == FIXED:
                     labels.append(entry[1])
                     continue
             elif (kind := kind_of(a.__class__)) is not HOLDER:

@@ -87,7 +87,13 @@ def wrap(module: nn.Module, how: How) -> None:
 def wrapped_twin(module: M, how: How) -> M:
     """A module that runs again and shares the `__dict__` of `module`: an attribute set on one is set on both."""
     module, attributes = internals.uncompiled_module(module)  # remat has to see the ops
-    check(module, "remat", f"this {type(module).__name__}")
+    name = type(module).__name__
+    check(module, "remat", f"this {name}")
+    if internals.is_sharded(module):
+        raise ValueError(
+            f"remat: fully_shard has sharded this {name}, and would not know its twin. Write remat_module(module), "
+            "which changes the module itself, or remat(module) before fully_shard."
+        )
     twin = object.__new__(type(module))  # `__new__` of a GraphModule makes another class
     twin.__dict__ = attributes
     wrap(twin, how)

@@ -68,7 +68,9 @@ class NestedMode(TorchFunctionMode):
         self._before = look, mode = _current.look, _current.mode
         with internals.DisableTorchFunction():
             self.begin(None if self.is_rerun else look)
-        is_on_top = mode is not None and internals.top_function_mode() is mode
+        while isinstance(top := internals.top_function_mode(), NestedMode) and top is not mode:
+            internals.pop_function_mode()  # Ctrl-C has left it there
+        is_on_top = mode is not None and top is mode
         if mode is not None:
             self._delegate_before = mode.delegate
             mode.delegate = self if is_on_top else _BLIND
@@ -79,16 +81,15 @@ class NestedMode(TorchFunctionMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.call = None  # after an error: its arguments lead to the graph, and the graph of a checkpoint leads here
-        _current.look, mode = self._before
-        if self.outer is not None:
-            self.outer.adopt(self)
+        self.delegate = _BLIND  # torch puts it back too late, where Ctrl-C comes while it is put aside for a call
+        _current.look, _current.mode = _, mode = self._before
         if mode is not None:
             mode.delegate = self._delegate_before
-        if _current.mode is self:
-            _current.mode = mode
-            if internals.top_function_mode() is self:  # torch loses it where Ctrl-C comes while it is put aside
-                internals.pop_function_mode()
+        if internals.top_function_mode() is self:
+            internals.pop_function_mode()
+        self.call = None  # after an error: its arguments lead to the graph, and the graph of a checkpoint leads here
+        if self.outer is not None:
+            self.outer.adopt(self)
 
     @property
     def in_rerun(self) -> bool:

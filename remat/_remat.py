@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Generic, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -233,28 +233,20 @@ class _Decorator(Protocol):
     def __call__(self, fun: F, /) -> F: ...
 
 
-@overload
-def remat(
-    fun: F,
-    *,
-    policy: PolicyLike = None,
-    static_argnums: int | Iterable[int] = (),
-    static_argnames: str | Iterable[str] = (),
-    preserve_rng_state: bool = True,
-    prevent_cse: Any = True,
-) -> F: ...
+class _Keywords(TypedDict, total=False):
+    policy: PolicyLike
+    static_argnums: int | Iterable[int]
+    static_argnames: str | Iterable[str]
+    preserve_rng_state: bool
+    prevent_cse: Any
 
 
 @overload
-def remat(
-    fun: None = None,
-    *,
-    policy: PolicyLike = None,
-    static_argnums: int | Iterable[int] = (),
-    static_argnames: str | Iterable[str] = (),
-    preserve_rng_state: bool = True,
-    prevent_cse: Any = True,
-) -> _Decorator: ...
+def remat(fun: F, **options: Unpack[_Keywords]) -> F: ...
+
+
+@overload
+def remat(fun: None = None, **options: Unpack[_Keywords]) -> _Decorator: ...
 
 
 def remat(

@@ -77,7 +77,7 @@ def warn_of_kept(out: Any, look: Look, since: int) -> None:
     - `look`: the look at the run.
     - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
     """
-    for ref, _ in look.labels.values():
+    for ref, *_ in look.labels.values():
         t = ref()
         if t is None or t.grad_fn is None or internals.sequence_number(t.grad_fn) < since:
             continue

@@ -78,12 +78,7 @@ class Transform:
 
     def lower(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which ops run one level down. Only for the innermost transform."""
-        pointer = self._pointer
-        if (self.kind is TransformType.Grad and not _C.CGradInterpreterPtr(pointer).prevGradMode()) or (
-            self.kind is TransformType.Jvp and not _C.CJvpInterpreterPtr(pointer).prevFwdGradMode()
-        ):
-            return coerce_cinterpreter(pointer).lower()  # under a grad mode of its own
-        return _Lowered()
+        return coerce_cinterpreter(self._pointer).lower()
 
     def batch_size(self) -> int:
         """The batch size of a `vmap`."""
@@ -96,16 +91,6 @@ class Transform:
     def reapplies_views(self) -> bool:
         """Whether a `functionalize` reapplies views."""
         return _C.CFunctionalizeInterpreterPtr(self._pointer).functionalizeAddBackViews()
-
-
-class _Lowered:
-    __slots__ = ("_popped",)
-
-    def __enter__(self) -> None:
-        self._popped = _C.pop_dynamic_layer_stack()
-
-    def __exit__(self, *args: object) -> None:
-        _C.push_dynamic_layer_stack(self._popped)
 
 
 def top_transform() -> Transform | None:
@@ -770,6 +755,11 @@ def dtensor_at_work() -> bool:
 def uses_fully_shard() -> bool:
     """Whether FSDP2 (2.13) has sharded a module. `replicate` and others count as well."""
     return bool(_module_state_mapping)
+
+
+def is_sharded(module: Any) -> bool:
+    """Whether FSDP2 (2.13) has sharded this very module. `replicate` and others count as well."""
+    return module in _module_state_mapping
 
 
 def _states_of_fully_shard() -> list[Any]:

@@ -746,3 +746,20 @@ def test_a_function_with_all_rules_under_every_transform(transform: str, ck: Dec
 
     run = TRANSFORMS[transform]
     assert_same(run(ck(fun), numbers(3, 3)), run(fun, numbers(3, 3)))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_hook_on_a_leaf_under_hooks_on_saved_tensors(create_graph: bool) -> None:
+    def derivatives(way: Callable[[Fun], Fun]) -> list[Any]:
+        x, w, calls = leaf(numbers(3)), leaf(numbers(3, seed=1)), []
+        w.register_hook(lambda g: (calls.append(0), g * 2)[1])
+        with torch.autograd.graph.save_on_cpu():
+            y = way(lambda x: (x * w).sin())(x)
+        if create_graph:
+            (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            g.square().sum().backward()
+        else:
+            y.sum().backward()
+        return [x.grad, w.grad, torch.tensor(len(calls))]
+
+    assert_same(derivatives(remat), derivatives(lambda fun: fun))

@@ -1651,3 +1651,24 @@ def test_batch_norm_in_remat_in_checkpoint(use_reentrant: bool) -> None:
 
     found = run(remat.remat, functools.partial(remat.checkpoint, use_reentrant=use_reentrant))
     assert_same(found, run(lambda f: f, lambda f, x: f(x)))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_another_thread_uses_the_module_during_the_backward(use_reentrant: bool) -> None:
+    layer, x = nn.Linear(3, 3, dtype=torch.float64), leaf(numbers(1, 3))
+
+    def in_another_thread(_: Tensor) -> None:
+        thread = threading.Thread(target=lambda: layer(torch.ones(1, 3, dtype=torch.float64)).sum().backward())
+        thread.start()
+        thread.join()
+
+    def fun(x: Tensor) -> Tensor:
+        y = layer(x).tanh()
+        if y.requires_grad:
+            y.register_hook(in_another_thread)
+        return y * 1
+
+    y = REMAT.checkpoint(fun, x, use_reentrant=use_reentrant)
+    found = grad_of(y.sum(), [x, layer.weight])
+    assert_same(layer.weight.grad, torch.ones(3, 3, dtype=torch.float64))
+    assert_same(found, grad_of(layer(x).tanh().sum(), [x, layer.weight]))

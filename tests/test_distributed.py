@@ -262,6 +262,13 @@ def reentrant_and_plain(rank: int, mesh: DeviceMesh, parts: Parts, **options: An
     return found
 
 
+def twin_of_a_sharded_module(rank: int, mesh: DeviceMesh) -> str:
+    layer = fully_shard(nn.Linear(3, 3), mesh=mesh)
+    with pytest.raises(ValueError, match="remat: ") as raised:
+        remat(layer)
+    return str(raised.value)
+
+
 def gradient_of_input(rank: int, mesh: DeviceMesh) -> None:
     network = net(ReentrantBlock)
     del network.spare
@@ -401,6 +408,7 @@ program(error_of(gradient_of_input), "error: reentrant, gradient of input")
 program(error_of(shard), "error: reentrant, clamping", model=lambda: net(ClampingBlock))
 program(error_of(shard), "error: shards inside", model=WAYS["decorated"], parts=inner)
 program(error_of(tensor_parallel), "error: tensor parallel", model=WAYS["decorated"])
+program(twin_of_a_sharded_module, "error: a module of its own")
 for name, collective in COLLECTIVES.items():
     for inside in (True, False):
         program(collectives, f"collective {name}, {inside}", collective=collective, inside=inside)
@@ -523,7 +531,11 @@ def test_what_a_collective_writes_to(results: list[dict[str, Any]], name: str, i
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("shards inside", "that fully_shard has sharded"), ("tensor parallel", "takes a DTensor apart")],
+    [
+        ("shards inside", "that fully_shard has sharded"),
+        ("tensor parallel", "takes a DTensor apart"),
+        ("a module of its own", "would not know its twin"),
+    ],
 )
 def test_what_a_decorated_function_can_not_do_is_an_error(
     results: list[dict[str, Any]], name: str, reason: str

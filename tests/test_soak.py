@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -307,3 +308,28 @@ def test_ctrl_c_while_torch_has_put_the_mode_aside(in_rerun: bool) -> None:
     assert torch._C._len_torch_function_stack() == 0
     remat.remat(torch.sin)(x).sum().backward()
     assert_same(x.grad, x.detach().cos())
+
+
+def test_ctrl_c_while_torch_puts_the_mode_back() -> None:
+    """Then torch puts it back when the error is gone, after the call is over."""
+    w = leaf(numbers(3))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    fun = remat.remat(lambda x: torch.nn.functional.dropout(x * w, 0.0))
+
+    puts_back = torch.overrides.handle_torch_function.__code__
+
+    def interrupt(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "__exit__" and frame.f_back.f_code is puts_back:
+            sys.setprofile(None)
+            raise KeyboardInterrupt("mine")
+
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt, match="mine"):
+            fun(numbers(3))
+    finally:
+        sys.setprofile(None)
+    optimizer.step()  # it writes to a parameter, outside of the function
+    fun(numbers(3)).sum().backward()
+    assert torch._C._len_torch_function_stack() == 0
+    assert_same(w.grad, numbers(3))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._context import NOTHING
+from remat._derived import is_bare_leaf
 from remat._errors import RematError, warn
 from remat._graph import Stranger, prove
 from remat._places import item, still_filled
@@ -147,7 +148,10 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
             raise RematError(_GATHERED.format(list(gathered[0].shape)))
         internals.begin_forward_of_fully_shard()
     arguments = [None if t is None else _stand_in(t, create_graph) for t in ctx.saved_tensors]
-    stand_ins = {key: _stand_in(t, create_graph) for key, t in ctx.captured.items()}
+    keeps_leaves = not (create_graph or accumulates)  # as their own stand-ins: other threads may use the module
+    stand_ins = {
+        key: t if keeps_leaves and is_bare_leaf(t) else _stand_in(t, create_graph) for key, t in ctx.captured.items()
+    }
     own = [*arguments, *stand_ins.values()]
     looks = not accumulates or bool(stand_ins)
     since = internals.next_sequence_number()
