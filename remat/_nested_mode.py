@@ -82,7 +82,8 @@ class NestedMode(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         self.delegate = _BLIND  # torch puts it back too late, where Ctrl-C comes while it is put aside for a call
-        _current.look, _current.mode = _, mode = self._before
+        look, mode = self._before
+        _current.look, _current.mode = look, mode
         if mode is not None:
             mode.delegate = self._delegate_before
         if internals.top_function_mode() is self:

@@ -143,7 +143,7 @@ def _in_reach(objects: Iterable[Any], depth: int, most: int) -> Iterator[tuple[P
         place, obj, depth = todo.popleft()
         yield place, obj
         most -= 1
-        is_leaf = type(obj) in ATOMS or isinstance(obj, (Tensor, type, types.ModuleType))
+        is_leaf = isinstance(obj, (Tensor, type, types.ModuleType))
         if depth and len(todo) < most and not is_leaf and id(obj) not in seen:
             seen.add(id(obj))
             todo += [(near, held, depth - 1) for near, held in _near(obj)]
@@ -161,14 +161,15 @@ def _near(obj: Any) -> list[tuple[Place | None, Any]]:
 
 
 def _slots(obj: Any) -> list[tuple[Place, Any]]:
-    """The places in one object, with what they hold."""
+    """The places in one object, with what they hold, without numbers and strings: a configuration has many."""
     if isinstance(obj, (list, deque)):
-        return [((obj, i), held) for i, held in enumerate(_items(obj))]
+        return [((obj, i), held) for i, held in enumerate(_items(obj)) if type(held) not in ATOMS]
     if type(obj) is types.FunctionType:
         names = names_in(obj.__code__) & obj.__globals__.keys()
         return [((obj.__globals__, name), obj.__globals__[name]) for name in names]
     holder = obj if isinstance(obj, dict) else getattr(obj, "__dict__", None)
-    return [((holder, key), held) for key, held in _items(holder)] if isinstance(holder, dict) else []
+    items = _items(holder) if isinstance(holder, dict) else ()
+    return [((holder, key), held) for key, held in items if type(held) not in ATOMS]
 
 
 def _items(obj: Any) -> list[Any]:

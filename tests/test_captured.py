@@ -1616,20 +1616,22 @@ def test_gradients_that_pass_through_under_forward_ad() -> None:
     assert_same(run(remat), run(plain))
 
 
-@pytest.mark.parametrize("kind", [dict, list])
+@pytest.mark.parametrize("kind", [dict, list, "beside many words"])
 def test_weights_that_are_updated_in_their_container(kind: Any) -> None:
     """As in a differentiated inner loop: a rerun finds the weights of its own step."""
 
     def outer_gradient(ck: Any) -> Tensor:
         x, start = numbers(2, 3), numbers(3, seed=1).requires_grad_()
-        weights: Any = {0: start} if kind is dict else [start]
+        settings: Any = {f"words {i}": [*map(str, range(900))] for i in range(4)} | {"weights": {0: start}}
+        weights: Any = {dict: {0: start}, list: [start]}.get(kind)
 
         def loss() -> Tensor:
-            return torch.tanh(x @ weights[0]).square().sum()
+            return torch.tanh(x @ (weights or settings["weights"])[0]).square().sum()
 
+        held = weights or settings["weights"]
         for _ in range(3):
-            (gradient,) = torch.autograd.grad(ck(loss)(), weights[0], create_graph=True)
-            weights[0] = weights[0] - 0.1 * gradient
+            (gradient,) = torch.autograd.grad(ck(loss)(), held[0], create_graph=True)
+            held[0] = held[0] - 0.1 * gradient
         return torch.autograd.grad(ck(loss)(), start)[0]
 
     assert_same(outer_gradient(remat), outer_gradient(plain))
