@@ -39,6 +39,11 @@ _UNSEEN = (
     "autograd.Function, an extension, a ScriptModule or compiled code gets it directly. Pass it as an argument, or use "
     "remat.checkpoint."
 )
+_ACCUMULATES = (
+    "remat: in the backward of {}, an autograd.Function adds to the .grad of a tensor of shape {}, {}, and that "
+    "would be lost: the rerun reads another tensor in its place, because it has a hook, say. Let the Function call "
+    "torch.autograd.grad, and return the gradients."
+)
 _ONCE = (
     "remat: the second derivative of {} was asked for, but a backward in it can't be differentiated: that of an "
     "autograd.Function marked with @once_differentiable (write it with differentiable ops, and remove the mark), or of "
@@ -167,6 +172,9 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], records: bool, batc
         # At the base, the graph of a recorded backward leads into the rerun's graph, which is then kept.
         keep = record and at_base
         grads = gradients(edges, inputs, keep)
+        for t, operand in zip(inputs, operands, strict=True) if at_base else ():
+            if t is not operand and t.is_leaf and t.grad is not None:
+                raise RematError(_ACCUMULATES.format(call.name, list(t.shape), t.dtype))
         return [None if g is None else _detached(g) for g in grads] if keep and not is_read else grads
 
     return fn.then(pullback, is_vjp=True)

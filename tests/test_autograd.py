@@ -763,3 +763,34 @@ def test_a_hook_on_a_leaf_under_hooks_on_saved_tensors(create_graph: bool) -> No
         return [x.grad, w.grad, torch.tensor(len(calls))]
 
     assert_same(derivatives(remat), derivatives(lambda fun: fun))
+
+
+class Accumulates(torch.autograd.Function):
+    """A checkpoint by hand, as older libraries write it: its backward adds to the `.grad` of what it reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: dict[str, Tensor]) -> Tensor:
+        ctx.x, ctx.held = x.detach().requires_grad_(), held
+        return (x * held["w"]).sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        with torch.enable_grad():
+            torch.autograd.backward((ctx.x * ctx.held["w"]).sin(), g)
+        return ctx.x.grad, None
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_backward_that_adds_to_the_grad_of_a_weight(hooked: bool) -> None:
+    def gradients(way: Callable[[Fun], Fun]) -> list[Any]:
+        x, held = leaf(numbers(3)), {"w": leaf(numbers(3, seed=1))}
+        if hooked:
+            held["w"].register_hook(lambda g: g * 1)
+        way(lambda x: Accumulates.apply(x, held) * held["w"])(x).sum().backward()
+        return [x.grad, held["w"].grad]
+
+    if hooked:
+        with pytest.raises(RematError, match=r"adds to the \.grad of a tensor of shape \[3\]"):
+            gradients(remat)
+        return
+    assert_same(gradients(remat), gradients(lambda fun: fun))
