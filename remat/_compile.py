@@ -27,6 +27,7 @@ from remat._memory import memory_of
 from remat._names import current_name
 from remat.policies import CheckpointPolicy, Policy, as_policy
 from remat.policies._policy import by_identity
+from remat.random._keyed import keyed, running
 
 tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
@@ -60,6 +61,8 @@ def call(
     """
     if not torch.is_grad_enabled():
         return fun(*args, **kwargs)
+    if (keys := running()) is not None:  # the body of an op does not see this mode
+        fun, args = keyed(fun), (keys.next_key("a function under remat"), *args)
     policy = id(policy) if isinstance(policy, Policy) else policy  # dynamo passes on only constants
     as_op = functools.partial(_as_op, remat, policy_of, policy, preserve_rng_state)
     return internals.call_lifted(as_op, fun, *args, **kwargs)

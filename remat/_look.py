@@ -98,6 +98,7 @@ class Look(NestedMode):
         self.drew |= inner.drew
         self.handed_on |= inner.handed_on & self.outside.keys()
 
+    @internals.left_alone_by_dynamo
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_dynamo_compiling():  # dynamo traces what is compiled inside, with the active modes
             return func(*args, **(kwargs or {}))

@@ -1084,3 +1084,33 @@ def test_symbolic_trace(model: Any) -> None:
     traced = torch.fx.symbolic_trace(model().eval())
     assert_same(traced(X[:5, :8]), PlainNet().eval()(X[:5, :8]))
     assert [str(n.target) for n in traced.graph.nodes if n.op == "call_method"] == ["sin", "sum"]
+
+
+@pytest.mark.parametrize("way", ["remat", "checkpoint"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_draws_of_a_function_under_remat_in_a_keyed_one(backend: str, way: str) -> None:
+    """They depend on the key alone, and are the same in the rerun."""
+
+    def drop(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, True).sin()
+
+    wrapped = remat(drop) if way == "remat" else lambda x: checkpoint(drop, x, use_reentrant=False)
+    fun = compiled(lambda key, x: random.keyed(wrapped)(key, x), backend)
+    state, x = torch.get_rng_state(), torch.ones(64, requires_grad=True)
+    first, again, other = (fun(random.key(seed), x) for seed in (0, 0, 1))
+    (gradient,) = torch.autograd.grad(first.sum(), x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_same(again, first)
+    assert not torch.equal(other, first)
+    assert_same(gradient != 0, first != 0)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_function_in_one_under_remat_and_grad(backend: str) -> None:
+    product = torch.compile(lambda w, x: (x @ w).sin(), backend=backend)
+    w, x = numbers(8, 8), numbers(4, 8)
+
+    def gradient(ck: Any) -> Tensor:
+        return grad(lambda w: ck(lambda w: product(w, x).cos())(w).sum())(w)
+
+    assert_same(gradient(remat), gradient(plain))

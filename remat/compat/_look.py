@@ -125,6 +125,7 @@ class CheckpointLook(Look):
         # Whether no tensor has a stand-in, and FSDP2 gathers none.
         self._is_alone = outer is None and not self.is_rerun and not internals.uses_fully_shard()
 
+    @internals.left_alone_by_dynamo
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # It does less than `Look`: to compare calls would take half of the time.
         if is_dynamo_compiling():  # `torch.cond` is compiled under the active modes
