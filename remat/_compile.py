@@ -61,7 +61,10 @@ def call(
     """
     if not torch.is_grad_enabled():
         return fun(*args, **kwargs)
-    if (keys := running()) is not None:  # the body of an op does not see this mode
+    # The body of an op does not see torch-function modes.
+    if not all(type(mode).__module__.startswith(("remat.", "torch.")) for mode in internals.function_modes()):
+        return fun(*args, **kwargs)  # a mode of the user's
+    if (keys := running()) is not None:
         fun, args = keyed(fun), (keys.next_key("a function under remat"), *args)
     policy = id(policy) if isinstance(policy, Policy) else policy  # dynamo passes on only constants
     as_op = functools.partial(_as_op, remat, policy_of, policy, preserve_rng_state)

@@ -22,6 +22,7 @@ from torch._dynamo.utils import counters
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from remat import CheckpointError, RematError, checkpoint, checkpoint_name, is_rerunning, policies, random, remat
@@ -1122,3 +1123,20 @@ def test_a_compiled_function_in_one_under_remat_and_grad(backend: str) -> None:
         return grad(lambda w: ck(lambda w: product(w, x).cos())(w).sum())(w)
 
     assert_same(gradient(remat), gradient(plain))
+
+
+class DoublesSines(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.sin else out
+
+
+@pytest.mark.parametrize("way", ["remat", "checkpoint"])
+def test_a_mode_of_the_user_around(way: str) -> None:
+    def fun(x: Tensor) -> Tensor:
+        return torch.sin(x).square()
+
+    wrapped = remat(fun) if way == "remat" else lambda x: checkpoint(fun, x, use_reentrant=False)
+    with DoublesSines():
+        expected = grad(lambda x: fun(x).sum())(numbers(3))
+        assert_same(compiled(grad(lambda x: wrapped(x).sum()))(numbers(3)), expected)
