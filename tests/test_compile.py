@@ -1140,3 +1140,11 @@ def test_a_mode_of_the_user_around(way: str) -> None:
     with DoublesSines():
         expected = grad(lambda x: fun(x).sum())(numbers(3))
         assert_same(compiled(grad(lambda x: wrapped(x).sum()))(numbers(3)), expected)
+
+
+def test_next_key_in_a_compiled_keyed_function() -> None:
+    def noisy(x: Tensor) -> Tensor:
+        return x + random.normal(random.next_key(), (3,))
+
+    key, x = random.key(0), torch.ones(3)
+    assert_same(compiled(lambda key, x: random.keyed(noisy)(key, x))(key, x), random.keyed(noisy)(key, x))
