@@ -61,7 +61,7 @@ def call(
     """
     if not torch.is_grad_enabled():
         return fun(*args, **kwargs)
-    # The body of an op does not see torch-function modes.
+    # The body of an op does not see torch-function modes. (Dynamo can't trace `modes_of_user`.)
     if not all(type(mode).__module__.startswith(("remat.", "torch.")) for mode in internals.function_modes()):
         return fun(*args, **kwargs)  # a mode of the user's
     if (keys := running()) is not None:

@@ -70,7 +70,7 @@ class Labels(dict[int, Known]):
         """By identity, plain tensors that the run has read, and their versions then."""
 
     def note(self, tensor: Tensor, label: int | None, begun: int = FIXED) -> None:
-        """Give a label to a tensor from outside, or to a differentiated one."""
+        """Give a label to a tensor. `begun`: its version when the run made it, if that is without a derivative."""
         self[id(tensor)] = weakref.ref(tensor), label, begun
 
     def note_plain(self, tensor: Tensor, label: int | None, begun: int | None = None) -> None:

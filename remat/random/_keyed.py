@@ -261,9 +261,8 @@ def next_key() -> Tensor:
         >>> keyed(lambda: normal(next_key(), (2,)))(key(0))
         tensor([ 1.0040, -0.9063])
     """
-    if (
-        torch.compiler.is_dynamo_compiling() and (keys := running()) is not None
-    ):  # dynamo offers no modes a call of ours
+    keys = running() if torch.compiler.is_dynamo_compiling() else None  # dynamo offers a call of ours to no mode
+    if keys is not None:
         return keys.next_key("next_key")
     if has_torch_function(_ANY):  # offer the call to the active modes, as torch's own functions do
         return handle_torch_function(next_key, _ANY)
