@@ -135,7 +135,7 @@ class Call:
             recorder: Any = NOTHING
             if tracing:
                 # In forward mode a compiled rerun has other ops than the forward, so it can't use kept results.
-                follows = policy is not None and internals.compiling() and not internals.in_forward_mode()
+                follows = policy is not None and internals.compiling() and not self._has_tangents
                 random = recorder = Traced(policy.start() if follows else None, preserve_rng_state)
             elif preserve_rng_state:
                 random = RandomState(given, keyed=keys is not None)

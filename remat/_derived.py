@@ -291,7 +291,7 @@ def _detached(tensor: Tensor, leaf: bool = False) -> Tensor:
         primal = primal.detach()
     if leaf:
         primal.requires_grad_()
-    return primal if tangent is None else forward_ad.make_dual(primal, tangent.detach())
+    return primal if tangent is None else forward_ad.make_dual(primal, tangent.detach(), level=0)
 
 
 def jvp(fn: Derived, moving: Sequence[int], outs: Sequence[int]) -> Derived:
@@ -373,7 +373,7 @@ def make_dual(primal: Tensor, tangent: Tensor) -> Tensor:
     """Make a dual. A primal whose elements share memory can't carry a tangent, so it is copied first."""
     if 0 in primal.stride() and primal.numel() > 1:
         primal = primal.contiguous()
-    return forward_ad.make_dual(primal, tangent)
+    return forward_ad.make_dual(primal, tangent, level=0)
 
 
 def pick(fn: Derived, present: Sequence[int]) -> Derived:

@@ -80,9 +80,9 @@ def requires_grad_below(tensor: Tensor) -> bool:
 
 def unpack_dual(tensor: Tensor) -> forward_ad.UnpackedDualTensor:
     """Primal and tangent of a tensor. One without strides carries no tangent, and torch can't unpack it."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.layout is not torch.strided or tensor.is_nested or not internals.forward_ad_active():
         return forward_ad.UnpackedDualTensor(tensor, None)
-    return forward_ad.unpack_dual(tensor)
+    return forward_ad.unpack_dual(tensor, level=0)
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:

@@ -234,13 +234,9 @@ class Look(NestedMode):
         `handed_on`: whether a transform inside the function has wrapped it: then no torch call reads it directly.
         """
         value = self.stand_in(tensor)  # in an outer rerun, which may run below the original's level
-        below = unwrap_dead(value)  # a transform inside the function may have wrapped it
-        if value is tensor and self.depth < level_of(below) <= stack_depth():
-            inner = internals.unwrapped(below)
-            if self.read(inner, handed_on=True) is not inner:  # in an outer rerun
-                raise not_replaced(self.name, name_of(self._reader), inner)
+        if value is tensor and self._is_wrapped_inside(tensor):
             return tensor
-        if not self.labels.has(below):
+        if not self.labels.has(unwrap_dead(value)):
             if self.outer is not None:
                 self.outer._reader = self._reader
                 value = self.outer.read(tensor, handed_on)
@@ -258,6 +254,16 @@ class Look(NestedMode):
         if handed_on and id(value) in self.outside:  # its own may die, and others get their ids
             self.handed_on.add(id(value))
         return value
+
+    def _is_wrapped_inside(self, tensor: Tensor) -> bool:
+        """Whether a transform inside the function has wrapped a tensor. Then what it has wrapped is read."""
+        below = unwrap_dead(tensor)
+        if not self.depth < level_of(below) <= stack_depth():
+            return False
+        inner = internals.unwrapped(below)
+        if self.read(inner, handed_on=True) is not inner:  # in an outer rerun
+            raise not_replaced(self.name, name_of(self._reader), inner)
+        return True
 
     def _add(self, value: Tensor) -> None:
         if (key := id(value)) not in self.outside:
@@ -433,7 +439,7 @@ class _InnerLook(Look):
     """Watches the `forward` of an autograd.Function under a transform, which runs below the level of the call."""
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
-        if self.labels.has(tensor):
+        if self.labels.has(tensor) or (self.outer.stand_in(tensor) is tensor and self._is_wrapped_inside(tensor)):
             return tensor
         value = self.outer.read(tensor, handed_on)
         while internals.level_of(value) > self.depth and not value.requires_grad:  # an operand of a rerun

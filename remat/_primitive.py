@@ -235,7 +235,7 @@ def _cut(tensor: Tensor, level: int) -> Tensor:
     if tangent is not None:
         tensor = unpack_dual(tensor).primal
     tensor = internals.wrap_grad(internals.unwrap_grad(tensor, level), level) if level else tensor.detach()
-    return tensor if tangent is None else forward_ad.make_dual(tensor, tangent)
+    return tensor if tangent is None else forward_ad.make_dual(tensor, tangent, level=0)
 
 
 def _tangent_of(tensor: Tensor) -> Tensor | None:

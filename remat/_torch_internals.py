@@ -113,11 +113,6 @@ def functionalizing() -> bool:
     return _is_under(TransformType.Functionalize)
 
 
-def in_forward_mode() -> bool:
-    """Whether `torch.func.jvp` is active. In compiled code, `forward_ad_active` does not tell."""
-    return _is_under(TransformType.Jvp)
-
-
 def lowest_recorded_level() -> int:
     """The level below which nothing is recorded: `torch.no_grad` is around its transform. -2 if there is no such."""
     if not transforms_active():
@@ -223,13 +218,13 @@ def dual_level() -> Iterator[None]:
 @contextlib.contextmanager
 def jvp_level() -> Iterator[int]:
     """A new `jvp` level, also inside a `forward_ad.dual_level` that the user has entered."""
-    with _eager.jvp_increment_nesting() as level, dual_level():
+    with dual_level(), _eager.jvp_increment_nesting() as level:
         yield level
 
 
 def forward_ad_active() -> bool:
-    """Whether a tensor can carry a tangent now."""
-    return fwad._current_level >= 0
+    """Whether a tensor can carry a tangent now. A `jvp` in compiled code does not set the level of `forward_ad`."""
+    return fwad._current_level >= 0 or _is_under(TransformType.Jvp)
 
 
 def forward_ad_disabled() -> contextlib.AbstractContextManager[Any]:

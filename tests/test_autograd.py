@@ -748,6 +748,44 @@ def test_a_function_with_all_rules_under_every_transform(transform: str, ck: Dec
     assert_same(run(ck(fun), numbers(3, 3)), run(fun, numbers(3, 3)))
 
 
+SINE_BY: dict[str, Callable[[Tensor], Tensor]] = {
+    "grad": grad(lambda x: -x.cos().sum()),
+    "vmap": vmap(lambda row: row.sin()),
+    "vmap(grad)": vmap(grad(lambda row: -row.cos().sum())),
+    "jvp": lambda x: -jvp(torch.cos, (x,), (torch.ones_like(x),))[1],
+    "vjp": lambda x: -vjp(torch.cos, x)[1](torch.ones_like(x))[0],
+    "jacfwd": lambda x: -jacfwd(torch.cos)(x).sum(tuple(range(x.ndim))),
+    "jacrev": lambda x: -jacrev(torch.cos)(x).sum(tuple(range(x.ndim))),
+    "functionalize": torch.func.functionalize(lambda x: x.clone().sin_()),
+}
+
+
+@pytest.mark.parametrize("inside", SINE_BY)
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap", "jacrev", "vmap(grad)", "grad(grad)"])
+def test_a_function_whose_forward_uses_torch_func(transform: str, inside: str) -> None:
+    class Sine(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return SINE_BY[inside](x)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * ctx.saved_tensors[0].cos()
+
+    x = numbers(3, 3, 3)
+    for ck in (remat, lambda fun: remat(lambda x: remat(fun)(x)), remat(policy=everything_saveable)):
+        given = x.clone()
+        result = TRANSFORMS[transform](ck(lambda x: Sine.apply(x * 2).square()), given)
+        assert_same(result, TRANSFORMS[transform](lambda x: (x * 2).sin().square(), x))
+        assert not given.requires_grad
+
+
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_hook_on_a_leaf_under_hooks_on_saved_tensors(create_graph: bool) -> None:
     def derivatives(way: Callable[[Fun], Fun]) -> list[Any]:

@@ -202,6 +202,32 @@ def test_other_transforms(what: str) -> None:
     assert_same(compiled(transform(remat(fun)))(x), transform(fun)(x))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("what", ["jvp", "grad(jvp)", "jvp(grad)", "jvp(jvp)", "hessian", "vmap(jvp)"])
+def test_forward_mode_of_what_autograd_differentiates(what: str, backend: str) -> None:
+    """Dynamo does not tell Python that it has entered a level of forward mode."""
+
+    def jvp_of(f: Any) -> Any:
+        return lambda x: jvp(f, (x,), (x.cos(),))[1]
+
+    transform: Any = {
+        "jvp": jvp_of,
+        "grad(jvp)": lambda f: grad(lambda x: jvp_of(f)(x).sum()),
+        "jvp(grad)": lambda f: jvp_of(grad(lambda x: f(x).sum())),
+        "jvp(jvp)": lambda f: jvp_of(jvp_of(f)),
+        "hessian": lambda f: hessian(lambda x: f(x).sum()),
+        "vmap(jvp)": lambda f: lambda x: vmap(jvp_of(f))(torch.stack([x, x.sin()])),
+    }[what]
+
+    def gradient(decorate: Any, compiler: Any) -> Tensor:
+        w = numbers(4, 4).requires_grad_()
+        fun = decorate(lambda x: (x @ w).sin() * x)
+        result = compiler(transform(lambda x: fun(fun(x))))(numbers(4, seed=1))
+        return torch.autograd.grad(result.sum(), w)[0]
+
+    assert_same(gradient(remat, functools.partial(compiled, backend=backend)), gradient(plain, UNCOMPILED), 1e-8)
+
+
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("what", [".backward()", "grad", "vmap(grad)"])
 def test_backends(backend: str, what: str) -> None:
