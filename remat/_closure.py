@@ -46,6 +46,10 @@ class _Made:
     """Gives the object itself, if it is still there."""
 
 
+class _Attributes(dict[str, Any]):
+    """The attributes of an object, to be taken apart, as no other dict is."""
+
+
 @dataclass(slots=True, eq=False)
 class _Reference:
     """Stands for the function with this key. Keys avoid cycles of functions that refer to each other."""
@@ -83,13 +87,36 @@ def parts_of(obj: Any) -> tuple[Any, ...]:
 
 
 def _recipe(obj: Any) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]] | None:
-    """How to make a method, a partial or a remat'd function: maker, args, kwargs. None for other objects."""
+    """How to make a tuple, a method, a partial or a remat'd function: maker, args, kwargs. None for other objects."""
     kind = type(obj)
     if kind is types.MethodType:
         return kind, (obj.__func__, obj.__self__), {}
     if issubclass(kind, functools.partial):
-        return functools.partial, (obj.func, *obj.args), obj.keywords
+        return functools.partial(_partial, kind), (_attributes(obj), obj.func, *obj.args), obj.keywords
+    if kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        return functools.partial(_tuple, kind), (_attributes(obj), *obj), {}
     return (obj.__remat_maker__(), (obj.__wrapped__,), {}) if hasattr(kind, "__remat_maker__") else None
+
+
+# Without the constructors of the user's classes, which may change what they are given.
+
+
+def _partial(kind: Any, attributes: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return _with_attributes(functools.partial.__new__(kind, *args, **kwargs), attributes)
+
+
+def _tuple(kind: Any, attributes: Any, /, *items: Any) -> Any:
+    return _with_attributes(tuple.__new__(kind, items), attributes)
+
+
+def _attributes(obj: Any) -> _Attributes | None:
+    return _Attributes(held) if (held := getattr(obj, "__dict__", None)) else None
+
+
+def _with_attributes(obj: Any, attributes: dict[str, Any] | None) -> Any:
+    if attributes:
+        vars(obj).update(attributes)
+    return obj
 
 
 def _content(cell: types.CellType) -> Any:
@@ -141,10 +168,8 @@ class Closure:
             return self._operand_of(obj)
         if kind is types.FunctionType and (obj.__closure__ or obj.__defaults__ or obj.__kwdefaults__):
             return obj if _is_opaque(obj) else self._function(obj)
-        if kind is tuple:
-            return self._made(obj, _tuple, obj, {})
-        if isinstance(obj, tuple) and hasattr(obj, "_fields"):
-            return self._made(obj, kind, obj, {})
+        if kind is _Attributes:
+            return self._made(obj, dict, (), obj)
         recipe = _recipe(obj)
         if recipe is not None:
             return self._made(obj, *recipe)
@@ -170,7 +195,7 @@ class Closure:
         if old.__defaults__:
             attributes["__defaults__"] = self.take_apart(old.__defaults__)
         if old.__kwdefaults__:
-            attributes["__kwdefaults__"] = self._made({**old.__kwdefaults__}, dict, (), old.__kwdefaults__)
+            attributes["__kwdefaults__"] = self.take_apart(_Attributes(old.__kwdefaults__))
         cells = []
         for cell in old.__closure__ or ():
             cells.append(id(cell))
@@ -200,10 +225,6 @@ class Closure:
         self._parts.clear()
         del self._operand_of
         return objects
-
-
-def _tuple(*items: Any) -> tuple[Any, ...]:
-    return items
 
 
 class Rebuilder:

@@ -10,20 +10,48 @@ import torch
 from optree import PyTreeSpec as PyTreeSpec
 
 from remat import _torch_internals as internals  # makes torch's node types known to optree
+from remat._errors import RematError
 
-_FLAT = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
+_PLAIN = {int, float, bool, str, type(None)}
+_FLAT = _PLAIN | {torch.Tensor, torch.nn.Parameter}
+_NOT_REBUILT = (
+    "remat: an argument or a result is a {}. To put other tensors in it, remat makes a new one of what it holds, and "
+    "its constructor changes that, or it has attributes that the new one would lose. Use a named tuple or a dataclass "
+    "without such a constructor."
+)
 _, _LEAF = optree.tree_flatten(0, none_is_leaf=True, namespace="torch")  # type: ignore[arg-type]
 
 
-def _is_size(node: Any) -> bool:
-    return type(node) is torch.Size  # torch would flatten it, and rebuild a plain tuple
+def _is_leaf(node: Any) -> bool:
+    kind = type(node)
+    if kind in _FLAT:
+        return False
+    if (hasattr(kind, "_fields") or hasattr(kind, "__post_init__")) and not _can_be_rebuilt(node):
+        raise RematError(_NOT_REBUILT.format(kind.__name__))
+    return kind is torch.Size  # torch would flatten it, and rebuild a plain tuple
+
+
+def _can_be_rebuilt(node: Any) -> bool:
+    """Whether a new node that is made of the leaves of this one has the same leaves, and loses no attributes."""
+    leaves, spec = optree.tree_flatten(node, none_is_leaf=True, namespace="torch")
+    if spec == _LEAF:
+        return True
+    try:
+        new = optree.tree_unflatten(spec, leaves)
+    except Exception:
+        return False
+    again = optree.tree_leaves(new, none_is_leaf=True, namespace="torch")
+    same = [
+        a is b or (type(a) in _PLAIN and type(a) is type(b) and a == b) for a, b in zip(again, leaves, strict=False)
+    ]
+    return all(same) and len(again) == len(leaves) and not (isinstance(node, tuple) and getattr(node, "__dict__", {}))
 
 
 def flatten(tree: Any) -> tuple[list[Any], PyTreeSpec]:
     """The leaves of `tree` and its structure."""
     if type(tree) is torch.Tensor:
         return [tree], _LEAF
-    leaves, spec = optree.tree_flatten(tree, is_leaf=_is_size, none_is_leaf=True, namespace="torch")
+    leaves, spec = optree.tree_flatten(tree, is_leaf=_is_leaf, none_is_leaf=True, namespace="torch")
     adopted = [_adopted(kind) for kind in {*map(type, leaves)} - {torch.Size}]
     return flatten(tree) if any(adopted) else (leaves, spec)
 

@@ -209,6 +209,23 @@ def deep(w: Tensor) -> Fun:
     return fun
 
 
+class Negated(functools.partial):  # type: ignore[type-arg]
+    def __call__(self, *args: Any) -> Any:
+        return -super().__call__(*args)
+
+
+class Doubled(Pair):
+    """Its constructor changes what it gets."""
+
+    def __new__(cls, a: int, b: Tensor) -> Any:
+        return super().__new__(cls, a, b * 2)
+
+
+def in_an_attribute_of(holder: Any, w: Tensor) -> Fun:
+    holder.scale = w * 3
+    return lambda x: block(x, getattr(holder, "scale", w))
+
+
 HOLD: dict[str, Callable[[Tensor], Fun]] = {
     "a cell": in_a_cell,
     "a cell of an inner function": in_a_cell_of_an_inner_function,
@@ -221,6 +238,8 @@ HOLD: dict[str, Callable[[Tensor], Fun]] = {
     "a partial of a partial": lambda w: functools.partial(functools.partial(lambda k, w, x: block(x, w), 1), w),
     "a partial in a cell": lambda w: (lambda p: lambda x: p(x))(functools.partial(block, w=w)),
     "a partial of a bound method": lambda w: functools.partial(Holder(w=w).method),
+    "an attribute of a partial": lambda w: in_an_attribute_of(functools.partial(block, w=w), w),
+    "a partial of another class": lambda w: (lambda p: lambda x: p(x))(Negated(block, w=w)),
     "a bound method": lambda w: Holder(w=w).method,
     "a bound method in a cell": lambda w: (lambda m: lambda x: m(x))(Holder(w=w).method),
     "a bound method of slots": lambda w: Slots(w).method,
@@ -236,6 +255,8 @@ HOLD: dict[str, Callable[[Tensor], Fun]] = {
     "a list": lambda w: (lambda ws: lambda x: block(x, ws[0]))([w]),
     "a tuple": lambda w: (lambda ws: lambda x: block(x, ws[0]))((w,)),
     "a named tuple": lambda w: (lambda p: lambda x: block(x, p.b))(Pair(1, w)),
+    "a named tuple with a constructor": lambda w: (lambda p: lambda x: block(x, p.b))(Doubled(1, w)),
+    "an attribute of a named tuple": lambda w: in_an_attribute_of(Doubled(1, w), w),
     "a dict": lambda w: (lambda ws: lambda x: block(x, ws["w"]))({"w": w}),
     "nested containers": lambda w: (lambda t: lambda x: block(x, t["a"][0][1].w))({"a": [(1, Holder(w=w))]}),
     "a container of containers passed to torch": lambda w: (lambda ws: lambda x: torch.cat([x, *ws]).sin()[:3] @ ws[0])(

@@ -469,6 +469,43 @@ def test_results_in_an_object_that_is_no_tree(kind: Any, transform: str) -> None
         assert_same(TRANSFORMS[transform](lambda x: remat(fun)(x).tensor, x), plainly)
 
 
+class Doubled(Two):
+    def __new__(cls, a: Any, b: Any) -> Any:
+        return super().__new__(cls, a * 2, b)
+
+
+class WithDefault(Two):
+    def __new__(cls, a: Any, b: Any = None) -> Any:
+        return super().__new__(cls, a, b)
+
+
+@dataclasses.dataclass
+class Scaled:
+    a: Any
+
+    def __post_init__(self) -> None:
+        self.a = self.a * 2
+
+
+torch.export.register_dataclass(Scaled)
+
+
+def named(x: Tensor) -> Any:
+    pair = WithDefault(x)
+    pair.name = "a"
+    return pair
+
+
+@pytest.mark.parametrize("make", [lambda x: Doubled(x, 1), Scaled, named], ids=["tuple", "dataclass", "attribute"])
+@pytest.mark.parametrize("way", [remat, functools.partial(functools.partial, checkpoint, use_reentrant=False)])
+def test_a_tree_whose_constructor_changes_what_it_gets(make: Any, way: Any) -> None:
+    """A rerun would change it a second time. A class that only has a default is no error."""
+    x = leaf(numbers(3))
+    with pytest.raises(RematError, match="remat makes a new one of what it holds, and its constructor changes that"):
+        way(lambda given: given.a.sin())(make(x))
+    assert_same(remat(lambda x: WithDefault(x.sin()))(x), WithDefault(x.sin()))
+
+
 def test_objects_in_results_that_hold_nothing_that_is_computed() -> None:
     shared = Opaque(leaf(numbers(3)))  # pytest turns warnings into errors
 
