@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import Operand
-from remat._errors import shown
+from remat._effects import tensors_in
+from remat._errors import RematError, shown
+from remat._graph import Stranger, prove
+from remat._layers import layers
 from remat._names import keep
-from remat._remat import remat
+from remat._remat import name_of_global, remat
 from remat.policies._policy import policy_around
+
+_CAPTURED = (
+    "remat: {}: f_fwd takes a differentiated tensor from outside: {}. Its gradient would be lost, because f_bwd gives "
+    "gradients of arguments alone. Pass it as an argument."
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -114,8 +124,7 @@ class custom_remat(Generic[P, R]):  # noqa: N801
     saves much work, or a cheaper way to recompute the others. `remat` follows the rules. Outside a function under
     `remat`, and where the forward runs under forward-mode AD or `functionalize`, `f` itself runs and is differentiated.
 
-    Without a policy nothing is kept, and `f_fwd` runs again. The rules must get all their tensors as arguments: tensors
-    that they capture get no gradient.
+    Without a policy nothing is kept, and `f_fwd` runs again. All differentiated tensors must be arguments.
 
     **Arguments:**
 
@@ -130,7 +139,8 @@ class custom_remat(Generic[P, R]):  # noqa: N801
 
     **Returns:** a function with the values of `f`.
 
-    **Raises:** `TypeError` if an argument can't be called, or if a rule does not return what is described here.
+    **Raises:** `TypeError` if an argument can't be called, or if a rule does not return what is described here;
+    `RematError` if `f_fwd` reads a differentiated tensor that is no argument.
 
     **Source:** `jax.custom_remat`.
 
@@ -166,12 +176,28 @@ class custom_remat(Generic[P, R]):  # noqa: N801
             return self.f(*args, **kwargs)
         if kwargs:
             raise TypeError(f"{self}: arguments are positional, as the rules take them; got {', '.join(kwargs)}=.")
+        since = internals.next_sequence_number()
         out, residuals = self._forward(policy, *args)
+        self._check_captures(out, args, since)
         keep(f"residual of {self}", residuals)
         tensors: list[Tensor] = []
         call = _Call(self, args, out, residuals, tensors)
         results = _Node.apply(call, *tensors)
         return call.out.filled([*tensors[: call.saved], *results])
+
+    def _check_captures(self, out: Any, args: Any, since: int) -> None:
+        with internals.DisableTorchFunction():
+            values, given = ([x for t in tensors_in(_tree.flatten(tree)[0]) for x in layers(t)] for tree in (out, args))
+            try:
+                prove(values, given, since, lambda _: False)
+            except Stranger as stranger:
+                raise RematError(_CAPTURED.format(self, stranger)) from None
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> Any:
+        return name_of_global(self) or (custom_remat, (self.f, self.f_fwd, self.f_rem, self.f_bwd))
 
     def __repr__(self) -> str:
         return f"custom_remat({getattr(self.f, '__name__', repr(self.f))})"

@@ -140,14 +140,18 @@ class Remat(Generic[P, R]):
         return functools.update_wrapper(function, self)
 
     def __reduce__(self) -> Any:
-        # Pickle a decorated function by its name, as functions are pickled; anything else is wrapped again.
-        found: Any = sys.modules.get(getattr(self, "__module__", None) or "")
-        for part in getattr(self, "__qualname__", "").split("."):
-            found = getattr(found, part, None)
-        return self.__qualname__ if found is self else (Remat, (self.__wrapped__, self._options))
+        return name_of_global(self) or (Remat, (self.__wrapped__, self._options))
 
     def __repr__(self) -> str:
         return f"remat({self.__wrapped__!r})"
+
+
+def name_of_global(decorated: Any) -> str | None:
+    """The name by which a decorated function is pickled, as functions are. None if its module has no such name."""
+    found: Any = sys.modules.get(getattr(decorated, "__module__", None) or "")
+    for part in getattr(decorated, "__qualname__", "").split("."):
+        found = getattr(found, part, None)
+    return decorated.__qualname__ if found is decorated else None
 
 
 def _with_attributes(attributes: dict[str, Any], fun: Callable[P, R]) -> Remat[P, R]:

@@ -1546,6 +1546,35 @@ def test_inner_regions_read_what_the_outer_one_was_given(variant: str) -> None:
     right(run, own)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_weight_that_a_function_of_autograd_reads_too(create_graph: bool) -> None:
+    """With create_graph, the reentrant variant would count the other reads twice."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, w: Tensor) -> Tensor:
+            ctx.save_for_backward(w)
+            return w * w
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return 2 * g * ctx.saved_tensors[0]
+
+    x, held = leaf(numbers(3)), Held(leaf(numbers(3, seed=1)))
+
+    def gradient(ck: Any) -> Any:
+        y = ck(lambda x: x * held.value + Square.apply(held.value), x)
+        return grad_of(y.sum(), held.value, create_graph=create_graph)
+
+    expected = gradient(lambda f, x: f(x))
+    assert_same(gradient(functools.partial(ours, use_reentrant=False)), expected)
+    if create_graph:
+        with pytest.raises(RematError, match=r"no torch function was seen to read it.* and create_graph"):
+            gradient(functools.partial(ours, use_reentrant=True))
+    else:
+        assert_same(gradient(functools.partial(ours, use_reentrant=True)), expected)
+
+
 def test_inner_regions_with_buffers() -> None:
     def run(ck: Any) -> Any:
         torch.manual_seed(0)

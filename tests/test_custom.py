@@ -1,16 +1,18 @@
 """`custom_remat`: functions with a rule of their own for what is kept."""
 
+import copy
 import math
+import pickle
 import re
 from typing import Any
 
 import pytest
 import torch
 from helpers import TRANSFORMS, CountOps, Fun, assert_same, leaf, numbers, plain
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 
-from remat import custom_remat, remat, saved_residuals
+from remat import RematError, custom_remat, remat, saved_residuals
 from remat.debug import LiveBytes
 from remat.policies import dots_saveable, everything_saveable, nothing_saveable, save_only_these_names
 
@@ -228,3 +230,74 @@ def test_arguments_are_positional() -> None:
         TypeError, match=re.escape("custom_remat(sin): arguments are positional, as the rules take them; got input=.")
     ):
         remat(lambda x: sin(input=x), policy=nothing_saveable)(leaf(numbers(3)))
+
+
+def product_rules(w: Tensor) -> Any:
+    """Rules that read `w` from outside: they give it no gradient."""
+    return custom_remat(
+        lambda x: x * w,
+        lambda policy, x: (x * w, None),
+        lambda kept, x: (None, None),
+        lambda kept, g: (g * w,),
+    )
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda f, x, w: f(w)(x),
+        lambda f, x, w: vmap(f(w))(x),
+        lambda f, x, w: grad(lambda x: f(w)(x).sum())(x),
+        lambda f, x, w: grad(lambda w: f(w)(x).sum())(w),
+        lambda f, x, w: vmap(grad(lambda w: f(w)(x).sum()))(torch.stack([w, w])),
+    ],
+    ids=["call", "vmap", "grad of x", "grad of w", "vmap(grad)"],
+)
+def test_the_rules_capture_a_differentiated_tensor(nest: Any) -> None:
+    """Its gradient would be lost."""
+    x, w = numbers(3, 3), numbers(3, seed=1)
+    with pytest.raises(RematError, match=r"f_fwd takes a differentiated tensor from outside: .* of shape \[3\]"):
+        nest(lambda w: remat(product_rules(w)), x, leaf(w))
+    assert_same(remat(product_rules(w))(x), x * w)
+
+
+class Scaled(nn.Module):
+    """The rules as methods, and as an attribute of the class."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.product = custom_remat(self.f, self.fwd, self.rem, self.bwd)
+
+    def f(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    def fwd(self, policy: Any, x: Tensor) -> Any:
+        return x * self.scale, None
+
+    def rem(self, kept: Any, x: Tensor) -> Any:
+        return None, None
+
+    def bwd(self, kept: Any, g: Tensor) -> Any:
+        return (g * self.scale,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+    of_class = custom_remat(
+        lambda self, x: x * self.scale,
+        lambda policy, self, x: (x * self.scale, self.scale),
+        lambda kept, self, x: (None, kept),
+        lambda scale, g: (None, g * scale),
+    )
+
+
+def test_copies_of_rules() -> None:
+    module = copy.deepcopy(Scaled(2.0))
+    module.scale = 3.0
+    x = leaf(numbers(3))
+    for fun in (module, remat(module.forward), remat(lambda x: module.of_class(x))):
+        assert_same(fun(x), x * 3)
+        assert_same(torch.autograd.grad(fun(x).sum(), x)[0], torch.full_like(x, 3))
+    again = pickle.loads(pickle.dumps(attention))
+    assert (again.f, again.f_bwd) == (attention_plain, attention_bwd)

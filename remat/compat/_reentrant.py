@@ -23,7 +23,7 @@ _CHANGES = (
 )
 _OUT_OF_SIGHT = (
     "checkpoint: with use_reentrant=True, in {}, {}. It is from outside, and no torch function was seen to read it. "
-    "Pass it as an argument, use use_reentrant=False, or call .backward() without inputs."
+    "Pass it as an argument, use use_reentrant=False, or call .backward() without inputs and create_graph."
 )
 _GATHERED = (
     "checkpoint: with use_reentrant=True, parameters that fully_shard gathers inside of the function get gradients "
@@ -168,8 +168,8 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
     # Those that an autograd.Function has got: no mode sees that below all transforms.
     unseen = {key: t for key, t in ctx.captured.items() if any(s.stands_for(t) for s in strangers)}
     others = {s.edge: s for s in strangers if not any(s.stands_for(t) for t in unseen.values())}
-    if others and not accumulates:
-        raise RematError(_OUT_OF_SIGHT.format(call.name, next(iter(others.values()))))
+    if (strangers if create_graph else others) and not accumulates:  # with create_graph, stand-ins lead to leaves
+        raise RematError(_OUT_OF_SIGHT.format(call.name, next(iter(others.values()), strangers[0])))
     ids = {id(targets[i]) for i in reached}
     fill = [
         (place, t)
