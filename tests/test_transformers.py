@@ -14,6 +14,7 @@ from torch.func import functional_call, grad, vmap
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -22,7 +23,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from remat import policies
+from remat import RematError, policies
 from remat.debug import LiveBytes
 from remat.integrations.transformers import enable
 
@@ -282,3 +283,19 @@ def test_models_with_a_way_of_their_own() -> None:
 def test_every_has_to_be_a_positive_number(every: Any) -> None:
     with pytest.raises(ValueError, match="every must be a positive number"):
         enable(made(gpt2), every=every)
+
+
+@each_model
+def test_prefix_tuning(make: Any) -> None:
+    """The layers drop a cache under the library's switch: another loss, and no gradient, silently."""
+    model = made(make)
+    prefix = DynamicCache(config=model.config)
+    keys = torch.ones(3, model.config.num_attention_heads, 2, 16 // model.config.num_attention_heads).double()
+    for layer in range(LAYERS):
+        prefix.update(keys, keys, layer)
+    enable(model)
+    enable(model, every=2)
+    with pytest.raises(RematError, match=r"is given past_key_values of length 2, as in prefix tuning"):
+        model(input_ids=tokens(), past_key_values=prefix)
+    model(input_ids=tokens(), past_key_values=DynamicCache(config=model.config))
+    model.eval()(input_ids=tokens(), past_key_values=prefix)

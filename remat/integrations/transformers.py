@@ -5,10 +5,18 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
+
+from remat._errors import RematError
 from remat.nn import checkpoint_with
 from remat.policies._policy import PolicyLike
 
 __all__ = ["enable"]
+
+_CACHE = (
+    "remat: {} is given past_key_values of length {}, as in prefix tuning, and its layers drop these in training with "
+    "gradient checkpointing. Use prompt tuning or LoRA, or train without checkpointing."
+)
 
 
 def enable(model: Any, *, policy: PolicyLike = None, every: int = 1) -> None:
@@ -27,6 +35,8 @@ def enable(model: Any, *, policy: PolicyLike = None, every: int = 1) -> None:
     - `model`: a `PreTrainedModel`.
     - `policy`: which results of ops are kept instead of recomputed, as for `remat`; None keeps nothing.
     - `every`: checkpoint the first layer and each `every`-th after it.
+
+    In training, a filled cache that the model is given, as by prefix tuning, is a `RematError`: its layers drop it.
 
     **Raises:** `TypeError` if `model` is no model of the library; `ValueError` if the model has no gradient
     checkpointing, or has its own mechanism.
@@ -53,3 +63,17 @@ def enable(model: Any, *, policy: PolicyLike = None, every: int = 1) -> None:
         raise ValueError(f"enable: every must be a positive number; got {every!r}.")
     options = {} if every == 1 else {"every_n_layers": every}
     switch(enable=True, gradient_checkpointing_func=checkpoint_with(policy), **options)
+    for part in model.modules():  # peft may call an inner model
+        if hasattr(part, switch.__name__) and _refuse_cache not in part._forward_pre_hooks.values():
+            part.register_forward_pre_hook(_refuse_cache, with_kwargs=True)
+
+
+def _refuse_cache(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook. With checkpointing, the library's layers drop a cache that the model is given, silently."""
+    del args
+    cache = kwargs.get("past_key_values")
+    if cache is None or not (model.training and torch.is_grad_enabled()):
+        return
+    length = cache.get_seq_length() if hasattr(cache, "get_seq_length") else len(cache)
+    if length and any(getattr(part, "gradient_checkpointing", False) for part in model.modules()):
+        raise RematError(_CACHE.format(type(model).__name__, length))
