@@ -10,8 +10,8 @@ from torch import Tensor
 from remat._layers import requires_grad_at_any_level
 from remat._memory import memory_of, overlap
 
-Copy = Callable[[Tensor], Tensor]
-"""Copies a tensor, or raises an error if the run may not write to it."""
+Copy = Callable[[Tensor], Tensor | None]
+"""Copies a tensor, or raises an error if the run may not write to it. None: it need not be copied."""
 
 
 class Copies(dict[int, Tensor]):
@@ -38,7 +38,7 @@ class Copies(dict[int, Tensor]):
             others = [outside[k].value for k in known if k in self]
             known.append(key)
             if others and not (any(overlap(value, t) for t in others) or requires_grad_at_any_level(value)):
-                self[key] = copied(value)
+                self._copy(key, value, copied)
 
     def before_write(self, written: Tensor, outside: Mapping[int, Any], copied: Copy) -> None:
         """Copy the tensors from outside in this storage before the run changes them."""
@@ -49,6 +49,11 @@ class Copies(dict[int, Tensor]):
         for key in self._memory.get(memory_of(written), ()):
             value = outside[key].value
             if key not in self:
-                self[key] = copied(value)
-            if overlap(written, value):
+                self._copy(key, value, copied)
+            if key in self and overlap(written, value):
                 self.written.add(key)
+
+    def _copy(self, key: int, value: Tensor, copied: Copy) -> None:
+        copy = copied(value)
+        if copy is not None:
+            self[key] = copy

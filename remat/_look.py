@@ -276,8 +276,8 @@ class Look(NestedMode):
         """The label of a tensor from outside. In a nested run, what the outer run calls it."""
         if self.outer is not None:
             return in_nested(self.outer.label_of(value))
-        is_own = value.requires_grad and not is_from_before(value, self.since)  # the run has made it unseen
-        return None if is_own else of_outside(len(self.outside))
+        made_unseen = requires_grad_at_any_level(value) and not is_from_before(value, self.since)
+        return None if made_unseen else of_outside(len(self.outside))
 
     def label_of(self, tensor: Tensor) -> int | None:
         """The label of a tensor that a nested run is about to read: NOTE [labels]."""
@@ -312,8 +312,10 @@ class Look(NestedMode):
         if self.outer is not None:
             self.outer.before_write(written)
 
-    def _copied(self, value: Tensor) -> Tensor:
+    def _copied(self, value: Tensor) -> Tensor | None:
         if requires_grad_at_any_level(value):
+            if self.outside[id(value)].label is None:  # the run may have made it, unseen: `Operands` finds out
+                return None
             hint = MADE_INSIDE if isinstance(value, torch.nn.Parameter) else ""
             raise changes(self.name, value, hint)
         return value.clone()
@@ -387,11 +389,7 @@ class Look(NestedMode):
 
     def is_given_back(self, result: Tensor) -> bool:
         """Whether a call returned a tensor from outside unchanged, perhaps wrapped by a transform around the run."""
-        return any(map(self._is_from_outside, layers(result)))
-
-    def _is_from_outside(self, tensor: Tensor) -> bool:
-        """Whether the run has read this tensor from outside, or its stand-in."""
-        return id(self.stand_in(tensor)) in self.outside
+        return any(id(self.stand_in(t)) in self.outside for t in layers(result))
 
     def _count(self) -> int:
         """How many calls the signature has so far."""
@@ -432,7 +430,7 @@ class Look(NestedMode):
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run made this tensor."""
-        return not self._is_from_outside(tensor) and self.labels.has(tensor)
+        return id(self.stand_in(tensor)) not in self.outside and self.labels.has(tensor)
 
 
 class _InnerLook(Look):

@@ -239,7 +239,8 @@ class Operands:
                 original.copied, original.written = True, key in look.copies.written
                 original.origin = None if tape is None else tape.origin(value)
             elif version_of(value) != before:
-                raise self._changed(read, look)
+                if self._is_outside(value, since):
+                    raise self._changed(read, look)
             elif key in known or look.in_checkpoint:
                 self._capture(read)  # a checkpoint's hooks must save as many in its rerun, which may read a copy
             elif in_cell is not None:

@@ -1842,3 +1842,41 @@ def test_a_tensor_of_a_transform_lies_in_several_places(way: str, order: int, ou
         return grad(loss if order == 1 else lambda x: grad(loss)(x).square().sum())(numbers(3))
 
     assert_same(run(NESTED[outer], NESTED[inner]), run(plain, plain))
+
+
+class SineOfNumpy(torch.autograd.Function):
+    """No torch function is seen to make its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.from_numpy(np.sin(x.detach().numpy()))
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].cos()
+
+
+@pytest.mark.parametrize("transform", [".backward()", "double backward", "create_graph twice"])
+def test_a_change_in_place_of_what_was_made_unseen(transform: str) -> None:
+    def fun(x: Tensor) -> Tensor:
+        y = SineOfNumpy.apply(x * 2)
+        y.mul_(2)
+        y[0] = 1.0
+        y.view(-1)[1:4].add_(x.detach().view(-1)[:3])
+        return y.sin() * x
+
+    def nested(x: Tensor) -> Tensor:
+        y = SineOfNumpy.apply(x)
+        y += 1
+        return remat(lambda y: remat(fun)(y) * x)(y.exp())
+
+    run = {
+        ".backward()": lambda f, x: torch.autograd.grad(f(x).sum(), x),
+        "double backward": lambda f, x: torch.autograd.grad(
+            torch.autograd.grad(f(x).sum(), x, create_graph=True)[0].square().sum(), x
+        ),
+        "create_graph twice": lambda f, x: [torch.autograd.grad(f(x).sum(), x, create_graph=True) for _ in range(2)],
+    }[transform]
+    for f in (fun, nested):
+        assert_same(run(remat(f), leaf(numbers(3, 3))), run(f, leaf(numbers(3, 3))))
