@@ -96,6 +96,8 @@ def _plain_in(arg: Any) -> str:
         return ":".join(map(_plain_in, (arg.start, arg.stop, arg.step)))
     if cls is list or cls is tuple:
         return f"[{','.join(map(_plain_in, arg))}]"
+    if isinstance(arg, torch.Generator):  # the function may make and seed it
+        return str(arg.initial_seed())
     return arg.__qualname__ if isinstance(arg, type) else ""  # an autograd.Function
 
 

@@ -1118,3 +1118,17 @@ def test_a_table_made_in_inference_mode(in_a_cell: bool, nested: bool, transform
 
     results = [TRANSFORMS[transform](functools.partial(fun, ck=ck), numbers(3, seed=1)) for ck in (remat, plain)]
     assert_same(*results)
+
+
+@pytest.mark.parametrize("transform", [".backward()", "grad"])
+def test_a_generator_that_the_function_makes_and_seeds(transform: str) -> None:
+    """The same seed draws the same numbers. Another is noticed."""
+
+    def drawing(seeds: Iterator[int]) -> Any:
+        return lambda x: x.sin() * torch.randn(3, generator=torch.Generator().manual_seed(next(seeds))).double()
+
+    run = TRANSFORMS[transform]
+    same = itertools.repeat(3)
+    assert_same(run(remat(drawing(same)), numbers(3)), run(drawing(same), numbers(3)))
+    with pytest.raises(CheckpointError, match="was given other tensors"):
+        run(remat(drawing(itertools.count())), numbers(3))
