@@ -147,7 +147,7 @@ class Call:
             look = self._look = Look(self.name, given, random)
         self.since = internals.next_sequence_number()
         if not (tracing or self._has_tangents or internals.functionalizing()):  # these decompose an autograd.Function
-            self._followed = policy or nothing_saveable
+            self._followed = nothing_saveable if policy is None else policy
         around = policy_around.set(self._followed)
         try:
             with without_saved_tensors_hooks(), recorder, look, OwnCasts():

@@ -79,7 +79,7 @@ class _Call:
 
 def _checked(rules: custom_remat[..., Any], rule: str, found: Any, n: int, what: str) -> Any:
     if not isinstance(found, tuple) or len(found) != n:
-        raise TypeError(f"{rules}: {rule} must return a tuple of {n}, {what}; got {shown(found)}.")
+        raise TypeError(f"{rules}: {rule} must return a tuple of {n}: {what}; got {shown(found)}.")
     return found
 
 

@@ -40,9 +40,9 @@ _UNSEEN = (
     "remat.checkpoint."
 )
 _ACCUMULATES = (
-    "remat: in the backward of {}, an autograd.Function adds to the .grad of a tensor of shape {}, {}, and that "
-    "would be lost: the rerun reads another tensor in its place, because it has a hook, say. Let the Function call "
-    "torch.autograd.grad, and return the gradients."
+    "remat: {} calls .backward(), or an autograd.Function in it does, and that adds to the .grad of a tensor of shape "
+    "{}, {}. In a rerun this would be lost, because that reads another tensor in its place. Call torch.autograd.grad, "
+    "and return the gradients or use them."
 )
 _ONCE = (
     "remat: the second derivative of {} was asked for, but a backward in it can't be differentiated: that of an "

@@ -70,6 +70,8 @@ def shown(value: object) -> str:
         return f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
     if isinstance(value, torch.nn.Module):
         return f"a module, {type(value).__name__}"
+    if isinstance(value, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in value):
+        return f"a {type(value).__name__} of {len(value)}: {', '.join(map(shown, value))}"
     return f"{type(value).__name__} {value!r}"
 
 
@@ -77,7 +79,8 @@ def function_name(fun: Any) -> str:
     """The name of a user's function, or of what is called like one; of a partial, that of its function."""
     if isinstance(fun, functools.partial):
         return function_name(fun.func)
-    return getattr(fun, "__qualname__", None) or type(fun).__qualname__
+    name: str = getattr(fun, "__qualname__", None) or type(fun).__qualname__
+    return name.replace("_VariableFunctionsClass.", "torch.")
 
 
 def comes_from_inside(error: Exception) -> bool:

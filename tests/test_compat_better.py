@@ -1047,7 +1047,7 @@ def test_segments_out_of_range(segments: int) -> None:
     except (ZeroDivisionError, ValueError) as error:
         failure = str(error)
     assert failure is None or "zero" in failure
-    with pytest.raises(ValueError, match=rf"segments must be in 1…3.* got int {segments}"):
+    with pytest.raises(ValueError, match=rf"segments must be from 1 to 3.* got int {segments}"):
         REMAT.checkpoint_sequential(steps, segments, x, use_reentrant=False)
 
 
@@ -1136,10 +1136,16 @@ def test_flags_that_are_as_good_as_a_bool(flag: Any) -> None:
 @pytest.mark.parametrize(
     ("functions", "segments", "error", "message"),
     [
-        (nn.Sequential(nn.ReLU()), torch.ones(2), ValueError, r"segments must be in 1…1.* got a tensor of shape \[2\]"),
-        (nn.Sequential(nn.ReLU()), 1.5, ValueError, "segments must be in 1…1.* got float 1.5"),
+        (
+            nn.Sequential(nn.Tanh()),
+            torch.ones(2),
+            ValueError,
+            r"segments must be from 1 to 1.* a tensor of shape \[2\]",
+        ),
+        (nn.Sequential(nn.ReLU()), 1.5, ValueError, "segments must be from 1 to 1.* got float 1.5"),
         (nn.Sequential(), 1, TypeError, "functions must be .* one at least; got a module, Sequential"),
         (nn.ModuleDict({"a": nn.ReLU()}), 1, TypeError, "functions must be a Sequential or an iterable of callables"),
+        (torch.sin, 1, TypeError, "functions must be a Sequential or an iterable of callables, one at least"),
         (torch.ones(2), 1, TypeError, r"functions must be .* iterable of callables, .*; got a tensor of shape \[2\]"),
     ],
 )

@@ -196,7 +196,7 @@ def test_the_cotangent_of_an_argument_that_is_given_back() -> None:
         ((torch.sin, sin_fwd, 3, sin.f_bwd), "custom_remat: f_rem must be a function; got int 3."),
         (
             (torch.sin, lambda policy, x: x, sin_rem, sin.f_bwd),
-            "custom_remat(sin): f_fwd must return a tuple of 2, (out, residuals); got a tensor",
+            "custom_remat(sin): f_fwd must return a tuple of 2: (out, residuals); got a tensor",
         ),
         (
             (torch.sin, sin_fwd, lambda kept, x: (1, 2, 3), sin.f_bwd),
@@ -204,7 +204,7 @@ def test_the_cotangent_of_an_argument_that_is_given_back() -> None:
         ),
         (
             (torch.sin, sin_fwd, sin_rem, lambda cos, g: g * cos),
-            "custom_remat(sin): f_bwd must return a tuple of 1, gradients; got a tensor",
+            "custom_remat(sin): f_bwd must return a tuple of 1: gradients; got a tensor",
         ),
         (
             (torch.sin, sin_fwd, sin_rem, lambda cos, g: ([g, g],)),

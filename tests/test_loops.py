@@ -560,7 +560,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "other tree": (
         lambda: remat.scan(lambda c, x: ((c, c), x), C, XS),
         TypeError,
-        r"structure of init, \*; got \(\*, \*\)",
+        r"structure of init, \*; got \(\*, \*\) \(\* is a leaf\)",
     ),
     "other shape": (
         lambda: remat.scan(lambda c, x: ({"h": c["h"][None]}, x), {"h": C}, XS),

@@ -200,6 +200,13 @@ def test_by_op_is_what_a_policy_says_of_every_call(text: str) -> None:
         assert decision is not None or text not in BY_OP
 
 
+def test_a_policy_has_no_truth_value() -> None:
+    """`p and q` would be `q`."""
+    for combine in (lambda p, q: p and q, lambda p, q: p or q, lambda p, q: not p):
+        with pytest.raises(TypeError, match=r"write p & q, p \| q, ~p in place of and, or, not"):
+            combine(everything_saveable, nothing_saveable)
+
+
 def test_everything_and_nothing() -> None:
     assert decide(everything_saveable, aten.sin.default) == Decision.MUST_SAVE
     assert decide(nothing_saveable, aten.sin.default) == Decision.MUST_RECOMPUTE

@@ -254,7 +254,8 @@ def checkpoint_sequential(
     if use_reentrant is None:
         use_reentrant = _default_use_reentrant("checkpoint_sequential")
     _check_no_keywords(kwargs)
-    steps = tuple(functions.children() if isinstance(functions, torch.nn.Sequential) else functions)
+    given = functions.children() if isinstance(functions, torch.nn.Sequential) else functions
+    steps = tuple(given) if isinstance(given, Iterable) else ()
     if not steps or not all(map(callable, steps)):
         raise TypeError(
             "checkpoint_sequential: functions must be a Sequential or an iterable of callables, one at least; got "
@@ -262,8 +263,8 @@ def checkpoint_sequential(
         )
     if not isinstance(segments, numbers.Integral) or not 1 <= segments <= len(steps):
         raise ValueError(
-            f"checkpoint_sequential: segments must be in 1…{len(steps)}, the number of functions; got "
-            f"{shown(segments)}."
+            f"checkpoint_sequential: segments must be from 1 to {len(steps)}, the number of functions; "
+            f"got {shown(segments)}."
         )
     size = len(steps) // segments
     last = size * (segments - 1)

@@ -52,7 +52,8 @@ class CarryCheck:
     def __call__(self, carry: Any) -> Any:
         found, spec = _tree.flatten(carry)
         if differ(spec, self._spec):
-            raise TypeError(f"{self._must} structure of init, {structure(self._spec)}; got {structure(spec)}.")
+            init, got = structure(self._spec), structure(spec)
+            raise TypeError(f"{self._must} structure of init, {init}; got {got} (* is a leaf).")
         for i, (kind, new) in enumerate(zip(self._kinds, kinds_of(found), strict=True)):
             if new != kind:
                 path = paths(spec, "carry")[i]

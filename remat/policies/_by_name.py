@@ -20,8 +20,7 @@ class _ByName(Printable):
     listed: dict[str | None, CheckpointPolicy] = field(hash=False)  # a dict has no hash
     other: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE
 
-    def __call__(self, ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        del ctx, op, args, kwargs
+    def __call__(self, _ctx: Any, _op: Any, /, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         return self.listed.get(current_name(), self.other)
 
 

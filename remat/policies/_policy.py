@@ -94,6 +94,9 @@ class Policy(abc.ABC):
         """
         return self
 
+    def __bool__(self) -> bool:
+        raise TypeError("A policy is neither true nor false: write p & q, p | q, ~p in place of and, or, not.")
+
     def __or__(self, other: PolicyLike) -> Policy:
         return policies.any_of(self, other)
 
@@ -133,8 +136,7 @@ class ByOp(Printable):
     listed: CheckpointPolicy = CheckpointPolicy.MUST_SAVE
     other: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE
 
-    def __call__(self, ctx: Any = None, op: Any = None, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        del ctx, args, kwargs
+    def __call__(self, _: Any = None, op: Any = None, /, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         if op is None:
             raise TypeError(f"{self} is a policy already: leave out the ().")
         return self.listed if op in _ops.overloads(self.ops) else self.other
@@ -145,10 +147,10 @@ class ByOp(Printable):
 
 @dataclass(frozen=True, repr=False)
 class Constant(ByOp):
-    """The same decision for every op: `everything_saveable` and `nothing_saveable`.
+    """`everything_saveable` keeps each result that the backward pass or the rerun reads; `nothing_saveable` keeps none.
 
-    `everything_saveable` is not the same as no remat: it keeps only values that the backward pass or the rerun reads.
-    `nothing_saveable` keeps what a function without a policy keeps, but its rerun skips ops that nothing needs.
+    So `everything_saveable` keeps less than a function without remat. `nothing_saveable` keeps as much as a function
+    without a policy, but its rerun skips ops that nothing needs.
 
     **Source:** `jax.checkpoint_policies`.
 

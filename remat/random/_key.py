@@ -21,13 +21,13 @@ def key(seed: int | Tensor, *, device: torch.device | str | int | None = None) -
     **Arguments:**
 
     - `seed`: an int, or an integer tensor with no dimensions. As in JAX's default mode, only its low 32 bits are used:
-        -1 is 2**32 - 1. An int has to fit in 64 bits.
+        -1 is 2**32 - 1. An int has to be from -2**63 to 2**63 - 1.
     - `device`: the device of the key and of all draws from it; by default the seed's device, or torch's default
         device.
 
     **Returns:** a uint32 tensor of shape (2,), equal to `jax.random.key_data(jax.random.key(seed))`.
 
-    **Raises:** `TypeError` for anything but an integer, `OverflowError` for one of more than 64 bits.
+    **Raises:** `TypeError` for anything but an integer, `OverflowError` for one out of this range.
 
     Examples:
         >>> import remat.random
@@ -47,7 +47,7 @@ def key(seed: int | Tensor, *, device: torch.device | str | int | None = None) -
             f"torch.vmap(key)(seeds)); got {what(seed)}."
         )
     if not -(2**63) <= number < 2**63:
-        raise OverflowError(f"remat.random.key: seed must fit in 64 bits; got {number}. Take it modulo 2**63.")
+        raise OverflowError(f"remat.random.key: seed must be from -2**63 to 2**63 - 1; got {number}. Take it % 2**63.")
     return torch.tensor([0, _wrap32(number)], dtype=torch.int32, device=device).view(torch.uint32)
 
 
