@@ -82,8 +82,10 @@ def parts_of(obj: Any) -> tuple[Any, ...]:
     if type(obj) is types.FunctionType:
         cells = [x for c in obj.__closure__ or () if (x := _content(c)) is not _EMPTY]
         return (*(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values(), *cells)
-    recipe = _recipe(obj)
-    return () if recipe is None else (*recipe[1], *recipe[2].values())
+    recipe = None if isinstance(obj, tuple) else _recipe(obj)
+    if recipe is None:
+        return ()
+    return (*(x for x in recipe[1] if type(x) is not _Attributes), *recipe[2].values())
 
 
 def _recipe(obj: Any) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]] | None:

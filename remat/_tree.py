@@ -14,6 +14,7 @@ from remat._errors import RematError
 
 _PLAIN = {int, float, bool, str, type(None)}
 _FLAT = _PLAIN | {torch.Tensor, torch.nn.Parameter}
+_COMMON = _FLAT | {list, tuple, dict}
 _NOT_REBUILT = (
     "remat: an argument or a result is a {}. To put other tensors in it, remat makes a new one of what it holds, and "
     "its constructor changes that, or it has attributes that the new one would lose. Use a named tuple or a dataclass "
@@ -24,7 +25,7 @@ _, _LEAF = optree.tree_flatten(0, none_is_leaf=True, namespace="torch")  # type:
 
 def _is_leaf(node: Any) -> bool:
     kind = type(node)
-    if kind in _FLAT:
+    if kind in _COMMON:
         return False
     if (hasattr(kind, "_fields") or hasattr(kind, "__post_init__")) and not _can_be_rebuilt(node):
         raise RematError(_NOT_REBUILT.format(kind.__name__))

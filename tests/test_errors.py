@@ -251,6 +251,11 @@ def test_errors_name_each_kind_of_function(fun: Callable[[], Any], name: str) ->
         remat(f)(leaf(numbers(3)), state).sum().backward()
 
 
+def test_errors_name_functions_of_torch() -> None:
+    with pytest.raises(RematError, match=r"remat: torch\.relu_ changes an argument"):
+        remat(torch.relu_)(leaf(numbers(3)).sin())
+
+
 class AnotherOp(nn.Module):
     def forward(self, x: Tensor, state: State) -> Tensor:
         return another_op(x, state)
