@@ -12,7 +12,6 @@ has the highest number.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -213,13 +212,27 @@ def is_made_since(tensor: Tensor, since: int) -> bool:
 
 
 def goes_through_older(outputs: Sequence[Tensor], inputs: Sequence[Tensor], since: int) -> bool:
-    """Whether a derivative of outputs with respect to inputs may go through nodes that are older than `since`.
-
-    The graph of a tensor does not lead to tensors of higher levels: `vjp` differentiates whatever its function returns.
-    """
-    lowest = min(map(_height_of, inputs), default=0)
-    nodes = [t.grad_fn for t in outputs if _height_of(t) >= lowest]
-    return any(node is not None and internals.sequence_number(node) < since for node in nodes)
+    """Whether a derivative of outputs with respect to inputs goes through nodes that are older than `since`."""
+    ends = {id(t) if t.grad_fn is None else (t.grad_fn, t.output_nr) for t in map(_with_node, inputs)}
+    edges: list[tuple[Any, int]] = [(t.grad_fn, t.output_nr) for t in map(_with_node, outputs)]
+    older: list[tuple[Any, int]] = []
+    seen: set[Any] = {None}
+    for edge in edges:  # the loops append to the lists
+        node = edge[0]
+        if node not in seen and edge not in ends:
+            if internals.sequence_number(node) < since:
+                older.append(edge)
+            else:
+                seen.add(node)
+                edges += node.next_functions
+    for edge in older:
+        node = edge[0]
+        if edge in ends or id(_leaf_at(node)) in ends:
+            return True
+        if node not in seen:
+            seen.add(node)
+            older += node.next_functions
+    return False
 
 
 def is_from_before(tensor: Tensor, since: int) -> bool:
@@ -231,8 +244,3 @@ def is_from_before(tensor: Tensor, since: int) -> bool:
         return True
     base = tensor._base
     return base is not None and base.grad_fn is not None and not is_made_since(base, since)
-
-
-def _height_of(tensor: Tensor) -> float:
-    """The level of a tensor. A level that is over was above those that are left."""
-    return math.inf if internals.is_dead(tensor) else internals.level_of(tensor)

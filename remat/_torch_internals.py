@@ -218,7 +218,7 @@ def dual_level() -> Iterator[None]:
 @contextlib.contextmanager
 def jvp_level() -> Iterator[int]:
     """A new `jvp` level, also inside a `forward_ad.dual_level` that the user has entered."""
-    with dual_level(), _eager.jvp_increment_nesting() as level:
+    with dual_level(), _eager.jvp_increment_nesting() as level:  # in this order: a level of jvp counts as active
         yield level
 
 

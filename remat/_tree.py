@@ -24,6 +24,7 @@ _, _LEAF = optree.tree_flatten(0, none_is_leaf=True, namespace="torch")  # type:
 
 
 def _is_leaf(node: Any) -> bool:
+    """Whether a node is not taken apart. Raises `RematError` for one that can't be put together again."""
     kind = type(node)
     if kind in _COMMON:
         return False

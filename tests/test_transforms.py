@@ -715,6 +715,12 @@ OF_OTHER_GRAPHS: dict[str, Callable[[Tensor], Tensor]] = {
     "pullback": lambda x: PULL(x.sin())[0],
     "pullback of a constant": lambda x: x.sin() * PULL(x.detach())[0],
     "torch.autograd.grad": lambda x: x.sin() * torch.autograd.grad(SINES, OUTSIDE, x.detach(), retain_graph=True)[0],
+    "torch.autograd.grad of what is made of it": lambda x: (
+        x * SINES + torch.autograd.grad((SINES * x.detach()).sum(), OUTSIDE, create_graph=True)[0]
+    ),
+    "a weight that it was made of, too": lambda x: (
+        x * torch.autograd.grad((SINES * OUTSIDE * x).sum(), OUTSIDE, create_graph=True, materialize_grads=True)[0]
+    ),
     "torch.autograd.grad, by keywords": lambda x: (
         x.sin() * torch.autograd.grad(inputs=OUTSIDE, outputs=SINES, grad_outputs=x.detach(), retain_graph=True)[0]
     ),
@@ -791,6 +797,16 @@ def test_a_derivative_of_per_sample_gradients(name: str, inner: str, policy: Any
         return backward, grad(lambda xs: penalties(ck, xs).square().sum())(xs)
 
     assert_same(run(functools.partial(remat, policy=policy)), run(plain))
+
+
+def test_a_graph_from_outside_that_does_not_lead_to_the_input() -> None:
+    def run(ck: Decorator) -> Any:
+        x, w = leaf(numbers(3)), leaf(numbers(3, seed=1))
+        h, u = w.exp(), x.sin()
+        fun = ck(lambda x: torch.autograd.grad((x * h).sin().sum(), x, create_graph=True)[0] * h)
+        return torch.autograd.grad(fun(u).sum() + fun(x).sum(), (x, w))
+
+    assert_same(run(remat), run(plain))
 
 
 @pytest.mark.parametrize("kind", OF_OTHER_GRAPHS)
