@@ -79,8 +79,9 @@ def function_name(fun: Any) -> str:
     """The name of a user's function, or of what is called like one; of a partial, that of its function."""
     if isinstance(fun, functools.partial):
         return function_name(fun.func)
-    name: str = getattr(fun, "__qualname__", None) or type(fun).__qualname__
-    return name.replace("_VariableFunctionsClass.", "torch.")
+    if isinstance(fun, types.BuiltinFunctionType):  # dynamo knows no methods of the names of others
+        return fun.__qualname__.replace("_VariableFunctionsClass.", "torch.")
+    return getattr(fun, "__qualname__", None) or type(fun).__qualname__
 
 
 def comes_from_inside(error: Exception) -> bool:
