@@ -553,7 +553,7 @@ def test_a_difference_wants_no_less_what_it_does_not_touch(p: Policy, q: Policy)
         assert place(after) == "recomputed" if dropped != "recomputed" else after == before
 
 
-# The table in docs/policies.md: decisions of p and q, then of p | q, p & q, first_of(p, q) and p - q.
+# Decisions of p and q, then of p | q, p & q, first_of(p, q) and p - q.
 PRECEDENCE = """
     MUST_SAVE        MUST_CPU_OFFLOAD MUST_SAVE        MUST_CPU_OFFLOAD   MUST_SAVE        MUST_RECOMPUTE
     MUST_SAVE        MUST_RECOMPUTE   MUST_SAVE        MUST_RECOMPUTE     MUST_SAVE        MUST_SAVE
