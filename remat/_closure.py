@@ -94,28 +94,20 @@ def _recipe(obj: Any) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]
     if kind is types.MethodType:
         return kind, (obj.__func__, obj.__self__), {}
     if issubclass(kind, functools.partial):
-        return functools.partial(_partial, kind), (_attributes(obj), obj.func, *obj.args), obj.keywords
+        return functools.partial(_bare, kind), (_attributes(obj), obj.func, *obj.args), obj.keywords
     if kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
-        return functools.partial(_tuple, kind), (_attributes(obj), *obj), {}
+        return functools.partial(_bare, kind), (_attributes(obj), *obj), {}
     return (obj.__remat_maker__(), (obj.__wrapped__,), {}) if hasattr(kind, "__remat_maker__") else None
-
-
-# Without the constructors of the user's classes, which may change what they are given.
-
-
-def _partial(kind: Any, attributes: Any, /, *args: Any, **kwargs: Any) -> Any:
-    return _with_attributes(functools.partial.__new__(kind, *args, **kwargs), attributes)
-
-
-def _tuple(kind: Any, attributes: Any, /, *items: Any) -> Any:
-    return _with_attributes(tuple.__new__(kind, items), attributes)
 
 
 def _attributes(obj: Any) -> _Attributes | None:
     return _Attributes(held) if (held := getattr(obj, "__dict__", None)) else None
 
 
-def _with_attributes(obj: Any, attributes: dict[str, Any] | None) -> Any:
+def _bare(kind: Any, attributes: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A tuple or a partial, without its class's constructor, which may change what it is given."""
+    is_tuple = issubclass(kind, tuple)
+    obj = tuple.__new__(kind, args) if is_tuple else functools.partial.__new__(kind, *args, **kwargs)
     if attributes:
         vars(obj).update(attributes)
     return obj

@@ -60,7 +60,7 @@ TAKEN_APART = (
 )
 OTHER_GRAPH = (
     "remat: {} differentiates a tensor that was computed outside of it: it calls what torch.func.vjp or linearize has "
-    "returned outside, or torch.autograd.grad. A rerun does not have that graph. Call vjp or linearize inside, too."
+    "returned outside, or torch.autograd.grad. A rerun does not have that graph. Compute that tensor inside, too."
 )
 
 
