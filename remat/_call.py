@@ -442,7 +442,7 @@ class Call:
         has_hooks = look.sets_hooks or look.signature.shows_nodes
         if look.outer is not None and (has_hooks or look.labels.any_alive(self._layers)):
             self._result = None
-        look.free_outside()
+        look.outside = dict.fromkeys(look.outside)  # their identities stay known
         if look.outer is None and self._reached and not (rerunning.get() or internals.tracing() or self._has_tangents):
             warn_of_kept(out, look, self.since)
         del self._look

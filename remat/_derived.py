@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from remat import _torch_internals as internals
 from remat._call import Call
-from remat._errors import RematError
+from remat._errors import HOOKED, RematError
 from remat._graph import Proof, Stranger, prove
 from remat._layers import innermost, unpack_dual, version_of
 from remat._places import still_filled
@@ -27,12 +27,6 @@ from remat._sealed import hand_on, seal, unseal
 
 _requires_grad = operator.attrgetter("requires_grad")
 Batch = tuple[int, Sequence[int | None]]  # the size, and the batch dimension of each cotangent
-
-HOOKED = (
-    "remat: {} puts a hook on a tensor that it has made, and {} would call it for both orders of derivatives, which a "
-    "rerun can't. Use torch.func.grad in its place, or put the hook on the result, outside of the function."
-)
-
 
 _UNSEEN = (
     "remat: in the rerun of {}, {}. The function takes it from outside, and no torch function is seen to read it: an "

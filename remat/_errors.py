@@ -58,6 +58,10 @@ TAKEN_APART = (
     "remat: {} takes a DTensor apart (to_local or redistribute, which the hooks of parallelize_module call), and "
     f"remat can't see the tensors inside of it. Wrap the module with {_INSTEAD}"
 )
+HOOKED = (
+    "remat: {} puts a hook on a tensor that it has made, and {} would call it for both orders of derivatives, which a "
+    "rerun can't. Use torch.func.grad in its place, or put the hook on the result, outside of the function."
+)
 OTHER_GRAPH = (
     "remat: {} differentiates a tensor that was computed outside of it: it calls what torch.func.vjp or linearize has "
     "returned outside, or torch.autograd.grad. A rerun does not have that graph. Compute that tensor inside, too."

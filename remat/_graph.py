@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from remat import _torch_internals as internals
 from remat._dispatch_mode import ops_of_remat
+from remat._errors import HOOKED, OTHER_GRAPH, RematError
 from remat._layers import layers, unpack_dual
 
 
@@ -211,28 +213,54 @@ def is_made_since(tensor: Tensor, since: int) -> bool:
     return False
 
 
-def goes_through_older(outputs: Sequence[Tensor], inputs: Sequence[Tensor], since: int) -> bool:
-    """Whether a derivative of outputs with respect to inputs goes through nodes that are older than `since`."""
-    ends = {id(t) if t.grad_fn is None else (t.grad_fn, t.output_nr) for t in map(_with_node, inputs)}
+def inputs_reached(
+    name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], since: int, unhooked: AbstractSet[int]
+) -> tuple[bool, ...]:
+    """Which inputs a derivative of outputs inside a function gives a gradient, at the levels of these tensors.
+
+    It may go through one input to another. Raises `RematError` if a rerun would have another derivative.
+
+    **Arguments:**
+
+    - `name`: of the function.
+    - `unhooked`: the sequence numbers of nodes whose hooks are left out of the run.
+    """
+    keys = [id(t) if t.grad_fn is None else (t.grad_fn, t.output_nr) for t in map(_with_node, inputs)]
+    ends = set(keys)
+    found: set[Any] = set()
     edges: list[tuple[Any, int]] = [(t.grad_fn, t.output_nr) for t in map(_with_node, outputs)]
     older: list[tuple[Any, int]] = []
     seen: set[Any] = {None}
     for edge in edges:  # the loops append to the lists
-        node = edge[0]
-        if node not in seen and edge not in ends:
-            if internals.sequence_number(node) < since:
-                older.append(edge)
-            else:
-                seen.add(node)
-                edges += node.next_functions
+        node, key = edge[0], _key_of(edge)
+        if key in ends:
+            found.add(key)
+        if node in seen:
+            continue
+        number = internals.sequence_number(node)
+        if number in unhooked:
+            raise RematError(HOOKED.format(name, "torch.autograd.grad inside"))
+        if number >= since:
+            seen.add(node)
+            edges += node.next_functions
+        elif key in ends:
+            older += node.next_functions
+        else:
+            older.append(edge)
     for edge in older:
         node = edge[0]
-        if edge in ends or id(_leaf_at(node)) in ends:
-            return True
+        if _key_of(edge) in ends:
+            raise RematError(OTHER_GRAPH.format(name))
         if node not in seen:
             seen.add(node)
             older += node.next_functions
-    return False
+    return tuple(key in found for key in keys)
+
+
+def _key_of(edge: tuple[Any, int]) -> Any:
+    """The edge, or of a leaf its identity."""
+    leaf = _leaf_at(edge[0])
+    return edge if leaf is None else id(leaf)
 
 
 def is_from_before(tensor: Tensor, since: int) -> bool:

@@ -25,8 +25,8 @@ from remat._context import RandomState
 from remat._copies import Copies
 from remat._dispatch_mode import tell_of_access
 from remat._effects import Effects, as_given, effects_of, is_of_torch, map_in, reads_no_value, tensors_in, written_by
-from remat._errors import DATA_OF_A_LEVEL, LAZY, OTHER_GRAPH, SHARDED, TAKEN_APART, RematError, changes, not_replaced
-from remat._graph import goes_through_older, is_from_before
+from remat._errors import DATA_OF_A_LEVEL, LAZY, SHARDED, TAKEN_APART, RematError, changes, not_replaced
+from remat._graph import inputs_reached, is_from_before
 from remat._labels import FIXED, Labels, Read, in_nested, of_outside, of_result, together
 from remat._layers import layers, layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
 from remat._nested_mode import NestedMode, watched
@@ -78,6 +78,8 @@ class Look(NestedMode):
         """By identity, tensors that an outer rerun may find, each with the operand that replaces it."""
         self.undecided: dict[int, tuple[Any, RuntimeError | None]] = {}
         """By identity, tensors for whose first use an outer rerun of a checkpoint waits."""
+        self.unhooked: set[int] = set()
+        """The sequence numbers of nodes whose hooks a rerun must not call."""
         self._has_tangents = internals.forward_ad_active()
         self.since = internals.next_sequence_number()
 
@@ -85,7 +87,7 @@ class Look(NestedMode):
         """Note the tensors that the run is given. `outer`: the look at the surrounding run."""
         if outer is not None:
             self.outer, self._swaps, self.in_checkpoint = outer, outer._swaps, outer.in_checkpoint
-            self.undecided, self.sees_custom = outer.undecided, outer.sees_custom
+            self.undecided, self.sees_custom, self.unhooked = outer.undecided, outer.sees_custom, outer.unhooked
             self.random = self.random or outer.random  # draws inside count for both
         for t in self._given:
             self._add(t)
@@ -154,7 +156,7 @@ class Look(NestedMode):
         with internals.DisableTorchFunction():
             labels = self.labels.of_all(passed)
             if effects.differentiates:
-                self._check_graph(*given[0], **(given[1] or {}))
+                self._check_graph(*args, **kwargs)
             for t in written:
                 self.before_write(t)
             if effects.sets_data:
@@ -187,8 +189,8 @@ class Look(NestedMode):
 
     def _check_graph(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
         """The run is about to differentiate outputs with respect to inputs."""
-        if goes_through_older(tensors_in(outputs), tensors_in(inputs), self.since):
-            raise RematError(OTHER_GRAPH.format(self.name))
+        reached = inputs_reached(self.name, tensors_in(outputs), tensors_in(inputs), self.since, self.unhooked)
+        self._note(torch.autograd.grad, hash(reached), None)
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function, and note whether it begins or ends the tail: see `_tail.py`."""
@@ -423,10 +425,6 @@ class Look(NestedMode):
     def stand_in(self, tensor: Tensor) -> Tensor:
         """The operand that replaces a tensor in a rerun, or the tensor."""
         return self._swaps.get(id(tensor), (tensor, tensor))[1]
-
-    def free_outside(self) -> None:
-        """Free the tensors from outside. Their identities stay known."""
-        self.outside = dict.fromkeys(self.outside)
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the run made this tensor."""

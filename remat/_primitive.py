@@ -27,7 +27,6 @@ from torch.autograd import forward_ad
 
 from remat import _torch_internals as internals
 from remat._derived import (
-    HOOKED,
     Batch,
     Derived,
     Link,
@@ -40,7 +39,7 @@ from remat._derived import (
     vjp,
     vmap,
 )
-from remat._errors import CheckpointError, RematError
+from remat._errors import HOOKED, CheckpointError, RematError
 from remat._layers import requires_grad_at_any_level, requires_grad_below, unpack_dual, unwrap_dead, version_of
 from remat._memory import sharing_memory
 from remat._nested_mode import unseen

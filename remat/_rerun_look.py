@@ -36,6 +36,10 @@ _STATE = (
     "pass it as an argument. If it draws from Python's random or NumPy, draw outside, and pass the numbers. If it sets "
     "up a table on first use, call it once before, in torch.no_grad(). "
 )
+_OTHER_INPUTS = (
+    "Or it has gradients of other inputs there: under a transform, torch.autograd.grad gives none of what only plain "
+    "autograd differentiates. Call torch.func.grad inside. "
+)
 _DIFFERS = (
     "remat: the rerun of {} differs from its forward run: at call {} it calls {}, at {}, where the forward {}. {}{}"
 )
@@ -199,6 +203,8 @@ class RerunLook(Look):
         self._hooks[here] += 1
         level = levels[number] if number < len(levels) else ELSEWHERE  # set only `if x.requires_grad`, say
         if level not in (NO_LEVEL, self._level):
+            if args[0].grad_fn is not None:
+                self.unhooked.add(internals.sequence_number(args[0].grad_fn))
             return (internals.leaf_of_nothing(), *args[1:])  # the hook must not be called here
         return args
 
@@ -214,6 +220,7 @@ class RerunLook(Look):
             then = f"called {name_of(calls[position][0])}"
         elif calls[position][1] != shape:
             then = "got another shape or dtype, or was given another number or flag"
+            hint = _OTHER_INPUTS if func is torch.autograd.grad else ""
         elif given is not None and calls[position][2] not in (given, None):
             then, hint = "was given other tensors", _STATE
         else:

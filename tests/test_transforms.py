@@ -25,7 +25,7 @@ from torch.func import (
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from remat import RematError, checkpoint, is_rerunning, policies, remat
+from remat import CheckpointError, RematError, checkpoint, is_rerunning, policies, remat
 from remat.debug import LiveBytes
 
 Decorator = Callable[[Any], Any]
@@ -803,6 +803,75 @@ def test_a_graph_from_outside_that_ops_of_the_function_lead_to(of: Callable[[Ten
 
     with pytest.raises(RematError, match="differentiates a tensor that was computed outside of it"):
         remat(fun)(leaf(numbers(3)))
+
+
+def through_a_captured_input(x: Tensor, h: Tensor) -> Tensor:
+    _, g = torch.autograd.grad((h * h * x).sum(), [h, x])
+    return g * x
+
+
+def through_an_intermediate_input(x: Tensor, h: Tensor) -> Tensor:
+    u = h * x
+    _, g = torch.autograd.grad((u * u).sum(), [u, x])
+    return g * x
+
+
+@pytest.mark.parametrize("fun", [through_a_captured_input, through_an_intermediate_input])
+def test_a_graph_from_outside_beyond_an_input(fun: Callable[..., Tensor]) -> None:
+    x = leaf(numbers(3))
+    with pytest.raises(RematError, match="differentiates a tensor that was computed outside of it"):
+        remat(fun)(x, x.sin())
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap(grad)", "jacrev", "grad(grad)"])
+def test_a_derivative_inside_by_what_no_transform_differentiates(transform: str) -> None:
+    """Under a transform, `torch.autograd.grad` gives no gradient of a plain leaf. At the base of a rerun it would."""
+    w = leaf(numbers(3, seed=1))
+
+    def fun(x: Tensor) -> Tensor:
+        (g,) = torch.autograd.grad((w * w * x).sum(), w, allow_unused=True, materialize_grads=True)
+        return x.sin() + g * x
+
+    with pytest.raises(
+        CheckpointError, match=r"calls grad.* gradients of other inputs.* Call torch\.func\.grad inside"
+    ):
+        TRANSFORMS[transform](remat(fun), numbers(3, 3))
+
+
+@pytest.mark.parametrize("how", ["doubles", "collects"])
+def test_a_derivative_inside_that_calls_a_hook_in_second_order(how: str) -> None:
+    def fun(x: Tensor) -> Tensor:
+        u, found = x.sin(), []  # type: tuple[Tensor, list[Tensor]]
+        u.register_hook((lambda g: g * 2) if how == "doubles" else found.append)
+        (g,) = torch.autograd.grad(u.pow(2).sum(), x)
+        return (g if how == "doubles" else found[0]) * x
+
+    def second(f: Fun) -> Any:
+        x = leaf(numbers(3))
+        return torch.autograd.grad(grad(lambda x: f(x).pow(2).sum())(x).sum(), x)
+
+    assert second(fun)
+    assert_same(grad(lambda x: remat(fun)(x).sum())(numbers(3)), grad(lambda x: fun(x).sum())(numbers(3)))
+    with pytest.raises(RematError, match=r"puts a hook on a tensor .* torch\.autograd\.grad inside would call it"):
+        second(remat(fun))
+
+
+class Penalty(nn.Module):
+    def __init__(self, w: Tensor) -> None:
+        super().__init__()
+        self.penalty = lambda x: torch.autograd.grad((w * x).sin().sum(), w, create_graph=True)[0] * x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.penalty(x)
+
+
+def test_a_derivative_inside_by_a_leaf_that_a_function_in_a_module_holds() -> None:
+    def run(ck: Decorator) -> Any:
+        x, w = leaf(numbers(3)), leaf(numbers(3, seed=1))
+        (g,) = torch.autograd.grad(ck(Penalty(w))(x).sum(), x, create_graph=True)
+        return torch.autograd.grad(g.sum(), (x, w))
+
+    assert_same(run(remat), run(plain))
 
 
 def test_a_graph_from_outside_that_does_not_lead_to_the_input() -> None:

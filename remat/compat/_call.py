@@ -183,7 +183,8 @@ class Call:
         look.gathered |= internals.gathered_by_fully_shard()
         reads = self.reads = _written(look)
         found = self._found(look, reads)
-        look.free_outside()  # a tensor that dies here was made by the function, unseen
+        # A tensor that dies here was made by the function, unseen. The identities stay known.
+        look.outside = dict.fromkeys(look.outside)  # type: ignore[assignment]
         for ref in found:
             if (t := ref()) is not None:
                 is_made = around is not None and around.has_made(t)
