@@ -48,7 +48,7 @@ class Signature:
     **Attributes:**
 
     - `calls`: for each call, the function, a hash of its plain arguments and of the shapes of its results, and one of
-        the labels of its tensors: NOTE [labels].
+        the labels of its tensors: NOTE [labels]. For `torch.autograd.grad`, also a hash of the inputs that it reaches.
     - `writes`: hashes of all of that for the other calls that change tensors in place; None if a label tells nothing.
     - `tail`: the position of the last matrix product or nested call, if no later call reads values; else None.
     - `tail_call`: the record of that nested call (`Remembered`); None for a product.
