@@ -280,7 +280,7 @@ def _batched(
 
 def _detached(tensor: Tensor, leaf: bool = False) -> Tensor:
     """Take a tensor off its graph, but keep its tangent. `leaf`: make the result require grad."""
-    primal, tangent = unpack_dual(tensor) if internals.forward_ad_active() else (tensor, None)
+    primal, tangent = unpack_dual(tensor)
     if leaf or tangent is not None or primal.requires_grad:
         primal = primal.detach()
     if leaf:

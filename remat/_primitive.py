@@ -230,15 +230,11 @@ def _connected(operands: Values, reached: Container[int], level: int = 0) -> Val
 
 def _cut(tensor: Tensor, level: int) -> Tensor:
     """Take a tensor off its graph at a level, but keep its tangent, which a value computed in no_grad may have used."""
-    tangent = _tangent_of(tensor)
+    tangent = unpack_dual(tensor).tangent
     if tangent is not None:
         tensor = unpack_dual(tensor).primal
     tensor = internals.wrap_grad(internals.unwrap_grad(tensor, level), level) if level else tensor.detach()
     return tensor if tangent is None else forward_ad.make_dual(tensor, tangent, level=0)
-
-
-def _tangent_of(tensor: Tensor) -> Tensor | None:
-    return unpack_dual(tensor).tangent if internals.forward_ad_active() else None
 
 
 def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) -> Values:
@@ -251,7 +247,7 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
     saved = _connected(operands, reached)
     if not any(t.requires_grad for t in saved):
         return values  # they depend only on leaves that the function made
-    if internals.saved_tensors_hooks() is not None and any(_tangent_of(t) is not None for t in saved):
+    if internals.saved_tensors_hooks() is not None and any(unpack_dual(t).tangent is not None for t in saved):
         raise RematError(_HOOKED_TANGENTS.format(fn.call.name))
     with internals.forward_ad_disabled():  # for the node, the tangents of its operands are constants
         link.cut = {i for i, (t, s) in enumerate(zip(operands, saved, strict=True)) if t is not s}

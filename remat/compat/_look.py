@@ -316,9 +316,7 @@ class CheckpointLook(Look):
         """Note which differentiated tensors the run has made and somebody keeps, besides its results."""
         results = {*map(id, tensors_in(out))}
         alive = [t for ref, *_ in self.labels.values() if (t := ref()) is not None and t.grad_fn is not None]
-        kept_by_runs.update(
-            (id(t), t) for t in alive if id(t) not in results and id(self.stand_in(t)) not in self.outside
-        )
+        kept_by_runs.update((id(t), t) for t in alive if id(t) not in results and self.has_made(t))
 
     def label_of(self, tensor: Tensor) -> int | None:
         """Tells a tensor from others of this run. No rerun compares it."""
