@@ -217,11 +217,10 @@ class Call:
         given, captured = operands.originals[: operands.held], operands.originals[operands.held :]
         if any(original.places for original in given):  # a given tensor was also found in another place
             return None
-        if any(original.handed_on and not original.in_modules for original in captured):  # a place that a rerun makes
+        if any(original.handed_on for original in captured):  # a rerun may make the place
             return None
-        found = [(o.ref, o.places if o.in_modules else ()) for o in captured]
-        found += [(constant.ref, ()) for constant in operands.constants if not constant.in_cell]
-        if any((t := ref()) is not None and outer.has_made(t) for ref, _ in found):  # a rerun makes another
+        found = [o.ref for o in captured] + [c.ref for c in operands.constants if not c.in_cell]
+        if any((t := ref()) is not None and outer.has_made(t) for ref in found):  # a rerun makes another
             return None
         cells = [c.ref for c in operands.constants if c.in_cell]
         cells = [ref for ref in cells if (t := ref()) is None or not outer.has_made(t)]
@@ -248,7 +247,7 @@ class Call:
         They are filled with NaN, so that a mistake would be loud. They have the derivative of the call.
         """
         operands = self.operands
-        found = (t for ref, _ in forward.found if (t := ref()) is not None)
+        found = (t for ref in forward.found if (t := ref()) is not None)
         originals = [*operands.tensors, *filter(outer.expects, found)]
         given = len(forward.given)
         if len(operands.tensors) != given or len(originals) != given + len(forward.found):
@@ -277,7 +276,6 @@ class Call:
                 return None
         self._look = look
         operands.stands_in = True
-        operands.known_places = {id(outer.stand_in(t)): p for ref, p in forward.found if (t := ref()) is not None}
         operands.survivors = [*forward.survivors]
         self.signature, self._followed = forward.signature, forward.followed
         return _tree.unflatten(spec, leaves)

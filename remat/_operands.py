@@ -96,8 +96,6 @@ class Original(Found):
     """In an outer rerun, where the tensor is a stand-in: the tensors that the function may find instead."""
     places: Sequence[Place] = ()
     """Where modules, containers, attributes or globals hold it."""
-    in_modules = False
-    """Whether these are places in modules."""
     handed_on = False
     """Whether reruns must put the operand into its places: no torch call of the function reads it directly."""
     is_read = True
@@ -111,9 +109,8 @@ class Original(Found):
     written = False
     """Whether the function writes to it."""
 
-    def set_in_modules(self, places: Sequence[Place]) -> None:
-        """Note that modules hold it, in these places."""
-        self.places, self.in_modules = [*self.places, *places], True
+    def add_places(self, places: Iterable[Place]) -> None:
+        self.places = (*self.places, *places)
 
 
 class Constant(NamedTuple):
@@ -153,7 +150,6 @@ class Operands:
     - `given`, `held`: how many of the originals are arguments; how many are arguments or in cells.
     - `objects`: where to search for captured tensors: the objects in reach of the function.
     - `stands_in`: whether the call is skipped: see `Call.stand_in`.
-    - `known_places`: by identity, places that are known from the forward of an outer function.
     - `constants`: the other tensors from outside.
     - `survivors`: tensors that the forward made without a derivative and read, and that are still alive.
     """
@@ -167,7 +163,6 @@ class Operands:
         self.name = name
         self.tensors: list[Tensor] = []
         self.originals: list[Original] = []
-        self.known_places: dict[int, Sequence[Place]] = {}
         self._index: dict[int, int] = {}
         self._outer = outer
         self._stand_ins: dict[int, int] = {}
@@ -188,7 +183,7 @@ class Operands:
 
     def operand_of(self, tensor: Tensor) -> Any:
         outer = self._outer
-        value = tensor if outer is None or id(tensor) in outer.undecided else outer.stand_in(tensor)
+        value = tensor if outer is None else outer.stand_in(tensor)
         if matters(tensor):  # as in the forward: in the rerun of a checkpoint, as many operands are saved
             return self.add(value)
         self.in_cells[id(value)] = value, version_of(value)
@@ -280,9 +275,6 @@ class Operands:
         index = self._index
         captured = {id(t): t for t in self.tensors[self.held :]}
         parameters = [t for t in self.tensors[: self.held] if isinstance(t, Parameter)]
-        for key, places in self.known_places.items():  # an outer rerun may have put other tensors there
-            if captured.pop(key, None) is not None:
-                self.originals[index[key]].set_in_modules(places)
         if captured or constants or parameters:
             wanted = [*captured.values(), *parameters, *(read.value for read in constants.values())]
             for found, places in self._places_in_modules(wanted):
@@ -290,7 +282,7 @@ class Operands:
                 captured.pop(key, None)
                 if key in constants:
                     self._capture(constants.pop(key))
-                self.originals[index[key]].set_in_modules(places)
+                self.originals[index[key]].add_places(places)
             if captured:
                 self._search(captured.keys() - look.handed_on, far=False)
         handed_on = look.handed_on & index.keys()
@@ -316,7 +308,7 @@ class Operands:
         found = []
         for tensor, place in search(self.objects, {*keys, *originals}, far):
             original = self.originals[self._index[self._stand_ins.get(id(tensor), id(tensor))]]
-            original.places, original.in_modules = (*original.places, place), False
+            original.add_places([place])
             found.append(original)
         return found
 

@@ -10,7 +10,7 @@ the tail either: none is alive after the call. A nested call at the end of a fun
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ from remat._dispatch_mode import DispatchMode
 from remat._labels import Survivor
 from remat._layers import batched_at, requires_grad_at_any_level
 from remat._ops import plain, tensors
-from remat._places import Place
 from remat._saved import saves_tensors
 from remat._signature import Signature
 
@@ -105,8 +104,8 @@ class Remembered(NamedTuple):
 
     given: list[weakref.ref[Tensor]]
     """The tensors from arguments and cells."""
-    found: list[tuple[weakref.ref[Tensor], Sequence[Place]]]
-    """The other outside tensors that it read, and their places in modules."""
+    found: list[weakref.ref[Tensor]]
+    """The other outside tensors that it read."""
     cells: list[weakref.ref[Tensor]]
     """The other tensors from cells, unless the outer function makes them."""
     survivors: list[Survivor]
