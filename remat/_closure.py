@@ -22,9 +22,6 @@ from torch import Tensor
 from remat import _torch_internals as internals
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type})
-_OF_TORCH = frozenset(
-    f for space in (torch, torch.nn.functional, Tensor) for f in vars(space).values() if type(f) is types.FunctionType
-)
 _EMPTY: Any = object()
 
 
@@ -129,11 +126,6 @@ def _reference(obj: Any) -> Callable[[], Any]:
         return type(None)
 
 
-def _is_opaque(function: types.FunctionType) -> bool:
-    """Whether a function is torch's or its compiler's. A copy would be another function to torch-function modes."""
-    return function in _OF_TORCH or internals.is_compiled(function)
-
-
 class Closure:
     """Functions and other objects, taken apart.
 
@@ -161,7 +153,7 @@ class Closure:
         if isinstance(obj, Tensor):
             return self._operand_of(obj)
         if kind is types.FunctionType and (obj.__closure__ or obj.__defaults__ or obj.__kwdefaults__):
-            return obj if _is_opaque(obj) else self._function(obj)
+            return obj if internals.is_compiled(obj) else self._function(obj)
         if kind is _Attributes:
             return self._made(obj, dict, (), obj)
         recipe = _recipe(obj)

@@ -244,8 +244,6 @@ class Look(NestedMode):
                 value = self.outer.read(tensor, handed_on)
                 if value is not tensor:
                     self._swaps[id(tensor)] = tensor, value
-            if id(tensor) in self.undecided:  # it is asked for its shape, say
-                return value
             if self._is_in_jvp() and not requires_grad_at_any_level(value):  # a tangent of what the run has made
                 return value
             if not value.requires_grad and internals.dtensor_at_work():
@@ -367,8 +365,6 @@ class Look(NestedMode):
         for i, t in enumerate(found):
             requires_grad = requires_grad_at_any_level(t)
             differentiated |= requires_grad
-            if id(t) in self._swaps:  # an operand is read in its place
-                continue
             if self.is_given_back(t):
                 self.labels.returns(t)
                 continue

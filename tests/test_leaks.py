@@ -457,3 +457,16 @@ def test_a_hook_inside_under_hooks_of_saved_tensors(hooks: bool, no_gc: None) ->
         out = remat(fun)(x)
         assert meter.current <= 1.1 * UNIT, "the result"
     out.sum().backward()
+
+
+def test_a_recursive_function_that_a_rerun_makes_anew() -> None:
+    """It refers to itself by a cell, which is a cycle."""
+    w = leaf(numbers(3)).sin()
+    seen = []
+
+    def fun(n: int, x: Tensor) -> Tensor:
+        seen.append(weakref.ref(fun))
+        return fun(n - 1, x.sin() * w) if n else x.cos()
+
+    torch.autograd.grad(remat(fun)(1, leaf(numbers(3))).sum(), w)
+    assert [ref() for ref in seen] == [fun, fun, None, None]

@@ -791,6 +791,19 @@ def test_draws_of_python_and_of_numpy_are_not_repeated() -> None:
     assert drawn == [(random.random(), np.random.rand()) for _ in range(2)]
 
 
+@pytest.mark.parametrize("write", [lambda t, n: t.fill_(n), lambda t, n: t.mul_(0.5).add_(n)])
+def test_a_write_of_another_number_is_an_error(write: Any) -> None:
+    state = numbers(3)
+
+    def fun(x: Tensor) -> Tensor:
+        write(state, random.random())
+        return (x * state).sin()
+
+    out = remat(fun)(leaf(numbers(3))).sum()
+    with pytest.raises(CheckpointError, match=r"changes a tensor in place .* with other tensors, numbers or flags"):
+        out.backward()
+
+
 class Noise(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

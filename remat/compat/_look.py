@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import Parameter, is_lazy
@@ -26,7 +25,6 @@ from remat._memory import memory_of
 from remat._nested_mode import current_look
 from remat._signature import HOLDER, kind_of
 
-_SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device})
 _HANDED_ON = (
     "checkpoint: {} hands a tensor of shape {} to a transform inside, and the tensor is not as it was in the forward. "
     "Pass it as an argument."
@@ -149,7 +147,7 @@ class CheckpointLook(Look):
                     self._reader = func
                     self._add(a)
                     continue
-            elif kind_of(a.__class__) is not HOLDER or (type(a) is tuple and _SCALARS.issuperset(map(type, a))):
+            elif kind_of(a.__class__) is not HOLDER:
                 continue
             args = self._seen(func, args)
             kwargs = dict(zip(kwargs, self._seen(func, kwargs.values()), strict=True)) if kwargs else None
@@ -215,8 +213,8 @@ class CheckpointLook(Look):
         """Whether a checkpointed run around this one has so far written to a tensor that is not differentiated."""
         around = self.outer
         while isinstance(around, CheckpointLook) and not tensor.requires_grad:
-            copied = (memory_of(around.outside[key].value) for key in around.copies)
-            if (around.copies or around._written) and memory_of(tensor) in {*copied, *around._written}:
+            written = {*around._written, *(memory_of(around.outside[key].value) for key in around.copies)}
+            if written and memory_of(tensor) in written:
                 return True
             around = around.outer
         return False
