@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, vmap
 
 import remat.compat
 from remat import CheckpointError, _context
@@ -703,6 +703,34 @@ def keeps_a_state_and_copies_it(kept: Any, x: Tensor, w: Tensor) -> Tensor:
     return (y * before).sin()
 
 
+def keeps_a_state_that_a_call_inside_reads(kept: Any, x: Tensor, w: Tensor) -> Tensor:
+    before, kept.value = getattr(kept, "value", torch.ones(3, 3)), (x @ w).tanh()
+    return remat.remat(lambda x: (x * before).sin())(kept.value)
+
+
+def keeps_a_state_that_a_checkpoint_inside_reads(kept: Any, x: Tensor, w: Tensor) -> Tensor:
+    before, kept.value = getattr(kept, "value", torch.ones(3, 3)), (x @ w).tanh()
+    return remat.checkpoint(lambda x: (x * before).sin(), kept.value, use_reentrant=False)
+
+
+def keeps_a_state_that_vmap_maps(kept: Any, x: Tensor, w: Tensor) -> Tensor:
+    before, kept.value = getattr(kept, "value", torch.ones(3, 3)), (x @ w).tanh()
+    with torch.no_grad():
+        before = vmap(torch.mul)(before, before)
+    return kept.value * before
+
+
+KEEPS_A_STATE = [
+    keeps_a_window,
+    keeps_a_state,
+    keeps_two_states,
+    keeps_a_state_and_copies_it,
+    keeps_a_state_that_a_call_inside_reads,
+    keeps_a_state_that_a_checkpoint_inside_reads,
+    keeps_a_state_that_vmap_maps,
+]
+
+
 def casts_a_weight_once(kept: Any, x: Tensor, w: Tensor) -> Tensor:
     """The gradient would be right. But nothing tells a cast that is kept from a state that is replaced."""
     if not hasattr(kept, "value"):
@@ -736,10 +764,7 @@ def keeps_what_it_reads_itself(kept: Any, x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("in_another", [False, True], ids=["alone", "in another"])
-@pytest.mark.parametrize(
-    "fun",
-    [keeps_a_window, keeps_a_state, keeps_two_states, keeps_a_state_and_copies_it, casts_a_weight_once],
-)
+@pytest.mark.parametrize("fun", [*KEEPS_A_STATE, casts_a_weight_once])
 def test_a_rerun_that_reads_what_its_forward_has_kept_is_an_error(fun: Any, in_another: bool) -> None:
     def run(checkpoint: Any) -> Any:
         kept, x, w = SimpleNamespace(), leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
@@ -756,7 +781,7 @@ def test_a_rerun_that_reads_what_its_forward_has_kept_is_an_error(fun: Any, in_a
         run(VARIANTS["non-reentrant"][1])
 
 
-@pytest.mark.parametrize("fun", [keeps_a_window, keeps_a_state, keeps_two_states, keeps_a_state_and_copies_it])
+@pytest.mark.parametrize("fun", KEEPS_A_STATE)
 def test_a_rerun_that_reads_what_another_call_has_kept_is_an_error(fun: Any) -> None:
     """The first of two calls runs again: it finds what the second has kept."""
 
