@@ -286,7 +286,7 @@ class Call:
         **Returns:** the positions of the operands that they may depend on.
         """
         look = self._look
-        nodes, reached, ambiguous, _ = prove(values, operands, since, self._is_own)
+        nodes, reached, ambiguous, *_ = prove(values, operands, since, self._is_own)
         self._reached |= reached
         self._ambiguous |= ambiguous
         if (self.tape is not None or look.outer is not None) and any(map(is_custom, nodes)):
@@ -383,7 +383,7 @@ class Call:
         reached = self._reached | self._ambiguous
         of_each = enumerate(zip(self.operands.originals, inputs, strict=True))
         stays = [(o, t) for i, (o, t) in of_each if i in reached or not (t.requires_grad or o.copied)]
-        self.fill = [(place, t) for o, t in stays for place in o.places]
+        self.fill = [(place, t) for o, t in stays for place in o.places] + self.operands.held_in_modules()
         look.finish()
         leaves, _ = _tree.flatten(out)
         found = []

@@ -141,31 +141,33 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], records: bool, batc
         if at_base:
             record = record and (is_read or internals.forward_ad_active())
         recorded = record or records_above
+        reaches_own = internals.accumulates_into_all_leaves()  # an autograd.Function on the way may act then
 
-        def gradients(edges: list[GradientEdge], inputs: list[Tensor], keep: bool) -> list[Any]:
-            targets = [inputs[i] for i in wrt]
+        def gradients(edges: list[GradientEdge], inputs: list[Tensor], own: list[Tensor], keep: bool) -> list[Any]:
+            targets = [inputs[i] for i in wrt] + own
             with still_filled(call.fill):
-                return _batched(
+                found = _batched(
                     lambda c: internals.run_backward(edges, targets, c, keep, recorded), cotangents, batches
                 )
+            return found[: len(wrt)]
 
         if at_base:
             # Faster than a functorch level, and an autograd.Function needs no functorch support.
             with internals.no_transforms(), torch.enable_grad():
                 inputs = _leaves(operands, leaves, record, link.hooked())
-                edges = _rerun(fn, inputs, outs, hands_on)
+                edges, own = _rerun(fn, inputs, outs, hands_on)
         else:
             if record and is_read and level == 0 and 0 in call.hooked:
                 raise RematError(HOOKED.format(call.name, "create_graph=True, around a transform,"))
             with internals.grad_level() as lift:
                 inputs = [lift(t) if i in leaves else t for i, t in enumerate(operands)]
-                edges = _rerun(fn, inputs, outs, hands_on)
+                edges, own = _rerun(fn, inputs, outs, hands_on)
                 if records_above or call.signature.has_custom:  # whose backward may begin levels above this one
-                    found = gradients(edges, inputs, False)
+                    found = gradients(edges, inputs, [], False)
                     return [None if g is None else internals.unwrap_grad(g, internals.stack_depth()) for g in found]
         # At the base, the graph of a recorded backward leads into the rerun's graph, which is then kept.
         keep = record and at_base
-        grads = gradients(edges, inputs, keep)
+        grads = gradients(edges, inputs, own if reaches_own else [], keep)
         for t, operand in zip(inputs, operands, strict=True) if at_base else ():
             if t is not operand and t.is_leaf and t.grad is not None:
                 raise RematError(_ACCUMULATES.format(call.name, list(t.shape), t.dtype))
@@ -174,14 +176,16 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], records: bool, batc
     return fn.then(pullback, is_vjp=True)
 
 
-def _rerun(fn: Derived, inputs: Sequence[Tensor], outs: Sequence[int], hands_on: bool) -> list[GradientEdge]:
+def _rerun(
+    fn: Derived, inputs: Sequence[Tensor], outs: Sequence[int], hands_on: bool
+) -> tuple[list[GradientEdge], list[Tensor]]:
     """Run a function again, check what it depends on, and keep only the graph: the results are freed.
 
     **Arguments:**
 
     - `hands_on`: whether the graph is given sealed cotangents: NOTE [handed on].
 
-    **Returns:** the graph edge of each result at `outs`.
+    **Returns:** the graph edge of each result at `outs`, and the leaves that the function has made.
     """
     since = internals.next_sequence_number()
     values = fn.run(*inputs)
@@ -199,7 +203,7 @@ def _rerun(fn: Derived, inputs: Sequence[Tensor], outs: Sequence[int], hands_on:
     ends.clear()
     values.clear()
     fn.call.settle()
-    return edges
+    return edges, proof.own
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -71,7 +71,9 @@ OTHER_GRAPH = (
 def shown(value: object) -> str:
     """A value as errors show it: a tensor by shape and dtype, a module by its class."""
     if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
+        layout = "" if value.layout is torch.strided else f", layout {value.layout}"
+        shape = "nested" if value.is_nested else list(value.shape)
+        return f"a tensor of shape {shape} and dtype {value.dtype}{layout}"
     if isinstance(value, torch.nn.Module):
         return f"a module, {type(value).__name__}"
     if isinstance(value, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in value):

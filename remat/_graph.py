@@ -104,6 +104,8 @@ class Proof(NamedTuple):
     """Positions of the operands that the values depend on."""
     ambiguous: set[int]
     """Positions of operands that the graph can't tell apart: below a `vmap`, two may be the same tensor."""
+    own: list[Tensor]
+    """The leaves that the run made itself."""
     once_differentiable: bool
     """Whether a node of `once_differentiable` is in the graph. It raises, but is on no path to an operand."""
 
@@ -157,6 +159,7 @@ def prove(
     sequence_number, leaf_number = internals.sequence_number, internals.LEAF_NUMBER
     seen: set[Any] = {None}
     nodes: list[Any] = []
+    own: list[Tensor] = []
     once_differentiable = False
     for reader in itertools.chain((None,), nodes):  # the loop appends to them
         for edge in roots if reader is None else reader.next_functions:
@@ -181,9 +184,11 @@ def prove(
                     position = _of_one(node, operands)
                 if position is not None:
                     reached.add(position)
-                elif not is_own(leaf):
+                elif is_own(leaf):
+                    own.append(leaf)
+                else:
                     met(Stranger(edge, reader))
-    return Proof(nodes, reached, ambiguous, once_differentiable)
+    return Proof(nodes, reached, ambiguous, own, once_differentiable)
 
 
 def _of_one(accumulator: Any, tensors: Sequence[Tensor]) -> int | None:
@@ -228,11 +233,20 @@ def inputs_reached(
     keys = [id(t) if t.grad_fn is None else (t.grad_fn, t.output_nr) for t in map(_with_node, inputs)]
     ends = set(keys)
     found: set[Any] = set()
+
+    def key_of(edge: tuple[Any, int]) -> Any:
+        """The edge, or of a leaf its identity, or that of the input over the same leaf."""
+        leaf = _leaf_at(edge[0])
+        if leaf is None or id(leaf) in ends:
+            return edge if leaf is None else id(leaf)
+        position = None if internals.transforms_active() else _of_one(edge[0], inputs)
+        return None if position is None else keys[position]
+
     edges: list[tuple[Any, int]] = [(t.grad_fn, t.output_nr) for t in map(_with_node, outputs)]
     older: list[tuple[Any, int]] = []
     seen: set[Any] = {None}
     for edge in edges:  # the loops append to the lists
-        node, key = edge[0], _key_of(edge)
+        node, key = edge[0], key_of(edge)
         if key in ends:
             found.add(key)
         if node in seen:
@@ -249,18 +263,12 @@ def inputs_reached(
             older.append(edge)
     for edge in older:
         node = edge[0]
-        if _key_of(edge) in ends:
+        if key_of(edge) in ends:
             raise RematError(OTHER_GRAPH.format(name))
         if node not in seen:
             seen.add(node)
             older += node.next_functions
     return tuple(key in found for key in keys)
-
-
-def _key_of(edge: tuple[Any, int]) -> Any:
-    """The edge, or of a leaf its identity."""
-    leaf = _leaf_at(edge[0])
-    return edge if leaf is None else id(leaf)
 
 
 def is_from_before(tensor: Tensor, since: int) -> bool:

@@ -12,7 +12,7 @@ and the rerun notices.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -46,6 +46,9 @@ class Survivor(NamedTuple):
     begun: int
     version: int
 
+
+_MIRRORED = {Tensor.lt: Tensor.gt, Tensor.le: Tensor.ge}
+_SYMMETRIC = {Tensor.__eq__, Tensor.eq, Tensor.ne}
 
 Known = tuple["weakref.ref[Tensor]", "int | None", int]
 """What is known of a tensor: a weak reference, its label, and its version when the run made it, or `FIXED`."""
@@ -179,6 +182,13 @@ def in_nested(label: int | None) -> int | None:
 def _out_of_nested(label: int | None) -> int | None:
     """The label in the run around a nested one of what that has read from outside, and perhaps wrapped."""
     return label // 4 if label is not None and label & 3 == 2 else label
+
+
+def in_order(func: Any, labels: Sequence[int | None]) -> tuple[Any, Sequence[int | None]]:
+    """A comparison and the labels of its operands, whichever Python asks first: a parameter, but not its stand-in."""
+    if len(labels) == 2 and func in _SYMMETRIC:
+        return func, sorted(labels, key=str)
+    return (_MIRRORED[func], labels[::-1]) if len(labels) == 2 and func in _MIRRORED else (func, labels)
 
 
 def together(labels: Iterable[int | None]) -> int | None:

@@ -27,7 +27,7 @@ from remat._dispatch_mode import tell_of_access
 from remat._effects import Effects, as_given, effects_of, is_of_torch, map_in, reads_no_value, tensors_in, written_by
 from remat._errors import DATA_OF_A_LEVEL, LAZY, SHARDED, TAKEN_APART, RematError, changes, not_replaced
 from remat._graph import inputs_reached, is_from_before
-from remat._labels import FIXED, Labels, Read, in_nested, of_outside, of_result, together
+from remat._labels import FIXED, Labels, Read, in_nested, in_order, of_outside, of_result, together
 from remat._layers import layers, layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
 from remat._nested_mode import NestedMode, watched
 from remat._saved import is_of_user
@@ -359,6 +359,7 @@ class Look(NestedMode):
         shapes = self.signature.hash_of(found[0], args)
         if len(found) > 1:
             shapes = hash((shapes, *map(self.signature.hash_of, found[1:])))
+        func, labels = in_order(func, labels)
         given, position = together(labels), self._count()
         call = together((hash(func), shapes, given))
         is_custom = effects is not None and effects.is_custom
@@ -384,6 +385,11 @@ class Look(NestedMode):
             self._note(func, shapes, given)
         elif listed and effects is not None and effects.writes and not self._is_in_jvp():
             self._note_write(func, call)
+
+    def is_expected(self, tensor: Tensor) -> bool:
+        """In a checkpoint, whether it comes from outside of that in both runs, and was not made on first use."""
+        is_expected: bool = self.outer.is_expected(tensor)
+        return is_expected
 
     def is_given_back(self, result: Tensor) -> bool:
         """Whether a call returned a tensor from outside unchanged, perhaps wrapped by a transform around the run."""

@@ -119,8 +119,12 @@ class Constant(NamedTuple):
     ref: weakref.ref[Tensor]
     version: int
     label: int | None
-    in_cell: bool
+    in_cell: bool = False
     """Whether a cell of the function holds it."""
+    places: Sequence[Place] = ()
+    """Where modules hold it."""
+    held: Tensor | None = None
+    """The tensor, if modules hold it: they may hold another one later."""
 
 
 class Plan(NamedTuple):
@@ -207,7 +211,7 @@ class Operands:
         for t, stand_in in self._outer_originals():
             if (index := self._index.get(stand_in)) is not None:
                 self.originals[index].also = [*self.originals[index].also, weakref.ref(t)]
-        self.constants += [Constant(weakref.ref(r.value), r.version, r.label, False) for r in constants.values()]
+        self.constants += [Constant(weakref.ref(r.value), r.version, r.label) for r in constants.values()]
 
     def _check_memory(self, changed: Iterable[Tensor]) -> None:
         """Raise an error if tensors to which the run writes share memory."""
@@ -236,10 +240,10 @@ class Operands:
             elif version_of(value) != before:
                 if self._is_outside(value, since):
                     raise self._changed(read, look)
-            elif key in known or look.in_checkpoint:
+            elif key in known or (look.in_checkpoint and look.is_expected(value)):
                 self._capture(read)  # a checkpoint's hooks must save as many in its rerun, which may read a copy
-            elif in_cell is not None:
-                self.constants.append(Constant(weakref.ref(value), before, read.label, True))
+            elif in_cell is not None or (look.in_checkpoint and not value.requires_grad):
+                self.constants.append(Constant(weakref.ref(value), before, read.label, in_cell is not None))
             elif matters(value) and self._is_outside(value, since):
                 if key in look.handed_on and self._is_made_unseen(value, since):
                     del look.outside[key], look.labels[key]
@@ -271,7 +275,7 @@ class Operands:
         return self.originals[self.add(read.value).index]
 
     def _find_places(self, look: Look, constants: dict[int, Read]) -> None:
-        """Find the places of captured operands. Constants in modules become operands, and leave `constants`."""
+        """Find the places of captured operands, and of constants in modules, which leave `constants`."""
         index = self._index
         captured = {id(t): t for t in self.tensors[self.held :]}
         parameters = [t for t in self.tensors[: self.held] if isinstance(t, Parameter)]
@@ -280,9 +284,11 @@ class Operands:
             for found, places in self._places_in_modules(wanted):
                 key = self._stand_ins.get(found, found)
                 captured.pop(key, None)
-                if key in constants:
-                    self._capture(constants.pop(key))
-                self.originals[index[key]].add_places(places)
+                if (read := constants.pop(key, None)) is not None:
+                    ref = weakref.ref(read.value)
+                    self.constants.append(Constant(ref, read.version, read.label, places=places, held=read.value))
+                elif key in index:
+                    self.originals[index[key]].add_places(places)
             if captured:
                 self._search(captured.keys() - look.handed_on, far=False)
         handed_on = look.handed_on & index.keys()
@@ -356,7 +362,7 @@ class Operands:
     def plan(self, inputs: list[Tensor]) -> Plan:
         """Plan a rerun with these inputs. An input that the function writes to is replaced by a copy."""
         swaps: dict[int, tuple[Tensor, Tensor]] = {}
-        fill: list[tuple[Place, Tensor]] = []
+        fill = self.held_in_modules()
         to_write: dict[int, Tensor] = {}
         labels: dict[int, int | None] = {}
         for i, original in enumerate(self.originals):
@@ -377,6 +383,10 @@ class Operands:
                 labels[id(t)] = constant.label
         survivors = {id(s.ref()): (s.label, s.begun) for s in self.survivors if self._is_alive(s.ref(), s.version)}
         return Plan(swaps, fill, to_write, labels, survivors, alive)
+
+    def held_in_modules(self) -> list[tuple[Place, Tensor]]:
+        """The places in modules of constants, with these."""
+        return [(place, c.held) for c in self.constants if c.held is not None for place in c.places]
 
     def _is_alive(self, tensor: Tensor | None, version: int) -> bool:
         """Whether a tensor is still alive. If it has been changed in place, that is an error."""

@@ -832,3 +832,18 @@ def test_a_backward_that_adds_to_the_grad_of_a_weight(hooked: bool) -> None:
             gradients(remat)
         return
     assert_same(gradients(remat), gradients(lambda fun: fun))
+
+
+@pytest.mark.parametrize("order", ["alone", "with an argument"])
+def test_a_backward_that_adds_to_the_grad_of_a_weight_below_a_leaf_made_inside(order: str) -> None:
+    def gradients(way: Callable[[Fun], Fun]) -> list[Any]:
+        x, held, v = leaf(numbers(3)), {"w": leaf(numbers(3, seed=1))}, leaf(numbers(3, seed=2))
+
+        def fun(x: Tensor) -> Tensor:
+            y = Accumulates.apply(x.detach().requires_grad_(), held) * v
+            return y if order == "alone" else y + x.cos()
+
+        way(fun)(x).sum().backward()
+        return [x.grad, held["w"].grad, v.grad]
+
+    assert_same(gradients(remat), gradients(lambda fun: fun))

@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import operator
 import tracemalloc
 import types
 from collections.abc import Callable, Iterator
@@ -1176,6 +1177,21 @@ def test_methods_of_torch_in_a_cell(name: str, transform: str) -> None:
         return TRANSFORMS[transform](ck(fun), numbers(3, 3))
 
     assert_same(of(remat), of(plain))
+
+
+COMPARISONS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
+
+
+@pytest.mark.parametrize("compare", COMPARISONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("transform", [".backward()", "double backward", "grad", "jvp(grad)"])
+def test_a_comparison_with_a_parameter(compare: Any, transform: str) -> None:
+    """Python asks the right operand first if that is a parameter. What a rerun finds in its place is none."""
+    threshold = nn.Parameter(numbers(3))
+
+    def fun(x: Tensor) -> Tensor:
+        return torch.where(compare(x, threshold), x.sin(), x.cos()) * torch.where(compare(threshold, x), x, 1.0)
+
+    assert_same(TRANSFORMS[transform](remat(fun), numbers(3)), TRANSFORMS[transform](fun, numbers(3)))
 
 
 # What the fuzzer has found.

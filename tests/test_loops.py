@@ -593,6 +593,16 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"upper must be an int; .* write remat.while_loop",
     ),
     "checkpoints=0": (lambda: remat.scan(fine, C, XS, checkpoints=0), ValueError, r"at least 1: .*; got 0"),
+    "sparse": (
+        lambda: remat.scan(fine, C, XS.to_sparse()),
+        TypeError,
+        r"xs must be a tensor.* layout torch.sparse_coo",
+    ),
+    "nested": (
+        lambda: remat.scan(fine, C, torch.nested.nested_tensor([C, C], layout=torch.jagged)),
+        TypeError,
+        r"xs must be a tensor.* of shape nested",
+    ),
     "checkpoints=True": (
         lambda: remat.scan(fine, C, XS, checkpoints=True),
         TypeError,

@@ -742,3 +742,44 @@ def test_a_call_inside_gives_back_a_view_whose_base_was_written_to(transform: st
         return TRANSFORMS[transform](ck(lambda x: fun(x, ck)), numbers(3))
 
     assert_same(run(remat), run(plain))
+
+
+@pytest.mark.parametrize("ck", [checkpoint, torch.utils.checkpoint.checkpoint], ids=["ours", "torch's"])
+@pytest.mark.parametrize("where", ["attribute", "buffer", "cache", "outer attribute"])
+def test_a_table_that_is_made_on_first_use_in_a_checkpoint(ck: Any, where: str) -> None:
+    """Its rerun finds the table, and has to save as many tensors as the forward."""
+
+    class Net(nn.Module):
+        table: Any = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3, dtype=torch.float64)
+            self.cached = functools.cache(lambda: torch.arange(9).reshape(3, 3).double().cos())
+
+        def made(self) -> Any:
+            if where == "cache":
+                return self.cached()
+            if where == "buffer":
+                if "kept" not in self._buffers:
+                    self.register_buffer("kept", torch.arange(9).reshape(3, 3).double().cos())
+                return self.kept
+            if self.table is None:
+                self.table = torch.arange(9).reshape(3, 3).double().cos()
+            return self.table
+
+        def inner(self, x: Tensor) -> Tensor:
+            return self.linear(x.sin() @ self.made()) * self.made()
+
+        def outer(self, x: Tensor, inner: Any) -> Tensor:
+            if where == "outer attribute":
+                self.made()
+            return torch.exp(inner(x.cos())).tanh()
+
+    def run(ck: Any, around: Any) -> Any:
+        torch.manual_seed(0)
+        net, x = Net(), leaf(numbers(3, 3))
+        ck(net.outer, x, around(net.inner)).sum().backward()
+        return x.grad, *(p.grad for p in net.parameters())
+
+    assert_same(run(functools.partial(ck, use_reentrant=False), remat), run(lambda f, *args: f(*args), plain))

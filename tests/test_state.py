@@ -381,6 +381,7 @@ BODIES: dict[str, Any] = {
     "alone": remat,
     "remat in remat": lambda fun: remat(lambda x: remat(fun)(x) * 1),
     "remat three times": lambda fun: remat(remat(remat(fun))),
+    "remat in checkpoint": lambda fun: lambda x: checkpoint(remat(fun), x, use_reentrant=False),
     "checkpoint in remat": lambda fun: remat(lambda x: checkpoint(fun, x, use_reentrant=False)),
     "scan": lambda fun: lambda x: scan(lambda c, _: (fun(c), None), x, length=3)[0],
     "fori_loop": lambda fun: lambda x: fori_loop(0, 3, lambda _, c: fun(c), x),

@@ -1,5 +1,6 @@
 """A remat'd function is the plain one, in value and derivative, under every nest of transforms."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -836,6 +837,34 @@ def test_a_derivative_inside_by_what_no_transform_differentiates(transform: str)
         CheckpointError, match=r"calls grad.* gradients of other inputs.* Call torch\.func\.grad inside"
     ):
         TRANSFORMS[transform](remat(fun), numbers(3, 3))
+
+
+UNDER_HOOKS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "checkpoint": lambda f, x: checkpoint(f, x, use_reentrant=False),
+    "torch's checkpoint": lambda f, x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False),
+    "save_on_cpu": lambda f, x: f(x),
+}
+
+
+@pytest.mark.parametrize("around", UNDER_HOOKS)
+@pytest.mark.parametrize("wrt", ["an argument", "a captured leaf"])
+def test_a_derivative_inside_by_a_leaf_under_saved_tensors_hooks(around: str, wrt: str) -> None:
+    """A rerun gets another tensor for the leaf, with the same node."""
+
+    def run(ck: Any, call: Any) -> Any:
+        x, w = leaf(numbers(3)), leaf(numbers(3, seed=1))
+
+        def fun(x: Tensor) -> Tensor:
+            u = (x * w).sin()
+            (g,) = torch.autograd.grad(u.sum(), x if wrt == "an argument" else w, create_graph=True)
+            return u * g
+
+        with torch.autograd.graph.save_on_cpu() if around == "save_on_cpu" else contextlib.nullcontext():
+            y = call(ck(fun), x)
+        y.sum().backward()
+        return x.grad, w.grad
+
+    assert_same(run(remat, UNDER_HOOKS[around]), run(plain, lambda f, x: f(x)))
 
 
 @pytest.mark.parametrize("how", ["doubles", "collects"])

@@ -118,6 +118,7 @@ class CheckpointLook(Look):
         if isinstance(outer, CheckpointLook):
             self._clock, self._as_it_is = outer._clock, outer._as_it_is
         super().begin(outer)
+        self._expected = frozenset(self.outside) | self.undecided.keys()
         if not self.is_rerun:
             self.labels.clear()  # the first calls that take the given tensors are noted too
         # Whether no tensor has a stand-in, and FSDP2 gathers none.
@@ -208,6 +209,9 @@ class CheckpointLook(Look):
             first = self.outside[key].first
             if first == self._clock[0] or not isinstance(first, (int, type(None))):
                 self.set_up[key] = first
+
+    def is_expected(self, tensor: Tensor) -> bool:
+        return id(tensor) in (self._expected if self.is_rerun else self.outside)
 
     def is_written_around(self, tensor: Tensor) -> bool:
         """Whether a checkpointed run around this one has so far written to a tensor that is not differentiated."""

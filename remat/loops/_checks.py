@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from remat import _compile, _tree
@@ -70,7 +72,7 @@ def check_options(who: str, checkpoints: Any, policy: PolicyLike, **functions: A
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(f"{who}: {name} must be a function; got {shown(function)}.")
-    if checkpoints is not None and (not isinstance(checkpoints, int) or isinstance(checkpoints, bool)):
+    if checkpoints is not None and (not isinstance(checkpoints, numbers.Integral) or isinstance(checkpoints, bool)):
         raise TypeError(f"{who}: checkpoints must be an int or None; got {shown(checkpoints)}.")
     if checkpoints is not None and checkpoints < 1:
         raise ValueError(f"{who}: checkpoints must be at least 1: the initial state is one; got {checkpoints}.")
@@ -96,10 +98,8 @@ def steps_of(xs: Any, length: Any) -> int:
     def path(i: int | None) -> str:
         return "length" if i is None else paths(spec, "xs")[i]
 
-    for i, x in enumerate(leaves):
-        if x is None:
-            continue
-        if not isinstance(x, Tensor) or x.dim() == 0:
+    for i, x in ((i, x) for i, x in enumerate(leaves) if x is not None):
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.dim() == 0:
             raise TypeError(f"remat.scan: {path(i)} must be a tensor, its leading dimension the steps; got {shown(x)}.")
         if n is not None and x.shape[0] != n:
             raise ValueError(f"remat.scan: {path(first)} says {n} steps, but {path(i)} has {x.shape[0]}.")
