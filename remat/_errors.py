@@ -60,7 +60,7 @@ TAKEN_APART = (
 )
 HOOKED = (
     "remat: {} puts a hook on a tensor that it has made, and {} would call it for both orders of derivatives, which a "
-    "rerun can't. Use torch.func.grad in its place, or put the hook on the result, outside of the function."
+    "rerun can't. Use torch.func.grad in its place."
 )
 OTHER_GRAPH = (
     "remat: {} differentiates a tensor that was computed outside of it: it calls what torch.func.vjp or linearize has "
