@@ -235,6 +235,8 @@ class Look(NestedMode):
 
         `handed_on`: whether a transform inside the function has wrapped it: then no torch call reads it directly.
         """
+        if isinstance(tensor, internals.FakeTensor) and effects_of(self._reader).is_metadata:
+            return tensor  # a compiler asks: code that is called inside is compiled now
         value = self.stand_in(tensor)  # in an outer rerun, which may run below the original's level
         if value is tensor and self._is_wrapped_inside(tensor):
             return tensor
@@ -388,8 +390,7 @@ class Look(NestedMode):
 
     def is_expected(self, tensor: Tensor) -> bool:
         """In a checkpoint, whether it comes from outside of that in both runs, and was not made on first use."""
-        is_expected: bool = self.outer.is_expected(tensor)
-        return is_expected
+        return bool(self.outer.is_expected(tensor))
 
     def is_given_back(self, result: Tensor) -> bool:
         """Whether a call returned a tensor from outside unchanged, perhaps wrapped by a transform around the run."""

@@ -822,16 +822,20 @@ INSIDE: dict[str, Callable[[str], Any]] = {
 }
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("around", "use_reentrant"),
+    [(plain, False), (plain, True), (remat, False)],
+    ids=["non-reentrant", "reentrant", "in remat"],
+)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("what", INSIDE)
-def test_checkpoint_of_what_was_compiled(what: str, backend: str, use_reentrant: bool) -> None:
+def test_checkpoint_of_what_was_compiled(around: Any, what: str, backend: str, use_reentrant: bool) -> None:
     def gradients(ck: Any) -> list[Any]:
         fun, found = INSIDE[what](backend), []
         x = numbers(4, 8).requires_grad_()
         torch.manual_seed(1)
         for _ in range(2):
-            ck(fun, x).sin().sum().backward()
+            ck(around(lambda x: fun(x)), x).sin().sum().backward()
             assert x.grad is not None
             found.append(x.grad.clone())
         return [*found, *(p.grad for p in fun.parameters())] if isinstance(fun, nn.Module) else found
