@@ -188,7 +188,8 @@ class Operands:
     def operand_of(self, tensor: Tensor) -> Any:
         outer = self._outer
         value = tensor if outer is None else outer.stand_in(tensor)
-        if matters(tensor):  # as in the forward: in the rerun of a checkpoint, as many operands are saved
+        # As in the forward: in the rerun of a checkpoint, as many operands are saved.
+        if id(value) in self._index or matters(tensor):
             return self.add(value)
         self.in_cells[id(value)] = value, version_of(value)
         return tensor

@@ -1179,6 +1179,26 @@ def test_methods_of_torch_in_a_cell(name: str, transform: str) -> None:
     assert_same(of(remat), of(plain))
 
 
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "grad of jvp", "jvp(grad)"])
+@pytest.mark.parametrize("inside", [grad(lambda t: t.sin().sum()), jacrev(torch.sin), lambda t: t.detach().cos()])
+def test_a_constant_that_is_an_argument_and_in_a_cell(inside: Any, transform: str) -> None:
+    """A transform inside gets it from the cell."""
+    constant = numbers(3, seed=1)
+
+    def loss(x: Tensor, ck: Any) -> Tensor:
+        fun = ck(lambda c, x: (inside(constant) @ x.diag(), c))
+        c, y = fun(constant, x)
+        c, z = fun(c, x.cos())
+        return (y.sum() + z.sum() + c.sum()).sin()
+
+    def derivative(ck: Any) -> Any:
+        if transform == "grad of jvp":
+            return grad(lambda x: jvp(lambda x: loss(x, ck), (x,), (x.cos(),))[1])(numbers(3))
+        return TRANSFORMS[transform](functools.partial(loss, ck=ck), numbers(3))
+
+    assert_same(derivative(remat), derivative(plain))
+
+
 COMPARISONS = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
 
 
