@@ -1,6 +1,6 @@
 """One call of a user's function: run it, watch the run, and run it again with operands.
 
-Autograd nodes save the operands. The call itself holds no tensor of the forward.
+Autograd nodes save the operands. The call itself holds no tensor of the forward but those that modules hold too.
 """
 
 from __future__ import annotations

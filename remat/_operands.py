@@ -2,7 +2,8 @@
 
 An operand is a tensor among the arguments, or a differentiated tensor that the function closes over or reads from
 outside. Autograd nodes save the operands. This module keeps only weak references to their originals, the tensors that
-the forward found, so that a rerun recognises an original and reads the operand in its place.
+the forward found, so that a rerun recognises an original and reads the operand in its place. Of a constant, a tensor
+without a derivative, a module may later hold another one in its place. So those that modules hold are kept as they are.
 """
 
 from __future__ import annotations
