@@ -388,9 +388,9 @@ class Look(NestedMode):
         elif listed and effects is not None and effects.writes and not self._is_in_jvp():
             self._note_write(func, call)
 
-    def is_expected(self, tensor: Tensor) -> bool:
-        """In a checkpoint, whether it comes from outside of that in both runs, and was not made on first use."""
-        return bool(self.outer.is_expected(tensor))
+    def is_saved(self, tensor: Tensor) -> bool:
+        """Whether a nested call that reads a plain tensor from outside saves it, in the run of a checkpoint."""
+        return True
 
     def is_given_back(self, result: Tensor) -> bool:
         """Whether a call returned a tensor from outside unchanged, perhaps wrapped by a transform around the run."""

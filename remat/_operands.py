@@ -242,7 +242,7 @@ class Operands:
             elif version_of(value) != before:
                 if self._is_outside(value, since):
                     raise self._changed(read, look)
-            elif key in known or (look.in_checkpoint and look.is_expected(value)):
+            elif key in known or (look.in_checkpoint and look.outer.is_saved(value)):
                 self._capture(read)  # a checkpoint's hooks must save as many in its rerun, which may read a copy
             elif in_cell is not None or (look.in_checkpoint and not value.requires_grad):
                 self.constants.append(Constant(weakref.ref(value), before, read.label, in_cell is not None))
@@ -383,6 +383,9 @@ class Operands:
         for constant in self.constants:
             if self._is_alive(t := constant.ref(), constant.version):
                 labels[id(t)] = constant.label
+            if (held := constant.held) is not None and held.requires_grad:  # it is no longer frozen
+                frozen = of_kind(type(held), held.detach())
+                swaps[id(held)], labels[id(frozen)] = (held, frozen), constant.label
         survivors = {id(s.ref()): (s.label, s.begun) for s in self.survivors if self._is_alive(s.ref(), s.version)}
         return Plan(swaps, fill, to_write, labels, survivors, alive)
 

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import optree
@@ -783,3 +784,79 @@ def test_a_table_that_is_made_on_first_use_in_a_checkpoint(ck: Any, where: str) 
         return x.grad, *(p.grad for p in net.parameters())
 
     assert_same(run(functools.partial(ck, use_reentrant=False), remat), run(lambda f, *args: f(*args), plain))
+
+
+def in_checkpoint(fun: Fun, x: Tensor) -> Tensor:
+    return checkpoint(fun, x, use_reentrant=False)
+
+
+def differentiates_inside(inner: Any, call: Any, held: Any, x: Tensor) -> Tensor:
+    """Its checkpoint runs again while the forward still runs."""
+
+    def outer(x: Tensor) -> Tensor:
+        u = inner(lambda x: x * held.buffer)(x.sin())
+        (d,) = torch.autograd.grad((u * u).sin().sum(), u)
+        return u.tanh() * d
+
+    return call(outer, x)
+
+
+def asks_and_changes(inner: Any, call: Any, held: Any, x: Tensor) -> Tensor:
+    def read(x: Tensor) -> Tensor:
+        return (x.cos() + held.buffer.to(held.buffer.dtype) * held.buffer.shape[0]).tanh()
+
+    def outer(x: Tensor) -> Tensor:
+        y = inner(read)(x.sin())
+        held.buffer.add_(1)
+        return y
+
+    return call(outer, x)
+
+
+def makes_a_mask_each_time(inner: Any, call: Any, held: Any, x: Tensor) -> Tensor:
+    def outer(x: Tensor) -> Tensor:
+        held.mask = (x.detach() > 0) * 2.0
+        return inner(lambda x: (x * held.mask).sin())(x.cos()).exp()
+
+    return call(outer, call(outer, x))
+
+
+def makes_a_table_around(inner: Any, call: Any, held: Any, x: Tensor) -> Tensor:
+    def outer(x: Tensor) -> Tensor:
+        if not hasattr(held, "table"):
+            held.table = torch.arange(3, dtype=x.dtype)
+        return call(lambda x: inner(lambda x: x.sin() * held.table)(x.cos()).tanh(), x.sin()).exp()
+
+    return call(outer, x)
+
+
+@pytest.mark.parametrize("how", [SimpleNamespace, nn.Module], ids=["attributes", "module"])
+@pytest.mark.parametrize(
+    "program", [differentiates_inside, asks_and_changes, makes_a_mask_each_time, makes_a_table_around]
+)
+def test_constants_that_a_call_in_a_checkpoint_reads(program: Any, how: Any) -> None:
+    def run(inner: Any, call: Any) -> Any:
+        x, held = leaf(numbers(3)), how()
+        held.buffer = numbers(3, seed=1)
+        program(inner, call, held, x).sum().backward()
+        return x.grad, held.buffer
+
+    assert_same(run(remat, in_checkpoint), run(plain, lambda fun, x: fun(x)))
+
+
+@pytest.mark.parametrize("ck", [remat, lambda fun: lambda x: in_checkpoint(remat(fun), x)], ids=["alone", "checkpoint"])
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_a_weight_that_is_unfrozen_before_the_backward(ck: Any, is_buffer: bool) -> None:
+    def run(ck: Any) -> Any:
+        x, module = leaf(numbers(3, 3)), nn.Module()
+        weight = numbers(3, 3, seed=1).float()
+        if is_buffer:
+            module.register_buffer("weight", weight)
+        else:
+            module.weight = nn.Parameter(weight, requires_grad=False)
+        y = ck(lambda x: torch.tanh(x @ module.weight.to(x.dtype)))(x).sum()
+        module.weight.requires_grad_()
+        y.backward()
+        return x.grad, module.weight.grad is None
+
+    assert_same(run(ck), run(plain))

@@ -107,6 +107,8 @@ class Call:
     _look: CheckpointLook | None = None
     """Of the forward, while it runs."""
     _nests = _sets_hooks = True
+    _saved: Mapping[int, weakref.ref[Tensor]] = types.MappingProxyType({})
+    """By identity, the plain tensors that nested calls saved."""
     _others: Sequence[tuple[weakref.ref[Tensor], int]] = ()
     """Tensors that a rerun may find instead of its own, with the identities of the forward's: the arguments, which an
     outer function may recompute, and the originals of stand-ins."""
@@ -172,6 +174,7 @@ class Call:
         if look.outer is not None:
             self._others = [*((weakref.ref(t), id(t)) for t in self.operands[: self.arguments]), *originals]
         look.keep(out)
+        self._saved = look.saved
         look.outside.clear()
         self._nests, self._sets_hooks = look.signature.nests > 0, look.sets_hooks
         self._objects, self.operands = [], []
@@ -320,7 +323,8 @@ class Call:
             return values, inputs, fill, None
         known = [value for key, value in values.items() if key not in originals and id(value) not in stale]
         look = CheckpointLook(self.name, known)
-        look.prepare_rerun(swaps, stale, undecided, [values[key] for key in written])
+        saved = self._saved if self._look is None else self._look.saved
+        look.prepare_rerun(swaps, stale, undecided, [values[key] for key in written], saved)
         look.hooks_are_set = self._sets_hooks
         return values, inputs, fill, look
 

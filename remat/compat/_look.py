@@ -72,6 +72,7 @@ class CheckpointLook(Look):
     - `gathered`: by identity, parameters that hooks gather, as in ZeRO-3 and FSDP2. The rerun gathers them too.
     - `set_up`: by identity, tensors that it wrote to before it read them, and `Seen.first` of these: NOTE [state that
         is set up].
+    - `saved`: by identity, the plain tensors that nested calls save.
     - `hooks_are_set`: whether the forward has put hooks on tensors from outside, if this is a rerun.
     - `saves_unwritten`: whether an op ran that saves memory before its kernel writes to it, as `rrelu` does. A rerun
         that stops as soon as everything is saved would then stop too early.
@@ -88,6 +89,9 @@ class CheckpointLook(Look):
     def __init__(self, name: str, given: Iterable[Tensor], random: Any = None) -> None:
         super().__init__(name, given, random)
         self.set_up: dict[int, Any] = {}
+        self.saved: dict[int, weakref.ref[Tensor]] = {}
+        self._to_save: dict[int, Any] = {}
+        """By identity, in a rerun, the plain tensors that nested calls save, besides those that it makes."""
         self._as_it_is: set[int] = set()
         """By memory, tensors that the forward set up and that a rerun reads as they are."""
         self._clock = [1]
@@ -99,7 +103,12 @@ class CheckpointLook(Look):
         log a sum of losses, but the graph must not save one of them."""
 
     def prepare_rerun(
-        self, swaps: Swaps, stale: Mapping[int, RuntimeError], undecided: Undecided, copied: Iterable[Tensor]
+        self,
+        swaps: Swaps,
+        stale: Mapping[int, RuntimeError],
+        undecided: Undecided,
+        copied: Iterable[Tensor],
+        saved: Mapping[int, weakref.ref[Tensor]],
     ) -> None:
         """Make this the look at a rerun.
 
@@ -110,15 +119,17 @@ class CheckpointLook(Look):
         - `undecided`: by identity, the tensors that the forward set up: `Seen.first`, and the error to raise if they
             have changed since.
         - `copied`: copies of the tensors that the forward wrote to.
+        - `saved`: that of the forward.
         """
         self.is_rerun, self._swaps, self._stale, self.undecided = True, swaps, stale, undecided
         self._must_write = frozenset(map(memory_of, copied))
+        self._to_save = {key: t for key, ref in saved.items() if (t := ref()) is not None}
 
     def begin(self, outer: Look | None) -> None:
         if isinstance(outer, CheckpointLook):
             self._clock, self._as_it_is = outer._clock, outer._as_it_is
         super().begin(outer)
-        self._expected = frozenset(self.outside) | self.undecided.keys()
+        self._to_save |= dict.fromkeys((*self.outside, *self.undecided))
         if not self.is_rerun:
             self.labels.clear()  # the first calls that take the given tensors are noted too
         # Whether no tensor has a stand-in, and FSDP2 gathers none.
@@ -210,8 +221,12 @@ class CheckpointLook(Look):
             if first == self._clock[0] or not isinstance(first, (int, type(None))):
                 self.set_up[key] = first
 
-    def is_expected(self, tensor: Tensor) -> bool:
-        return id(tensor) in (self._expected if self.is_rerun else self.outside)
+    def is_saved(self, tensor: Tensor) -> bool:
+        # The hooks count what is saved. A rerun finds a table outside that a nested call has made on first use.
+        if self.is_rerun and not (id(tensor) in self._to_save or self.has_made(tensor)):
+            return False
+        self.saved[id(tensor)] = weakref.ref(tensor)
+        return True
 
     def is_written_around(self, tensor: Tensor) -> bool:
         """Whether a checkpointed run around this one has so far written to a tensor that is not differentiated."""
@@ -243,7 +258,8 @@ class CheckpointLook(Look):
             first = None  # it is given, and no call has taken it
         else:
             effects = effects_of(self._reader)
-            first = self._reader if effects.gives_alias or effects.sets_data else self._clock[0]
+            is_alias = effects.gives_alias and not effects.is_metadata
+            first = self._reader if is_alias or effects.sets_data else self._clock[0]
         self.outside[id(value)] = Seen(value, first, version_of(value))
         self.labels.note(value, None)
         self.copies.note(id(value), self.outside, self._copied)
