@@ -775,7 +775,7 @@ def test_a_table_that_is_made_on_first_use_in_a_checkpoint(ck: Any, where: str) 
         def outer(self, x: Tensor, inner: Any) -> Tensor:
             if where == "outer attribute":
                 self.made()
-            return torch.exp(inner(x.cos())).tanh()
+            return torch.exp(inner(inner(x.cos()).cos())).tanh()
 
     def run(ck: Any, around: Any) -> Any:
         torch.manual_seed(0)

@@ -22,7 +22,7 @@ from remat._memory import two_that_share_memory
 from remat._nested_mode import current_look, unseen
 from remat._operands import Found
 from remat._places import Place, filled, item, places_in_modules
-from remat.compat._look import CheckpointLook, kept_by_runs
+from remat.compat._look import CheckpointLook, Saved, kept_by_runs
 from remat.random._keyed import running, suspended
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -107,8 +107,7 @@ class Call:
     _look: CheckpointLook | None = None
     """Of the forward, while it runs."""
     _nests = _sets_hooks = True
-    _saved: Mapping[int, weakref.ref[Tensor]] = types.MappingProxyType({})
-    """By identity, the plain tensors that nested calls saved."""
+    _saved: Saved = types.MappingProxyType({})
     _others: Sequence[tuple[weakref.ref[Tensor], int]] = ()
     """Tensors that a rerun may find instead of its own, with the identities of the forward's: the arguments, which an
     outer function may recompute, and the originals of stand-ins."""

@@ -42,6 +42,7 @@ _KEPT = (
 
 Swaps = dict[int, tuple[Tensor, Tensor]]
 Undecided = dict[int, tuple[Any, RuntimeError | None]]
+Saved = Mapping[tuple[int, int], weakref.ref[Tensor]]
 
 kept_by_runs: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 """By identity, the differentiated tensors that runs made and that somebody keeps, besides the results of forwards."""
@@ -72,7 +73,7 @@ class CheckpointLook(Look):
     - `gathered`: by identity, parameters that hooks gather, as in ZeRO-3 and FSDP2. The rerun gathers them too.
     - `set_up`: by identity, tensors that it wrote to before it read them, and `Seen.first` of these: NOTE [state that
         is set up].
-    - `saved`: by identity, the plain tensors that nested calls save.
+    - `saved`: by the number of a nested call and identity, the plain tensors that this call saves.
     - `hooks_are_set`: whether the forward has put hooks on tensors from outside, if this is a rerun.
     - `saves_unwritten`: whether an op ran that saves memory before its kernel writes to it, as `rrelu` does. A rerun
         that stops as soon as everything is saved would then stop too early.
@@ -89,9 +90,9 @@ class CheckpointLook(Look):
     def __init__(self, name: str, given: Iterable[Tensor], random: Any = None) -> None:
         super().__init__(name, given, random)
         self.set_up: dict[int, Any] = {}
-        self.saved: dict[int, weakref.ref[Tensor]] = {}
-        self._to_save: dict[int, Any] = {}
-        """By identity, in a rerun, the plain tensors that nested calls save, besides those that it makes."""
+        self.saved: dict[tuple[int, int], weakref.ref[Tensor]] = {}
+        self._to_save: dict[tuple[int, int], Tensor] = {}
+        """In a rerun, those of the forward that are still alive."""
         self._as_it_is: set[int] = set()
         """By memory, tensors that the forward set up and that a rerun reads as they are."""
         self._clock = [1]
@@ -108,7 +109,7 @@ class CheckpointLook(Look):
         stale: Mapping[int, RuntimeError],
         undecided: Undecided,
         copied: Iterable[Tensor],
-        saved: Mapping[int, weakref.ref[Tensor]],
+        saved: Saved,
     ) -> None:
         """Make this the look at a rerun.
 
@@ -129,7 +130,7 @@ class CheckpointLook(Look):
         if isinstance(outer, CheckpointLook):
             self._clock, self._as_it_is = outer._clock, outer._as_it_is
         super().begin(outer)
-        self._to_save |= dict.fromkeys((*self.outside, *self.undecided))
+        self._known = {*self.outside, *self.undecided}
         if not self.is_rerun:
             self.labels.clear()  # the first calls that take the given tensors are noted too
         # Whether no tensor has a stand-in, and FSDP2 gathers none.
@@ -223,9 +224,10 @@ class CheckpointLook(Look):
 
     def is_saved(self, tensor: Tensor) -> bool:
         # The hooks count what is saved. A rerun finds a table outside that a nested call has made on first use.
-        if self.is_rerun and not (id(tensor) in self._to_save or self.has_made(tensor)):
+        key = self.signature.nests, id(tensor)
+        if self.is_rerun and not (id(tensor) in self._known or key in self._to_save or self.has_made(tensor)):
             return False
-        self.saved[id(tensor)] = weakref.ref(tensor)
+        self.saved[key] = weakref.ref(tensor)
         return True
 
     def is_written_around(self, tensor: Tensor) -> bool:
