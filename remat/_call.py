@@ -19,7 +19,7 @@ from remat._closure import ATOMS, Closure, Operand, Rebuilder
 from remat._context import NOTHING, Ambient, OwnCasts, RandomState, Variables, entered, modes_of_user, rerunning
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun
 from remat._graph import Stranger, prove
-from remat._layers import layers, requires_grad_at_any_level, requires_grad_below
+from remat._layers import layers, requires_grad_at_any_level, requires_grad_below, unwrap_dead
 from remat._look import Look
 from remat._nested_mode import current_look
 from remat._operands import Operands, matters
@@ -260,7 +260,7 @@ class Call:
             if i not in forward.unread:
                 look.read(t)
         self.since = internals.next_sequence_number()
-        values = [look.read(originals[i]) for i in forward.reached]
+        values = [unwrap_dead(look.read(originals[i])) for i in forward.reached]
         values = [t for t in values if matters(t) and (t.is_floating_point() or t.is_complex())]
         if not values or any(t.layout is not torch.strided for t in values):
             return None  # `flatten` can't take these

@@ -19,6 +19,7 @@ from remat import _torch_internals as internals
 from remat._dispatch_mode import ops_of_remat
 from remat._effects import Effects, effects_of, tensors_in, written_by
 from remat._errors import CheckpointError, call_site
+from remat._labels import kept
 from remat._layers import layers_up_to, version_of
 from remat._look import Look
 from remat._memory import memory_of
@@ -225,7 +226,8 @@ class CheckpointLook(Look):
     def is_saved(self, tensor: Tensor) -> bool:
         # The hooks count what is saved. A rerun finds a table outside that a nested call has made on first use.
         key = self.signature.nests, id(tensor)
-        if self.is_rerun and not (id(tensor) in self._known or key in self._to_save or self.has_made(tensor)):
+        is_kept = self.is_rerun and kept.get(id(tensor)) is tensor
+        if is_kept and not (id(tensor) in self._known or key in self._to_save or self.has_made(tensor)):
             return False
         self.saved[key] = weakref.ref(tensor)
         return True
