@@ -27,9 +27,9 @@ from remat._places import Place, filled
 from remat._recorder import Recorder
 from remat._replay import Replay
 from remat._rerun_look import RerunLook
-from remat._results import results_of, returned_unchanged, warn_of_kept
+from remat._results import results_of, warn_of_kept
 from remat._saved import forget_saved, hooks_set_inside, is_custom, without_saved_tensors_hooks
-from remat._tail import Remembered, Returned, expanded, keep_no_tensors, returned
+from remat._tail import Remembered, expanded, keep_no_tensors, returned
 from remat._tape import Tape
 from remat._traced import Traced
 from remat.policies import nothing_saveable
@@ -61,7 +61,6 @@ class Call:
     - `leaves`: the operands that are differentiated, at any level.
     - `hooked`: the levels of the tensors that the function has put hooks on.
     - `level`: during a rerun, the level whose derivative it is for; 0 below all transforms.
-    - `keeps_objects`: whether its nodes hold the operands themselves, not what hooks on saved tensors made of them.
     - `last_rerun`: with a tape, whether the rerun that is about to come is known to be the last.
     - `since`: all autograd nodes with higher sequence numbers were made in the call, or later.
     - `fill`: places of operands in the last rerun, with these, for `still_filled`.
@@ -73,16 +72,12 @@ class Call:
     leaves: frozenset[int] = frozenset()
     hooked: frozenset[int] = frozenset()
     last_rerun = False
-    keeps_objects = True
     fill: Sequence[tuple[Place, Tensor]] = ()
     tape: Tape | None = None
     random: RandomState | Traced | None = None
     _drew_from: Position | None = None
-    _key = 0
     _recorder: Recorder | None = None
     _result: tuple[list[Any], _tree.PyTreeSpec] | None = None
-    _like: Sequence[Returned | None] = ()
-    _layers: AbstractSet[int] = frozenset()
     _look: Look
 
     def __init__(self, fun: Callable[..., Any], name: str, leaves: list[Any], spec: _tree.PyTreeSpec | None) -> None:
@@ -103,9 +98,8 @@ class Call:
         self._was_differentiating = internals.differentiating()
         self._has_tangents = internals.forward_ad_active()
         self._returned: list[tuple[int, torch.Size, torch.dtype, int | None]] = []
-        self._rebuilders: list[Rebuilder] = []
         self._replays: list[Replay] = []
-        self._rerun_looks: list[RerunLook] = []
+        self._reruns: list[tuple[RerunLook, Rebuilder]] = []
         self._reached: set[int] = set()
         """Positions of the operands that the results depend on."""
         self._ambiguous: set[int] = set()
@@ -145,7 +139,7 @@ class Call:
                 self.policy = policy
                 recorder = self._recorder = Recorder(policy.start(), where)
             look = self._look = Look(self.name, given, random)
-        self.since = internals.next_sequence_number()
+        self.since = look.since
         if not (tracing or self._has_tangents or internals.functionalizing()):  # these decompose an autograd.Function
             self._followed = nothing_saveable if policy is None else policy
         around = policy_around.set(self._followed)
@@ -159,7 +153,7 @@ class Call:
                 self.random = random.drawn_since(look.drew)
             if keys is not None and keys.position() != position:
                 self._drew_from = position
-                self.operands.add(look.read(keys.key))
+                self._key = self.operands.add(look.read(keys.key)).index
         self.signature = look.signature
         if look.signature.hooks:
             self.hooked = frozenset([level for _, level in look.signature.hooks if level >= 0])
@@ -168,10 +162,11 @@ class Call:
     def results_of(self, out: Any) -> _tree.Picked:
         """The differentiated tensors that the function has computed, picked from the tree that it returned."""
         look = self._look
-        results = results_of(out, look, self.operands.tensors, self.since)
+        results = results_of(out, look, self.operands.tensors)
         if look.outer is not None:
-            for x in returned_unchanged(results, look):
-                look.outer.read(x)  # it may come from outside the outer function
+            for i, x in enumerate(results.leaves):
+                if isinstance(x, Tensor) and i not in results.positions and not look.has_made(x):
+                    look.outer.read(x)  # it may come from outside the outer function
         return results
 
     def attach(self, results: _tree.Picked, attach: Callable[[list[Tensor], list[Tensor]], Any]) -> Any:
@@ -191,9 +186,7 @@ class Call:
         if self._recorder is not None:
             self.tape = self._recorder.tape([t for t in results.leaves if isinstance(t, Tensor)])
             self._recorder = None
-        self.operands.find(look, self.tape, self.since)
-        if self._drew_from is not None and (keys := running()) is not None:
-            self._key = self.operands.add(look.read(keys.key)).index
+        self.operands.find(look, self.tape)
         lowest = internals.lowest_recorded_level()
         while True:
             operands = self.operands.values(look)
@@ -201,7 +194,7 @@ class Call:
             try:
                 return attach(results.tensors, operands)
             except Stranger as stranger:
-                self.operands.add_stranger(stranger, look, self.since)
+                self.operands.add_stranger(stranger, look)
 
     def remembered(self, outer: Look) -> Remembered | None:
         """The record with which a rerun of the outer function can skip this call. None if the call must run there."""
@@ -259,7 +252,7 @@ class Call:
         for i, t in enumerate(originals):
             if i not in forward.unread:
                 look.read(t)
-        self.since = internals.next_sequence_number()
+        self.since = look.since
         values = [unwrap_dead(look.read(originals[i])) for i in forward.reached]
         values = [t for t in values if matters(t) and (t.is_floating_point() or t.is_complex())]
         if not values or any(t.layout is not torch.strided for t in values):
@@ -328,7 +321,7 @@ class Call:
 
     def made_by_rerun(self, leaf: Tensor) -> bool:
         """Whether the function itself made this leaf, in a rerun."""
-        return any(look.has_made(leaf) for look in self._rerun_looks)
+        return any(look.has_made(leaf) for look, _ in self._reruns)
 
     # Reruns.
 
@@ -361,9 +354,8 @@ class Call:
         plan = self.operands.plan(inputs)
         look = RerunLook(self.name, self.signature, plan, inputs, self.level)
         look.spares_tail = self.tape is None and not internals.tracing()
-        self._rerun_looks.append(look)
         rebuild = Rebuilder(self._closure, inputs)
-        self._rebuilders.append(rebuild)
+        self._reruns.append((look, rebuild))
         random = NOTHING if self.random is None else self.random.replayed()
         draws = NOTHING if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
         keys = suspended() if self._drew_from is None and running() is not None else NOTHING
@@ -416,13 +408,12 @@ class Call:
 
     def clean(self) -> None:
         """Called when the rerun's graph is freed. Drops everything else that belongs to the rerun."""
-        looks, self._rerun_looks = self._rerun_looks, []
+        reruns, self._reruns = self._reruns, []
         self.fill = ()
         self._replays.clear()
-        for rebuild in self._rebuilders:
+        for _, rebuild in reruns:
             rebuild.clear()
-        self._rebuilders.clear()
-        for look in looks:
+        for look, _ in reruns:
             look.check_what_is_left(self.operands.originals)
 
     def let_go(self, out: Any) -> None:
@@ -442,5 +433,5 @@ class Call:
             self._result = None
         look.outside = dict.fromkeys(look.outside)  # their identities stay known
         if look.outer is None and self._reached and not (rerunning.get() or internals.tracing() or self._has_tangents):
-            warn_of_kept(out, look, self.since)
+            warn_of_kept(out, look)
         del self._look

@@ -58,37 +58,23 @@ class Variables:
     """
 
     def __init__(self) -> None:
-        self._context = context = contextvars.copy_context()
-        self._left_out = [variable for variable, value in context.items() if isinstance(value, _MUTABLE)]
-        for variable in self._left_out:
-            context.run(variable.set, None)
+        values = contextvars.copy_context()
+        self._values = {variable: value for variable, value in values.items() if not isinstance(value, _MUTABLE)}
+        self._left_out = values.keys() - self._values.keys()
 
     def run(self, fun: Callable[..., T], *args: Any) -> T:
         """Call a function with them."""
-        context, now = self._context.copy(), contextvars.copy_context()
-        for variable in self._left_out:
-            if variable in now:
-                context.run(variable.set, now[variable])
-            else:
-                context = _without(variable, context)
+        context, now = contextvars.Context(), contextvars.copy_context()
+        left_out = {variable: now[variable] for variable in self._left_out if variable in now}
+        for variable, value in (self._values | left_out).items():
+            context.run(variable.set, value)
         return context.run(fun, *args)
-
-
-def _without(variable: contextvars.ContextVar[Any], context: contextvars.Context) -> contextvars.Context:
-    """A copy of a context in which one variable is not set. No context lets go of a variable."""
-    new = contextvars.Context()
-    for other, value in context.items():
-        if other is not variable:
-            new.run(other.set, value)
-    return new
 
 
 def _default_device() -> torch.device | None:
     """The device of the innermost `with torch.device(...)` (or `set_default_device`), None without one."""
-    for mode in reversed(internals.function_modes()):
-        if isinstance(mode, internals.DeviceContext):
-            return mode.device
-    return None
+    modes = reversed(internals.function_modes())
+    return next((mode.device for mode in modes if isinstance(mode, internals.DeviceContext)), None)
 
 
 class Ambient(NamedTuple):

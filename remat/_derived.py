@@ -100,14 +100,12 @@ class Link:
         self.cut: Container[int] = ()
         """Positions of differentiated operands that the node saves detached: its values do not depend on them."""
         self.thread = threading.get_ident()
-        fn.call.keeps_objects &= internals.saved_tensors_hooks() is None
         self.versions = [*map(version_of, operands)] if level else []
-        """How often operands had been written to. Below all transforms, autograd checks that itself."""
+        """How often operands had been written to. None are listed below all transforms, where autograd checks that."""
 
     def hooked(self) -> list[int]:
-        """Positions of leaves with hooks, where hooks on saved tensors gave other objects, which tell of no hooks."""
-        call = self.fn.call
-        originals = () if call.keeps_objects else call.operands.originals
+        """Positions of leaves with hooks. What hooks on saved tensors have made of such a leaf tells of none."""
+        originals = self.fn.call.operands.originals
         return [i for i, original in enumerate(originals) if (t := original.ref()) is not None and t._backward_hooks]
 
 
@@ -306,18 +304,14 @@ def jvp(fn: Derived, moving: Sequence[int], outs: Sequence[int]) -> Derived:
             for i, tangent in zip(moving, args[n:], strict=True):
                 inputs[i] = make_dual(inputs[i], tangent)
             pairs = [unpack_dual(v) for v in fn.run(*inputs)]
-            primals = [_below(p, level) for p, _ in pairs]
+            primals = [internals.unwrap_grad(p, level) for p, _ in pairs]
             tangents = [pairs[o].tangent for o in outs]
             return primals + [
-                torch.zeros_like(primals[o]) if t is None else _below(t, level)
+                torch.zeros_like(primals[o]) if t is None else internals.unwrap_grad(t, level)
                 for o, t in zip(outs, tangents, strict=True)
             ]
 
     return fn.then(pushforward)
-
-
-def _below(tensor: Tensor, level: int | None) -> Tensor:
-    return tensor if level is None else internals.unwrap_grad(tensor, level)
 
 
 def under_grad(fn: Derived, leaves: Collection[int]) -> Derived:

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 from remat import _torch_internals as internals
 from remat._dispatch_mode import ops_of_remat
 from remat._errors import HOOKED, OTHER_GRAPH, RematError
-from remat._layers import layers, unpack_dual
+from remat._layers import layers, nodes_of, unpack_dual
 
 
 class Stranger(Exception):  # noqa: N818  # always caught, and raised again as another
@@ -110,26 +110,24 @@ class Proof(NamedTuple):
     """Whether a node of `once_differentiable` is in the graph. It raises, but is on no path to an operand."""
 
 
+def _raise(stranger: Stranger) -> None:
+    raise stranger
+
+
 def prove(
     values: Sequence[Tensor],
     operands: Sequence[Tensor],
     since: int,
     is_own: Callable[[Tensor], bool],
-    strangers: list[Stranger] | None = None,
+    met: Callable[[Stranger], None] = _raise,
 ) -> Proof:
     """Check that values depend on operands only. Raises `Stranger`: see NOTE [the proof].
 
     **Arguments:**
 
     - `is_own`: tells whether the run made a leaf itself.
-    - `strangers`: if given, a list to which each `Stranger` is added. Then none is raised.
+    - `met`: if given, called with each `Stranger`. Then none is raised.
     """
-
-    def met(stranger: Stranger) -> None:
-        if strangers is None:
-            raise stranger
-        strangers.append(stranger)
-
     ends: dict[Any, int] = {}
     """The positions of operands by their edges; those of leaves also by identity."""
     reached: set[int] = set()
@@ -203,19 +201,13 @@ def _of_one(accumulator: Any, tensors: Sequence[Tensor]) -> int | None:
 def layers_and_tangents(tensor: Tensor) -> list[Tensor]:
     """The layers of a tensor, and their tangents."""
     found = [*layers(tensor)]
-    if internals.forward_ad_active():
-        tangents = (unpack_dual(t).tangent for t in found)
-        found += [layer for t in tangents if t is not None for layer in layers(t)]
-    return found
+    tangents = (unpack_dual(t).tangent for t in found)
+    return found + [layer for t in tangents if t is not None for layer in layers(t)]
 
 
 def is_made_since(tensor: Tensor, since: int) -> bool:
     """Whether a tensor has, at any level, a node with a sequence number of at least `since`."""
-    for t in layers(tensor) if internals.is_wrapper(tensor) else (tensor,):
-        node = t.grad_fn
-        if node is not None and since <= internals.sequence_number(node):
-            return True
-    return False
+    return any(since <= internals.sequence_number(node) for node in nodes_of(tensor))
 
 
 def inputs_reached(

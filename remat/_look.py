@@ -58,7 +58,6 @@ class Look(NestedMode):
 
     drew = sets_hooks = reads_unseen = in_checkpoint = False
     sees_custom = True
-    tail_number = 0
     _reader: Any = None
 
     def __init__(self, name: str, given: Iterable[Tensor], random: Any) -> None:
@@ -150,8 +149,7 @@ class Look(NestedMode):
         """Make a call that has keyword arguments or effects. `given`: `args` and `kwargs` as the user passed them."""
         if effects.moves_hooks:
             return func(*args, **kwargs)
-        writes = effects.writes or "out" in kwargs or kwargs.get("inplace")
-        written = written_by(effects, args, kwargs) if writes else []
+        written = written_by(effects, args, kwargs)
         passed = (*args, *kwargs.values())
         with internals.DisableTorchFunction():
             labels = self.labels.of_all(passed)

@@ -54,14 +54,13 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 def two_that_share_memory(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:
     """Two tensors that lie in the same stretch of the same storage, if there are such."""
-    found: dict[int, list[tuple[int, int, Tensor]]] = {}
+    found: dict[int, list[Tensor]] = {}
     for tensor in tensors:
-        begin, end = _stretch(tensor)
         others = found.setdefault(memory_of(tensor), [])
-        for other_begin, other_end, other in others:
-            if begin <= other_end and other_begin <= end:
+        for other in others:
+            if overlap(other, tensor):
                 return other, tensor
-        others.append((begin, end, tensor))
+        others.append(tensor)
     return None
 
 

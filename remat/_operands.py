@@ -67,26 +67,20 @@ def of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
     return tensor.as_subclass(kind)
 
 
-def attributes_of(tensor: Tensor) -> dict[str, Any] | None:
-    """The Python attributes that user code has set on a tensor. None if there are none, or torch's own among them."""
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or not tensor.__dict__:
-        return None
-    return tensor.__dict__.copy()
-
-
 class Found:
     """A tensor as a forward found it: a weak reference, its class, and the attributes that user code has set on it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.ref, self.kind, self.attributes = weakref.ref(tensor), type(tensor), attributes_of(tensor)
+        self.ref, self.kind = weakref.ref(tensor), type(tensor)
+        holds_others = self.kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # attributes of its own
+        self.attributes = {} if holds_others else tensor.__dict__.copy()
 
     def as_found(self, value: Tensor) -> Tensor:
         """A value that a rerun reads in its place, with its class and attributes."""
         if value is self.ref():
             return value
         value = of_kind(self.kind, value)
-        if self.attributes:
-            vars(value).update(self.attributes)
+        vars(value).update(self.attributes)
         return value
 
 
@@ -195,17 +189,14 @@ class Operands:
         self.in_cells[id(value)] = value, version_of(value)
         return tensor
 
-    def find(self, look: Look, tape: Tape | None, since: int) -> None:
+    def find(self, look: Look, tape: Tape | None) -> None:
         """Add the outside tensors that must be operands, and note the others that the run read.
 
-        **Arguments:**
-
-        - `tape`: the values that a policy keeps; None without a policy.
-        - `since`: all autograd nodes with higher sequence numbers were made in the run.
+        `tape`: the values that a policy keeps; None without a policy.
         """
         self._check_memory([look.outside[key].value for key in look.copies])
         self._stand_ins = {id(t): stand_in for t, stand_in in self._outer_originals()}
-        constants = self._add_read(look, tape, since)
+        constants = self._add_read(look, tape)
         self._find_places(look, constants)
         for key, i in self._index.items():
             if (read := look.outside.get(key)) is not None:
@@ -227,9 +218,9 @@ class Operands:
         where = f"an unknown line{first}, by an op whose name does not say so (an embedding with max_norm?)"
         return changes(self.name, read.value, where=where)
 
-    def _add_read(self, look: Look, tape: Tape | None, since: int) -> dict[int, Read]:
+    def _add_read(self, look: Look, tape: Tape | None) -> dict[int, Read]:
         """Add each tensor that was read and must be an operand. Returns the other reads, by identity of the tensor."""
-        constants = {}
+        constants, since = {}, look.since
         known = {*self._index, *self._stand_ins.values()}
         for key, read in [*look.outside.items()]:
             value, before = read.value, read.version
@@ -248,7 +239,7 @@ class Operands:
                 self.constants.append(Constant(weakref.ref(value), before, read.label, in_cell is not None))
             elif matters(value) and self._is_outside(value, since):
                 if key in look.handed_on and self._is_made_unseen(value, since):
-                    del look.outside[key], look.labels[key]
+                    del look.outside[key]
                     look.labels.note_plain(value, None)
                 else:
                     self._capture(read)
@@ -332,14 +323,13 @@ class Operands:
             found.append(value.clone() if value.is_inference() else value)  # an inference tensor can't be saved
         return found
 
-    def add_stranger(self, stranger: Stranger, look: Look, since: int) -> None:
+    def add_stranger(self, stranger: Stranger, look: Look) -> None:
         """Make an operand of a tensor that no torch call was seen to read."""
-        tensor = stranger.leaf
+        tensor, edge = stranger.leaf, stranger.edge
         if tensor is None:
-            for found, _ in search(self.objects):
-                if any(stranger.edge in edges_of(t, since) for t in layers_and_tangents(found)):
-                    tensor = found
-                    break
+            found = (t for t, _ in search(self.objects))
+            reaching = (t for t in found if any(edge in edges_of(x, look.since) for x in layers_and_tangents(t)))
+            tensor = next(reaching, None)
         scripted = script_module_near(self.objects)
         if scripted is not None:
             raise RematError(_SCRIPTED.format(self.name, scripted.original_name))

@@ -130,7 +130,7 @@ class RerunLook(Look):
             return value
         if key not in self._plan.labels:
             return self._read_other(tensor, is_inner)
-        _, operand = self._swaps.get(key, (tensor, tensor))
+        operand = self.stand_in(tensor)
         self.labels.note(operand, self._plan.labels[key])
         return operand
 

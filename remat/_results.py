@@ -29,15 +29,15 @@ _keepers: set[str] = set()
 """The functions that have kept a tensor with its graph."""
 
 
-def results_of(out: Any, look: Look, operands: Sequence[Tensor], since: int) -> _tree.Picked:
+def results_of(out: Any, look: Look, operands: Sequence[Tensor]) -> _tree.Picked:
     """The differentiated tensors that a function has computed, picked from the tree that it returned.
 
     **Arguments:**
 
     - `look`: the look at the run.
     - `operands`: what the function was given and closes over.
-    - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
     """
+    since = look.since
 
     def is_computed(result: Tensor) -> bool:
         """Outside tensors, and views of them, keep their own graph: that of a view keeps only the tensor alive."""
@@ -62,24 +62,17 @@ def results_of(out: Any, look: Look, operands: Sequence[Tensor], since: int) -> 
     return results
 
 
-def returned_unchanged(results: _tree.Picked, look: Look) -> list[Tensor]:
-    """The tensors that the function did not make, among those that it returned."""
-    others = (x for i, x in enumerate(results.leaves) if i not in results.positions)
-    return [x for x in others if isinstance(x, Tensor) and not look.has_made(x)]
-
-
-def warn_of_kept(out: Any, look: Look, since: int) -> None:
+def warn_of_kept(out: Any, look: Look) -> None:
     """Warn, once for each function, if a tensor that it has made is still there with its graph.
 
     **Arguments:**
 
     - `out`: what the call returns.
     - `look`: the look at the run.
-    - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
     """
     for ref, *_ in look.labels.values():
         t = ref()
-        if t is None or t.grad_fn is None or internals.sequence_number(t.grad_fn) < since:
+        if t is None or t.grad_fn is None or internals.sequence_number(t.grad_fn) < look.since:
             continue
         if look.is_given_back(t) or look.name in _keepers or any(t is x for x in _tree.flatten(out)[0]):
             continue

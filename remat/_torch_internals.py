@@ -209,10 +209,10 @@ def functionalize_level(reapply_views: bool) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def dual_level() -> Iterator[None]:
-    """A level of `torch.autograd.forward_ad` without functorch; the user's, if that is entered."""
+def dual_level() -> Iterator[int]:
+    """A level of `torch.autograd.forward_ad`, below all levels of functorch; the user's, if that is entered."""
     with fwad._set_fwd_grad_enabled(True), _NOTHING if forward_ad_active() else fwad.dual_level():
-        yield
+        yield 0
 
 
 @contextlib.contextmanager

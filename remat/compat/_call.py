@@ -97,15 +97,13 @@ class Call:
     - `random`: the draws to repeat; None if there are none.
     - `reads`: the other tensors that the function read, and those that it wrote to.
     - `places`: by identity, the places where modules held tensors.
+    - `forward_look`: the look at the forward, while that runs.
     """
 
     random: RandomState | None = None
     reads: Sequence[Read] = ()
-    _flags: Mapping[int, types.CellType] = types.MappingProxyType({})
-    """The cells of the function in which a context around the rerun may set a flag."""
     places: Mapping[int, list[Place]] = types.MappingProxyType({})
-    _look: CheckpointLook | None = None
-    """Of the forward, while it runs."""
+    forward_look: CheckpointLook | None = None
     _nests = _sets_hooks = True
     _saved: Saved = types.MappingProxyType({})
     _others: Sequence[tuple[weakref.ref[Tensor], int]] = ()
@@ -132,8 +130,8 @@ class Call:
         self.arguments = len(self.operands)
         self._leaves = [*map(closure.take_apart, leaves)]
         self._fun = closure.take_apart(fun)
-        if watches_cells:
-            self._flags = closure.flags()
+        self._flags = closure.flags() if watches_cells else {}
+        """The cells of the function in which a context around the rerun may set a flag."""
         self._objects = closure.close()
         self._ambient = Ambient.current()
         self._modes = modes_of_user()
@@ -155,23 +153,23 @@ class Call:
 
     def look(self) -> CheckpointLook:
         """The look that watches the forward."""
-        self._look = CheckpointLook(self.name, self.operands, self.random)
-        return self._look
+        self.forward_look = CheckpointLook(self.name, self.operands, self.random)
+        return self.forward_look
 
     def finish(self, out: Any, packs: bool) -> None:
         """Called when the forward is over, with its results. Notes the tensors that it read, wrote to or keeps.
 
         `packs`: whether those that an outer checkpointed function made are saved through its hooks.
         """
-        look, self._look = self._look, None
+        look, self.forward_look = self.forward_look, None
         assert look is not None
         if self.random is not None:
             self.random = self.random.drawn_since(look.drew)
-        originals = [(weakref.ref(t), stand_in) for t, stand_in in look.originals() if stand_in in look.outside]
         if len(look.outside) > self.arguments or look.copies:
             self._note_reads(look, look.outer if packs else None)
         if look.outer is not None:
-            self._others = [*((weakref.ref(t), id(t)) for t in self.operands[: self.arguments]), *originals]
+            given = [(t, id(t)) for t in self.operands[: self.arguments]]
+            self._others = [(weakref.ref(t), key) for t, key in (*given, *look.originals()) if key in look.outside]
         look.keep(out)
         self._saved = look.saved
         look.outside.clear()
@@ -179,7 +177,7 @@ class Call:
         self._objects, self.operands = [], []
 
     def _note_reads(self, look: CheckpointLook, around: Any) -> None:
-        shared = two_that_share_memory([look.outside[key].value for key in look.copies]) if look.copies else None
+        shared = two_that_share_memory(look.outside[key].value for key in look.copies)
         if shared is not None:
             raise CheckpointError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
         look.gathered |= internals.gathered_by_fully_shard()
@@ -240,42 +238,33 @@ class Call:
         - `finds_leaves`: whether it finds the captured leaves themselves in cells. Then a look must watch it.
         - `tell`: called with the tensors of the rerun, by identity of those that the forward read.
         """
-        return self._variables.run(self._rerun, arguments, contexts, stand_ins, looks, finds_leaves, tell)
-
-    def _rerun(
-        self,
-        arguments: Any,
-        contexts: Contexts,
-        stand_ins: Mapping[int, Tensor],
-        looks: bool,
-        finds_leaves: bool,
-        tell: Any,
-    ) -> tuple[Any, CheckpointLook | None]:
-        rerunning.set(True)
-        context, trace = contexts
         with enable_grad():
             values, inputs, fill, look = self._prepared(arguments, stand_ins, looks, finds_leaves)
             if tell is not None:
                 tell(values)
-            draws = NOTHING if self.random is None else self.random.replayed()
-            keys = suspended() if internals.function_modes_active() and running() is not None else NOTHING
-            modes, rebuild = entered(self._modes), Rebuilder(self._closure, inputs)
-            flags = [(key, cell, cell.cell_contents) for key, cell in self._flags.items()]
-            try:
-                with self._ambient.restored(), OwnCasts(), draws, keys, modes, context, trace, filled(fill):
-                    if flags:  # the context may have set one, for the function to see
-                        rebuild.keep({key: cell for key, cell, before in flags if cell.cell_contents is not before})
-                    args, kwargs = _tree.unflatten_call(self._spec, [*map(rebuild, self._leaves)])
-                    fun = rebuild(self._fun)
-                    with look or (unseen() if internals.function_modes_active() else NOTHING):
-                        return fun(*args, **kwargs), look
-            except Exception as error:
-                note_rerun(error, self.name)
-                raise
-            finally:
-                rebuild.clear()
-                if look is not None:
-                    look.keep(())
+            return self._variables.run(self._rerun, inputs, fill, look, *contexts), look
+
+    def _rerun(self, inputs: Any, fill: Any, look: CheckpointLook | None, context: Any, trace: Any) -> Any:
+        rerunning.set(True)
+        draws = NOTHING if self.random is None else self.random.replayed()
+        keys = suspended() if internals.function_modes_active() and running() is not None else NOTHING
+        modes, rebuild = entered(self._modes), Rebuilder(self._closure, inputs)
+        flags = [(key, cell, cell.cell_contents) for key, cell in self._flags.items()]
+        try:
+            with self._ambient.restored(), OwnCasts(), draws, keys, modes, context, trace, filled(fill):
+                # The context may have set one, for the function to see.
+                rebuild.keep({key: cell for key, cell, before in flags if cell.cell_contents is not before})
+                args, kwargs = _tree.unflatten_call(self._spec, [*map(rebuild, self._leaves)])
+                fun = rebuild(self._fun)
+                with look or unseen():
+                    return fun(*args, **kwargs)
+        except Exception as error:
+            note_rerun(error, self.name)
+            raise
+        finally:
+            rebuild.clear()
+            if look is not None:
+                look.keep(())
 
     def _prepared(
         self, arguments: Any, stand_ins: Mapping[int, Tensor], looks: bool, finds_leaves: bool
@@ -287,7 +276,7 @@ class Call:
         values |= {id(operand): operand for operand in self.operands[self.arguments :]}
         swaps: dict[int, tuple[Tensor, Tensor]] = {}
         stale, undecided, originals, leaves = {}, {}, {}, {}
-        reads = self.reads if self._look is None else _written(self._look)
+        reads = self.reads if self.forward_look is None else _written(self.forward_look)
         written = {read.key for read in reads if read.is_written}
         for read in reads:
             value = stand_ins[read.key] if read.key in stand_ins else read.value()
@@ -303,8 +292,7 @@ class Call:
                 undecided[read.key] = read.first, modified(tensor, read.version, self.name) if is_old else None
             if finds_leaves and read.is_leaf and not read.is_written and tensor is not None:
                 leaves[read.key] = tensor
-            in_modules_alone = not looks and read.key in self.places and isinstance(read.saved, Parameter)
-            if not (tensor is None or tensor is value or in_modules_alone):
+            if tensor is not None and tensor is not value:
                 swaps[read.key] = tensor, value
         for ref, key in self._others:
             if (tensor := ref()) is not None and tensor is not (value := values.get(key, tensor)):
@@ -322,7 +310,7 @@ class Call:
             return values, inputs, fill, None
         known = [value for key, value in values.items() if key not in originals and id(value) not in stale]
         look = CheckpointLook(self.name, known)
-        saved = self._saved if self._look is None else self._look.saved
+        saved = self._saved if self.forward_look is None else self.forward_look.saved
         look.prepare_rerun(swaps, stale, undecided, [values[key] for key in written], saved)
         look.hooks_are_set = self._sets_hooks
         return values, inputs, fill, look

@@ -74,7 +74,7 @@ class CheckpointFunction(torch.autograd.Function):
                     raise RematError(_CHANGES.format(call.name, list(before.shape), before.dtype))
             # The rerun starts from copies of those that the function wrote to.
             given = call.operands[: call.arguments]
-            arguments = [None if id(t) in look.copies else look.stand_in(t) for t in given]
+            arguments = [None if id(t) in look.copies else t for t in given]
             values = [
                 v.detach() if isinstance(v, Tensor) and not look.has_made(v) else v  # the function only passes it on
                 for v in (out if isinstance(out, tuple) else (out,))
@@ -82,16 +82,16 @@ class CheckpointFunction(torch.autograd.Function):
             call.finish(out, packs=False)  # the node holds them: to unpack one would run the outer function now
             captured = {r.key: r.value() for r in call.reads if r.requires_grad}
             rest = [captured.pop(key) for key in look.gathered if key in captured]
-            results = super().apply(call, captured, rest, values, len(arguments), *arguments, *captured.values())
+            results = super().apply(call, captured, rest, values, *arguments, *captured.values())
             if look.outer is not None:
                 look.outer.add_call(call.name, results)
         return _rebuilt(type(out), results) if isinstance(out, tuple) else results[0]
 
     @staticmethod
-    def forward(ctx: Any, call: Call, captured: Any, gathered: Any, values: Any, count: int, *inputs: Any) -> Any:
+    def forward(ctx: Any, call: Call, captured: Any, gathered: Any, values: Any, *inputs: Any) -> Any:
         """Attach the node to the values of the forward run, which is over."""
         ctx.call, ctx.captured, ctx.gathered = call, captured, gathered
-        ctx.save_for_backward(*(None if t is None else internals.savable(t) for t in inputs[:count]))
+        ctx.save_for_backward(*(None if t is None else internals.savable(t) for t in inputs[: call.arguments]))
         results = tuple(values)
         values.clear()
         return results
@@ -104,7 +104,7 @@ class CheckpointFunction(torch.autograd.Function):
             found = internals.with_subclasses(lambda: _gradients(ctx, cotangents))
         if not internals.graph_is_retained():  # freed as saved tensors are: it may lead to this node
             ctx.call, ctx.captured, ctx.gathered = None, {}, []
-        return (None, None, None, None, None, *found)
+        return (None, None, None, None, *found)
 
 
 def _rebuilt(kind: Any, items: Sequence[Any]) -> Any:
@@ -164,7 +164,7 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
     targets = [t for t in own if t is not None and t.requires_grad]
     strangers: list[Stranger] = []
     is_own = look.has_made if look and not accumulates else lambda _: False
-    reached = prove(outputs, targets, since, is_own, strangers).reached
+    reached = prove(outputs, targets, since, is_own, strangers.append).reached
     # Those that an autograd.Function has got: no mode sees that below all transforms.
     unseen = {key: t for key, t in ctx.captured.items() if any(s.stands_for(t) for s in strangers)}
     others = {s.edge: s for s in strangers if not any(s.stands_for(t) for t in unseen.values())}

@@ -148,11 +148,10 @@ class Region:
         if isinstance(around, CheckpointLook):  # it recomputes what is in containers and in the closure too
             self._call.arguments = len(self._call.operands)
         given = self._call.operands[: self._call.arguments]
-        self._saved: list[Any] = [internals.save(t if around is None else around.stand_in(t)) for t in given]
+        self._saved: list[Any] = [internals.save(t) for t in given]
         self._holders: list[weakref.ref[Holder]] = []
         self._metas: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._recomputed: weakref.ref[_Recomputed] | None = None
-        self._is_complete = False
 
     # The forward.
 
@@ -179,7 +178,7 @@ class Region:
         if not returned:
             raise RuntimeError(_SWALLOWED)
         with internals.DisableTorchFunction():
-            for i, operand in enumerate(call.operands[: call.arguments] if look.copies else ()):
+            for i, operand in enumerate(call.operands[: call.arguments]):
                 if id(operand) in look.copies:  # the rerun reads the copy, and this one's graph may lead to this region
                     self._saved[i] = None
             if look.saves_unwritten:
@@ -189,7 +188,6 @@ class Region:
             call.finish(out, packs=True)
             if look.outer is not None:
                 look.outer.add_call(call.name, out)
-        self._is_complete = True
         return out
 
     @internals.hook_of_checkpoint
@@ -245,7 +243,8 @@ class Region:
         with internals.base_level() if internals.transforms_active() else NOTHING:
             arguments = [None if s is None else s.unpack() for s in self._saved]
             context, trace, tell = self._contexts[1], self.traces[1], None
-            if not self._is_complete:  # a backward inside the forward and its context
+            is_over = self._call.forward_look is None
+            if not is_over:  # a backward inside the forward and its context
                 context, trace = internals.DisableTorchDispatch(), NOTHING
             elif self._selective is not None:
                 context = recomputed.replay = self._selective.replay()
@@ -260,7 +259,7 @@ class Region:
                 internals.pop_saved_tensors_hooks()
             if recomputed.replay is not None:
                 recomputed.replay.settle()
-        if self._is_complete:
+        if is_over:
             self._check(recomputed.saved)
 
     def _check(self, saved: list[tuple[Tensor, int] | None]) -> None:
