@@ -11,6 +11,7 @@ has the highest number.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
@@ -226,6 +227,7 @@ def inputs_reached(
     ends = set(keys)
     found: set[Any] = set()
 
+    @functools.cache  # to look among the inputs takes time
     def key_of(edge: tuple[Any, int]) -> Any:
         """The edge, or of a leaf its identity, or that of the input over the same leaf."""
         leaf = _leaf_at(edge[0])
