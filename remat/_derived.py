@@ -139,7 +139,6 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], records: bool, batc
         if at_base:
             record = record and (is_read or internals.forward_ad_active())
         recorded = record or records_above
-        reaches_own = internals.accumulates_into_all_leaves()  # an autograd.Function on the way may act then
 
         def gradients(edges: list[GradientEdge], inputs: list[Tensor], own: list[Tensor], keep: bool) -> list[Any]:
             targets = [inputs[i] for i in wrt] + own
@@ -165,7 +164,8 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], records: bool, batc
                     return [None if g is None else internals.unwrap_grad(g, internals.stack_depth()) for g in found]
         # At the base, the graph of a recorded backward leads into the rerun's graph, which is then kept.
         keep = record and at_base
-        grads = gradients(edges, inputs, own if reaches_own else [], keep)
+        # In `.backward()`, an autograd.Function on the way to a leaf made inside may add to the `.grad` of others.
+        grads = gradients(edges, inputs, own if internals.accumulates_into_all_leaves() else [], keep)
         for t, operand in zip(inputs, operands, strict=True) if at_base else ():
             if t is not operand and t.is_leaf and t.grad is not None:
                 raise RematError(_ACCUMULATES.format(call.name, list(t.shape), t.dtype))

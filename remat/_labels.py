@@ -47,9 +47,6 @@ class Survivor(NamedTuple):
     version: int
 
 
-_MIRRORED = {Tensor.lt: Tensor.gt, Tensor.le: Tensor.ge}
-_SYMMETRIC = {Tensor.__eq__, Tensor.eq, Tensor.ne}
-
 Known = tuple["weakref.ref[Tensor]", "int | None", int]
 """What is known of a tensor: a weak reference, its label, and its version when the run made it, or `FIXED`."""
 FIXED = -2
@@ -184,11 +181,15 @@ def _out_of_nested(label: int | None) -> int | None:
     return label // 4 if label is not None and label & 3 == 2 else label
 
 
+_MIRRORED = {Tensor.lt: Tensor.gt, Tensor.le: Tensor.ge}
+_SYMMETRIC = {Tensor.__eq__, Tensor.eq, Tensor.ne}
+
+
 def in_order(func: Any, labels: Sequence[int | None]) -> tuple[Any, Sequence[int | None]]:
     """A comparison and the labels of its operands, whichever Python asks first: a parameter, but not its stand-in."""
-    if len(labels) == 2 and func in _SYMMETRIC:
-        return func, sorted(labels, key=str)
-    return (_MIRRORED[func], labels[::-1]) if len(labels) == 2 and func in _MIRRORED else (func, labels)
+    if len(labels) == 2 and func in _MIRRORED:
+        return _MIRRORED[func], labels[::-1]
+    return func, sorted(labels, key=str) if func in _SYMMETRIC else labels
 
 
 def together(labels: Iterable[int | None]) -> int | None:

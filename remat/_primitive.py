@@ -226,11 +226,9 @@ def _connected(operands: Values, reached: Container[int], level: int = 0) -> Val
 
 def _cut(tensor: Tensor, level: int) -> Tensor:
     """Take a tensor off its graph at a level, but keep its tangent, which a value computed in no_grad may have used."""
-    tangent = unpack_dual(tensor).tangent
-    if tangent is not None:
-        tensor = unpack_dual(tensor).primal
-    tensor = internals.wrap_grad(internals.unwrap_grad(tensor, level), level) if level else tensor.detach()
-    return tensor if tangent is None else forward_ad.make_dual(tensor, tangent, level=0)
+    primal, tangent = unpack_dual(tensor)
+    primal = internals.wrap_grad(internals.unwrap_grad(primal, level), level) if level else primal.detach()
+    return primal if tangent is None else forward_ad.make_dual(primal, tangent, level=0)
 
 
 def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) -> Values:

@@ -106,6 +106,7 @@ class Call:
     forward_look: CheckpointLook | None = None
     _nests = _sets_hooks = True
     _saved: Saved = types.MappingProxyType({})
+    """The plain tensors that nested calls in the forward saved."""
     _others: Sequence[tuple[weakref.ref[Tensor], int]] = ()
     """Tensors that a rerun may find instead of its own, with the identities of the forward's: the arguments, which an
     outer function may recompute, and the originals of stand-ins."""

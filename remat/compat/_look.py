@@ -121,7 +121,7 @@ class CheckpointLook(Look):
         - `undecided`: by identity, the tensors that the forward set up: `Seen.first`, and the error to raise if they
             have changed since.
         - `copied`: copies of the tensors that the forward wrote to.
-        - `saved`: that of the forward.
+        - `saved`: the attribute of the look at the forward.
         """
         self.is_rerun, self._swaps, self._stale, self.undecided = True, swaps, stale, undecided
         self._must_write = frozenset(map(memory_of, copied))
@@ -131,7 +131,6 @@ class CheckpointLook(Look):
         if isinstance(outer, CheckpointLook):
             self._clock, self._as_it_is = outer._clock, outer._as_it_is
         super().begin(outer)
-        self._known = {*self.outside, *self.undecided}
         if not self.is_rerun:
             self.labels.clear()  # the first calls that take the given tensors are noted too
         # Whether no tensor has a stand-in, and FSDP2 gathers none.
@@ -226,9 +225,10 @@ class CheckpointLook(Look):
     def is_saved(self, tensor: Tensor) -> bool:
         # The hooks count what is saved. A rerun finds a table outside that a nested call has made on first use.
         key = self.signature.nests, id(tensor)
-        is_kept = self.is_rerun and kept.get(id(tensor)) is tensor
-        if is_kept and not (id(tensor) in self._known or key in self._to_save or self.has_made(tensor)):
-            return False
+        if self.is_rerun and kept.get(id(tensor)) is tensor:
+            is_given = any(tensor is t for t in self._given)
+            if not (is_given or key in self._to_save or self.has_made(tensor)):
+                return False
         self.saved[key] = weakref.ref(tensor)
         return True
 
