@@ -216,13 +216,20 @@ def as_given(out: Any, written: Sequence[Tensor], effects: Effects, given: tuple
 
 def tensors_in(out: Any) -> list[Tensor]:
     """The tensors that a torch call was given or returned, also in nested lists, tuples, dicts and slices."""
-    if isinstance(out, Tensor):
-        return [out]
-    if isinstance(out, (list, tuple)):
-        return [t for x in out for t in tensors_in(x)]
-    if isinstance(out, slice):
-        return tensors_in((out.start, out.stop, out.step))
-    return [t for x in out.values() for t in tensors_in(x)] if isinstance(out, dict) else []
+    if not isinstance(out, (list, tuple)):
+        if isinstance(out, Tensor):
+            return [out]
+        if isinstance(out, slice):
+            out = out.start, out.stop, out.step
+        else:
+            out = out.values() if isinstance(out, dict) else ()
+    found: list[Tensor] = []
+    for x in out:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif kind_of(x.__class__) is HOLDER:
+            found += tensors_in(x)
+    return found
 
 
 def map_in(fun: Callable[[Any], Any], arg: Any) -> Any:

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 from remat import _torch_internals as internals
 from remat._dispatch_mode import ops_of_remat
 from remat._errors import HOOKED, OTHER_GRAPH, RematError
-from remat._layers import layers, nodes_of, unpack_dual
+from remat._layers import layers, unpack_dual
 
 
 class Stranger(Exception):  # noqa: N818  # always caught, and raised again as another
@@ -208,7 +208,11 @@ def layers_and_tangents(tensor: Tensor) -> list[Tensor]:
 
 def is_made_since(tensor: Tensor, since: int) -> bool:
     """Whether a tensor has, at any level, a node with a sequence number of at least `since`."""
-    return any(since <= internals.sequence_number(node) for node in nodes_of(tensor))
+    while (node := tensor.grad_fn) is None or internals.sequence_number(node) < since:
+        if not internals.is_wrapper(tensor):
+            return False
+        tensor = internals.unwrapped(tensor)
+    return True
 
 
 def inputs_reached(

@@ -95,9 +95,9 @@ class Labels(dict[int, Known]):
     def of(self, tensor: Tensor) -> int | None:
         """The label of a tensor that the run reads. A transform inside may have wrapped it."""
         tensor = unwrap_dead(tensor)
-        while not self.has(tensor) and internals.level_of(tensor) > self._depth:
+        while not (is_known := self.has(tensor)) and internals.level_of(tensor) > self._depth:
             tensor = internals.unwrapped(tensor)
-        if not self.has(tensor):
+        if not is_known:
             return None
         _, label, begun = self[id(tensor)]
         if begun == FIXED:

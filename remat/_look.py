@@ -221,12 +221,14 @@ class Look(NestedMode):
             return args
         with internals.DisableTorchFunction():
             self._reader = func
-            return tuple([map_in(self._take, a) for a in args])
+            return tuple([self.read(a) if isinstance(a, Tensor) else map_in(self._take, a) for a in args])
 
     def _take(self, arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            return self.read(arg)
         if isinstance(arg, torch.Generator):
             self.notice(arg)
-        return self.read(arg) if isinstance(arg, Tensor) else arg
+        return arg
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         """Note that the run reads a tensor. Returns the tensor to read in its place.
@@ -236,7 +238,7 @@ class Look(NestedMode):
         if isinstance(tensor, internals.FakeTensor) and effects_of(self._reader).is_metadata:
             return tensor  # a compiler asks: code that is called inside is compiled now
         value = self.stand_in(tensor)  # in an outer rerun, which may run below the original's level
-        if value is tensor and self._is_wrapped_inside(tensor):
+        if value is tensor and stack_depth() > self.depth and self._is_wrapped_inside(tensor):
             return tensor
         if not self.labels.has(unwrap_dead(value)):
             if self.outer is not None:

@@ -749,7 +749,7 @@ def dtensor_at_work() -> bool:
 
 def uses_fully_shard() -> bool:
     """Whether FSDP2 (2.13) has sharded a module. `replicate` and others count as well."""
-    return bool(_module_state_mapping)
+    return bool(_module_state_mapping.data)  # the mapping's own length takes longer
 
 
 def is_sharded(module: Any) -> bool:
