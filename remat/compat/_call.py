@@ -181,7 +181,8 @@ class Call:
         shared = two_that_share_memory(look.outside[key].value for key in look.copies)
         if shared is not None:
             raise CheckpointError(_SHARED.format(self.name, *(list(t.shape) for t in shared)))
-        look.gathered |= internals.gathered_by_fully_shard()
+        if internals.uses_fully_shard():
+            look.gathered |= internals.gathered_by_fully_shard()
         reads = self.reads = _written(look)
         found = self._found(look, reads)
         # A tensor that dies here was made by the function, unseen. The identities stay known.
