@@ -21,7 +21,7 @@ from remat._errors import PURITY, CheckpointError, RematError, note_rerun
 from remat._graph import Stranger, prove
 from remat._layers import layers, requires_grad_at_any_level, requires_grad_below, unwrap_dead
 from remat._look import Look
-from remat._nested_mode import current_look
+from remat._nested_mode import current_look, hooks_unseen
 from remat._operands import Operands, matters
 from remat._places import Place, filled
 from remat._recorder import Recorder
@@ -360,7 +360,8 @@ class Call:
         draws = NOTHING if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
         keys = suspended() if self._drew_from is None and running() is not None else NOTHING
         modes, replay = entered(self._modes), self._replay(operands, inputs)
-        with self._ambient.restored(), random, draws, keys, modes, filled(plan.fill), replay:
+        places, hooks = filled(plan.fill), hooks_unseen()
+        with self._ambient.restored(), random, draws, keys, modes, places, hooks, replay:
             args, kwargs = _tree.unflatten_call(self._spec, [rebuild(x) for x in self._leaves])
             fun = rebuild(self._fun)
             look.objects = fun, args, kwargs

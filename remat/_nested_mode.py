@@ -7,9 +7,12 @@ its `delegate`, the innermost look, which asks its `outer` look about tensors th
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
@@ -145,3 +148,16 @@ class unseen:  # noqa: N801
     def __exit__(self, *error: object) -> None:
         if self._mode is not None:
             _current.look, self._mode.delegate = self._look, self._delegate
+
+
+def hooks_unseen() -> contextlib.AbstractContextManager[Any]:
+    """A context in which no look notes the torch calls of the user's `saved_tensors_hooks`."""
+    if (hooks := internals.saved_tensors_hooks()) is None:
+        return contextlib.nullcontext()
+    pack, unpack = hooks
+
+    def pack_unseen(tensor: Tensor) -> Any:
+        with unseen():
+            return pack(tensor)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack_unseen, unpack)

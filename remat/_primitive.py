@@ -59,6 +59,10 @@ _CHANGED = (
     "backward, where it runs again. Write h = h + f(h) in place of h += f(h), or change a copy: "
     "x = x.clone()."
 )
+_ONE_NODE = (
+    "remat: this is the backward of a function under remat. Its results share one node, which a backward pass frees. Do "
+    "one for all of them, torch.autograd.backward([a, b]), or pass retain_graph=True to all but the last."
+)
 
 
 # Nodes.
@@ -71,6 +75,7 @@ def _saved(ctx: Any) -> tuple[Tensor, ...]:
         operands: tuple[Tensor, ...] = ctx.saved_tensors
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
+            error.add_note(_ONE_NODE)
             raise
         raise CheckpointError(f"{_CHANGED.format('a tensor', link.fn.call.name)} {error}") from None
     with internals.DisableTorchFunction():

@@ -101,7 +101,8 @@ def forget_saved(nodes: Iterable[Any]) -> None:
             if isinstance(saved.data, Packed):
                 saved.data.tensor = None
                 continue
-            with contextlib.suppress(RuntimeError):  # it holds None
+            # None can't have hooks; a mode would be given the number 2 as an int, where torch expects a tensor
+            with contextlib.suppress(RuntimeError), internals.DisableTorchDispatch():
                 saved.register_hooks(_forget, _forget)
 
 

@@ -247,6 +247,19 @@ def test_save_on_cpu() -> None:
     assert_same((x.grad, w.grad), expected)
 
 
+@pytest.mark.parametrize("policy", [None, everything_saveable])
+def test_save_on_cpu_around_a_function_of_the_users(policy: Any) -> None:
+    """In the rerun, the calls of the hooks are not the function's."""
+
+    def fun(x: Tensor) -> Tensor:
+        return ReadsTwice.apply(x * 2).tanh()
+
+    x = leaf(numbers(3))
+    with torch.autograd.graph.save_on_cpu():
+        actual = torch.autograd.grad(remat(fun, policy=policy)(x).sum(), x)
+    assert_same(actual, torch.autograd.grad(fun(x).sum(), x))
+
+
 @pytest.mark.parametrize("around", ["forward", "both"])
 def test_saved_tensors_hooks_see_the_operands_alone(around: str) -> None:
     packed: list[Any] = []
@@ -605,6 +618,19 @@ def test_a_tangent_that_only_no_grad_reads(differentiated: bool) -> None:
             return [*forward_ad.unpack_dual(y), *forward_ad.unpack_dual(g)]
 
     assert_same(tangents(remat(fun)), tangents(fun))
+
+
+def test_a_hook_in_a_function_of_a_dual_under_a_mode() -> None:
+    """To make the forward's graph forget a number that it has saved must not go through the mode: that was a crash."""
+
+    def fun(x: Tensor) -> Tensor:
+        y = torch.sin(x * 2) * 2
+        y.register_hook(lambda g: g)
+        return y
+
+    with LiveBytes(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(leaf(numbers(3)), torch.ones(3, dtype=torch.float64))
+        assert_same(forward_ad.unpack_dual(remat(fun)(dual)).tangent, forward_ad.unpack_dual(fun(dual)).tangent)
 
 
 def test_hooks_on_what_is_saved_would_lose_tangents() -> None:

@@ -653,6 +653,15 @@ def test_backward_twice(retain: bool) -> None:
                 y.backward()
 
 
+def test_the_results_share_a_node() -> None:
+    x, y = leaf(numbers(3)), leaf(numbers(3))
+    a, b = remat(lambda x, y: (x.sin(), y.exp()))(x, y)
+    a.sum().backward()
+    with pytest.raises(RuntimeError, match="second time") as error:
+        b.sum().backward()
+    assert "Its results share one node" in error.value.__notes__[0]
+
+
 # Threads.
 
 
