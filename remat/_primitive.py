@@ -60,8 +60,8 @@ _CHANGED = (
     "x = x.clone()."
 )
 _ONE_NODE = (
-    "remat: this is the backward of a function under remat. Its results share one node, which a backward pass frees. Do "
-    "one for all of them, torch.autograd.backward([a, b]), or pass retain_graph=True to all but the last."
+    "remat: this is the backward of a function under remat. Its results share one node, which a backward pass frees. "
+    "Do one for all of them, torch.autograd.backward([a, b]), or pass retain_graph=True to all but the last."
 )
 
 

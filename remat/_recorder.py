@@ -103,10 +103,13 @@ class Recorder(OpMode):
         self._since = internals.next_sequence_number()
         self._ops: list[Op] = []
         self._by_key: dict[Key, list[Op]] = {}
-        self._pins: dict[Value, Any] = {}
-        """Storages that no backward may read, but ops that run again: they are held until the end of the run."""
+        self._needs = weakref.WeakKeyDictionary[Any, list[Any]]()
+        """By storage, what the op that computed it needs to run again: `_need` of what it read. The storages of values
+        that may be kept are held as long as that of the result."""
+        self._held: list[Any] = []
+        """The same for ops that run again in any case."""
         self._saved: dict[Value, Any] | None = None
-        """The values that the graph would save if it held tensors; None if it does hold them."""
+        """The values that the graph would save if it held tensors, with `_need` of each; None if it does hold them."""
         self._outsides = weakref.WeakKeyDictionary[Any, Value]()
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -146,9 +149,11 @@ class Recorder(OpMode):
         if before is not None and (before := before.drawn_since()) is not None:  # attention may draw nothing
             op.after = before.now()
         if op.runs or decision not in KEEP:
-            for content in reads:
-                if content.value.is_saveable:
-                    self._pin(content)
+            needs = [need for content in reads if (need := self._need(content))]
+            self._held += needs if op.runs else ()
+            for t in (*outputs, *changed) if needs else ():
+                if isinstance(t, Tensor) and not (content := self._content(t.untyped_storage())).value.is_saveable:
+                    self._needs[content.storage()] = needs
         return out
 
     def _add(self, op: Op) -> Op:
@@ -217,7 +222,7 @@ class Recorder(OpMode):
 
     def _read(self, content: Content) -> None:
         self._ops.append(Op(_NO_OP, (), [content.value], runs=True))
-        self._pin(content)
+        self._held.append(self._need(content))
 
     def _given_away(self, content: Content, key: Key) -> Value:
         content.value.is_replaced = True
@@ -271,8 +276,9 @@ class Recorder(OpMode):
                 counted = viewed if isinstance(viewed, Tensor) else t
                 value.is_replaced |= version_of(counted) > value.version
                 _decide(value, decision, counted)
+                self._needs.pop(content.storage(), None)  # it may be kept: then its op need not run again
                 if self._saved is not None and value in self._saved:
-                    self._pin(content)
+                    self._saved[value] = self._need(content)
 
     def _by_op(self, func: Any) -> CheckpointPolicy | None:
         """The policy's decision on an op, if it depends on the op alone; else None."""
@@ -294,9 +300,25 @@ class Recorder(OpMode):
             self._complaint = str(error)
             raise
 
-    def _pin(self, content: Content) -> None:
-        if content.made and content.value.is_saveable and (storage := content.storage()) is not None:
-            self._pins[content.value] = storage
+    def _need(self, content: Content) -> Any:
+        """What a rerun needs to have a value: a pair with its storage if it may be kept, else a list for its op."""
+        storage = content.storage()
+        may_be_kept = content.made and content.value.is_saveable
+        return (content.value, storage) if may_be_kept else self._needs.get(storage, [])
+
+    def _needed(self) -> dict[Value, Any]:
+        """The values that ops need to run again, and that may be kept, with their storages."""
+        found: dict[Value, Any] = {}
+        seen: set[int] = set()
+        todo = [self._held, *self._needs.values(), *(self._saved or {}).values()]
+        while todo:
+            need = todo.pop()
+            if isinstance(need, tuple):
+                found[need[0]] = need[1]
+            elif id(need) not in seen:
+                seen.add(id(need))
+                todo += need
+        return found
 
     def saves(self, tensor: Tensor) -> None:
         """Record that the graph would save a tensor. Called instead of saving it if the graph holds no tensors."""
@@ -304,8 +326,7 @@ class Recorder(OpMode):
         with internals.DisableTorchFunction():
             if plain(tensor):
                 content = self._content(tensor.untyped_storage())
-                self._saved[content.value] = None
-                self._pin(content)
+                self._saved[content.value] = self._need(content)
 
     def tape(self, results: list[Tensor]) -> Tape:
         """Decide what to keep, after the run and while its graph exists. `results`: the results of the run."""
@@ -316,13 +337,14 @@ class Recorder(OpMode):
             if needed is None:
                 alone = self._only_returned(results)
                 needed = [v for v, s in memory.items() if internals.storage_uses(s._cdata) > 1 and v not in alone]
-            memory |= self._pins
+            memory |= self._needed()
             raw = [r for r in map(innermost, results) if plain(r)]
             with internals.no_transforms(), torch.no_grad(), ops_of_remat():
                 for value in self._walk(needed, memory):
                     aliases = [t.detach() for t in raw if t.untyped_storage() is memory[value]]
                     kept[value] = Kept(value, memory[value], aliases)
-        self._pins.clear()
+        self._needs.clear()
+        self._held, self._saved = [], None
         return Tape(self._ops, self._by_key, self._outsides, kept)
 
     def _walk(self, needed: Iterable[Value], memory: dict[Value, Any]) -> Iterable[Value]:

@@ -756,6 +756,26 @@ def test_a_pullback_under_later_transforms(policy: Any) -> None:
     assert_same(run(remat(matmuls, policy=policy)), run(matmuls))
 
 
+@pytest.mark.parametrize("policy", [policies.dots_saveable, policies.save_only_these_names("h")])
+def test_a_call_that_nothing_differentiates_holds_no_kept_values(policy: Any) -> None:
+    """What the policy would keep dies with the last result that needs it."""
+    w = numbers(20, 20) / 5
+
+    def layers(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = checkpoint_name(torch.tanh(x @ w), "h")
+        return x
+
+    def peak(fun: Callable[[Tensor], Tensor]) -> float:
+        x = numbers(200, 20)
+        with LiveBytes() as meter:
+            fun(x)
+        return meter.peak / x.nbytes
+
+    assert peak(layers) >= 2
+    assert peak(remat(layers, policy=policy)) <= peak(layers) + 1.1
+
+
 # Leaks.
 
 
