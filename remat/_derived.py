@@ -287,7 +287,10 @@ def _detached(tensor: Tensor, leaf: bool = False) -> Tensor:
         primal = primal.detach()
     if leaf:
         primal.requires_grad_()
-    return primal if tangent is None else forward_ad.make_dual(primal, tangent.detach(), level=0)
+    if tangent is None:
+        return primal
+    tangent = tangent.detach() if tangent.requires_grad else tangent  # the older vmap has no rule for detach
+    return forward_ad.make_dual(primal, tangent, level=0)
 
 
 def jvp(fn: Derived, moving: Sequence[int], outs: Sequence[int]) -> Derived:

@@ -62,14 +62,15 @@ class Remat(Generic[P, R]):
     __wrapped__: Callable[P, R]
 
     def __init__(self, fun: Callable[P, R], options: _Options) -> None:
-        # Dynamo can't copy a dict of attributes (2.11).
-        has_attributes = isinstance(fun, types.FunctionType) and not _compile.tracing()
+        # Dynamo can't copy a dict of attributes (2.11), name a builtin, or inspect a signature.
+        traced = _compile.tracing()
+        has_attributes = isinstance(fun, types.FunctionType) and not traced
         functools.update_wrapper(self, fun, updated=("__dict__",) if has_attributes else ())
         self._options = options
-        self._name = function_name(fun)
-        self._policy = None if options.policy is None or _compile.tracing() else as_policy(options.policy)
+        self._name = "a function" if traced else function_name(fun)
+        self._policy = None if options.policy is None or traced else as_policy(options.policy)
         nums, names = options.static_argnums, options.static_argnames
-        self._static = StaticArguments(fun, self._name, nums, names) if nums or names else None
+        self._static = StaticArguments(fun, self._name, nums, names) if (nums or names) and not traced else None
 
     def __remat_maker__(self) -> Callable[[Callable[P, R]], Remat[P, R]]:
         """Return a decorator with the options and attributes of this object, for another function."""

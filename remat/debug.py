@@ -34,7 +34,8 @@ class LiveBytes(DispatchMode):
 
     The figures are exact and the same on every run, unlike those of an allocator. So tests can check them. All
     devices count. Meta tensors count the bytes that they would take. The meter does not see temporary memory inside a
-    kernel, sparse tensors, ops of other threads (except autograd's), and memory inside compiled code.
+    kernel, sparse tensors, ops of other threads (except autograd's), memory inside compiled code, and tensors of
+    symbolic length.
 
     Meters may be nested. A meter that is entered again continues its count.
 
@@ -101,6 +102,8 @@ class LiveBytes(DispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = id(storage), storage.nbytes()
+        if not isinstance(size, int):
+            return
         if key not in self._sizes:
             weakref.finalize(storage, self._forget, key).atexit = False
         self.current += size - self._sizes.get(key, 0)  # a storage seen again may have been resized

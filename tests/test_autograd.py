@@ -620,6 +620,18 @@ def test_a_tangent_that_only_no_grad_reads(differentiated: bool) -> None:
     assert_same(tangents(remat(fun)), tangents(fun))
 
 
+def test_forward_over_reverse_in_batches_with_an_unused_argument() -> None:
+    x, y = numbers(3), numbers(3, seed=1)
+
+    def hessian_of(fun: Fun) -> Any:
+        return torch.autograd.functional.hessian(fun, (x, y), vectorize=True, outer_jacobian_strategy="forward-mode")
+
+    def fun(x: Tensor, y: Tensor) -> Tensor:
+        return x.sin().sum()
+
+    assert_same(hessian_of(remat(fun)), hessian_of(fun))
+
+
 def test_a_hook_in_a_function_of_a_dual_under_a_mode() -> None:
     """To make the forward's graph forget a number that it has saved must not go through the mode: that was a crash."""
 

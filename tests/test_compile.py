@@ -596,6 +596,24 @@ def test_transforms_inside() -> None:
             WS[0].clone().requires_grad_().sin().sum().backward()
 
 
+@pytest.mark.parametrize(
+    "decorated",
+    [
+        lambda x: remat(torch.sin)(x),
+        lambda x: remat(functools.partial(torch.mul, other=2.0))(x).sin(),
+        lambda x: remat(lambda x, n: x.sin() ** n, static_argnums=1)(x, 2),
+        lambda x: remat(lambda x, n: x.sin() ** n, static_argnames="n")(x, n=2),
+    ],
+    ids=["a builtin", "a partial", "static_argnums", "static_argnames"],
+)
+def test_what_is_decorated_in_the_compiled_code(decorated: Any) -> None:
+    def fun(x: Tensor) -> Tensor:
+        return decorated(x).sum()
+
+    x = leaf(numbers(3, 3))
+    assert_same(torch.autograd.grad(compiled(fun)(x), x), torch.autograd.grad(fun(x), x))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("policy", [None, policies.dots_saveable])
 def test_a_module_that_is_decorated_in_the_compiled_code(policy: Any, backend: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import functionalize, grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat.debug import LiveBytes
 
@@ -174,6 +175,13 @@ def test_meta_sparse_and_fake_tensors() -> None:
         assert meter.current == 800
     del x, z
     assert meter.current == 0
+
+
+def test_symbolic_lengths_do_not_count() -> None:
+    """They would record the meter's arithmetic."""
+    with LiveBytes():
+        traced = make_fx(grad(lambda x: torch.tanh(x).sum()), tracing_mode="symbolic")(torch.ones(2, 3))
+    torch.testing.assert_close(traced(torch.ones(4, 3)), 1 - torch.ones(4, 3).tanh() ** 2)
 
 
 def test_a_meter_does_not_outlive_what_it_counts() -> None:
