@@ -276,7 +276,8 @@ class Recorder(OpMode):
                 counted = viewed if isinstance(viewed, Tensor) else t
                 value.is_replaced |= version_of(counted) > value.version
                 _decide(value, decision, counted)
-                self._needs.pop(content.storage(), None)  # it may be kept: then its op need not run again
+                if value.is_saveable:
+                    self._needs.pop(content.storage(), None)  # its op need not run again
                 if self._saved is not None and value in self._saved:
                     self._saved[value] = self._need(content)
 

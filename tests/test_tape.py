@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.func import grad, jacrev, jvp, vjp, vmap
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy
 
 from remat import CheckpointError, checkpoint, checkpoint_name, policies, remat
 from remat import _offload as offload
@@ -774,6 +775,22 @@ def test_a_call_that_nothing_differentiates_holds_no_kept_values(policy: Any) ->
 
     assert peak(layers) >= 2
     assert peak(remat(layers, policy=policy)) <= peak(layers) + 1.1
+
+
+def test_what_an_op_reads_is_kept_if_its_name_says_to_run_it_again() -> None:
+    def policy(ctx: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if ctx.name is not None:
+            return CheckpointPolicy.MUST_RECOMPUTE
+        return CheckpointPolicy.PREFER_SAVE if op is aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def fun(x: Tensor) -> Tensor:
+        h = checkpoint_name((x @ numbers(3, 3)).exp(), "h")
+        return h.cos().tanh()
+
+    y = remat(fun, policy=policy)(leaf(numbers(3, 3))).sum()
+    with CountOps() as counted:
+        y.backward()
+    assert (counted["exp"], counted["mm"]) == (1, 1)  # the mm is that of the gradient
 
 
 # Leaks.
