@@ -784,9 +784,10 @@ def test_what_an_op_reads_is_kept_if_its_name_says_to_run_it_again() -> None:
         return CheckpointPolicy.PREFER_SAVE if op is aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
 
     def fun(x: Tensor) -> Tensor:
-        h = checkpoint_name((x @ numbers(3, 3)).exp(), "h")
+        h = checkpoint_name((x @ w).exp(), "h")
         return h.cos().tanh()
 
+    w = numbers(3, 3)
     y = remat(fun, policy=policy)(leaf(numbers(3, 3))).sum()
     with CountOps() as counted:
         y.backward()
