@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from remat import _torch_internals as internals
 from remat._dispatch_mode import tell_of_access
 from remat._effects import READS_MEMORY, tensors_in
+from remat._saved import hooks_set_inside
 
 
 class _Current(threading.local):
@@ -152,7 +153,8 @@ class unseen:  # noqa: N801
 
 def hooks_unseen() -> contextlib.AbstractContextManager[Any]:
     """A context in which no look notes the torch calls of the user's `saved_tensors_hooks`."""
-    if (hooks := internals.saved_tensors_hooks()) is None:
+    hooks = internals.saved_tensors_hooks_of_user()
+    if hooks is None or not hooks_set_inside() or hooks != internals.saved_tensors_hooks():
         return contextlib.nullcontext()
     pack, unpack = hooks
 
