@@ -81,6 +81,10 @@ def _decide(value: Value, decision: CheckpointPolicy, tensor: Tensor) -> None:
         value.watch(tensor)
 
 
+def _may_be_kept(content: Content) -> bool:
+    return content.made and content.value.is_saveable and not content.value.is_lost
+
+
 class Recorder(OpMode):
     """Records the ops of a forward, and asks the policy about each."""
 
@@ -152,7 +156,7 @@ class Recorder(OpMode):
             needs = [need for content in reads if (need := self._need(content))]
             self._held += needs if op.runs else ()
             for t in (*outputs, *changed) if needs else ():
-                if isinstance(t, Tensor) and not (content := self._content(t.untyped_storage())).value.is_saveable:
+                if isinstance(t, Tensor) and not _may_be_kept(content := self._content(t.untyped_storage())):
                     self._needs[content.storage()] = needs
         return out
 
@@ -276,7 +280,7 @@ class Recorder(OpMode):
                 counted = viewed if isinstance(viewed, Tensor) else t
                 value.is_replaced |= version_of(counted) > value.version
                 _decide(value, decision, counted)
-                if value.is_saveable:
+                if _may_be_kept(content):
                     self._needs.pop(content.storage(), None)  # its op need not run again
                 if self._saved is not None and value in self._saved:
                     self._saved[value] = self._need(content)
@@ -304,8 +308,7 @@ class Recorder(OpMode):
     def _need(self, content: Content) -> Any:
         """What a rerun needs to have a value: a pair with its storage if it may be kept, else a list for its op."""
         storage = content.storage()
-        may_be_kept = content.made and content.value.is_saveable
-        return (content.value, storage) if may_be_kept else self._needs.get(storage, [])
+        return (content.value, storage) if _may_be_kept(content) else self._needs.get(storage, [])
 
     def _needed(self) -> dict[Value, Any]:
         """The values that ops need to run again, and that may be kept, with their storages."""
