@@ -107,11 +107,12 @@ class Recorder(OpMode):
         self._since = internals.next_sequence_number()
         self._ops: list[Op] = []
         self._by_key: dict[Key, list[Op]] = {}
-        self._needs = weakref.WeakKeyDictionary[Any, list[Any]]()
-        """By storage, what the op that computed it needs to run again: `_need` of what it read. The storages of values
-        that may be kept are held as long as that of the result."""
         self._held: list[Any] = []
-        """The same for ops that run again in any case."""
+        """What the recorded ops need to run again: `_need` of what they read. It is held until the end of the run."""
+        self._needs = weakref.WeakKeyDictionary[Any, list[Any]]()
+        """The same, by storage of the result, and held as long as that, for ops from before the first tensor that is
+        differentiated: there may be none."""
+        self._is_differentiated = internals.under_grad()
         self._saved: dict[Value, Any] | None = None
         """The values that the graph would save if it held tensors, with `_need` of each; None if it does hold them."""
         self._outsides = weakref.WeakKeyDictionary[Any, Value]()
@@ -154,7 +155,10 @@ class Recorder(OpMode):
             op.after = before.now()
         if op.runs or decision not in KEEP:
             needs = [need for content in reads if (need := self._need(content))]
-            self._held += needs if op.runs else ()
+            self._is_differentiated = self._is_differentiated or any(t.requires_grad for t in tensors(args, kwargs))
+            if op.runs or self._is_differentiated:
+                self._held += needs
+                return out
             for t in (*outputs, *changed) if needs else ():
                 if isinstance(t, Tensor) and not _may_be_kept(content := self._content(t.untyped_storage())):
                     self._needs[content.storage()] = needs

@@ -108,6 +108,11 @@ def _is_under(kind: Any) -> bool:
     return transforms_active() and any(i.key() == kind for i in _C.get_interpreter_stack())
 
 
+def under_grad() -> bool:
+    """Whether `torch.func` differentiates in reverse mode at some level."""
+    return _is_under(TransformType.Grad)
+
+
 def functionalizing() -> bool:
     """Whether `torch.func.functionalize` is active."""
     return _is_under(TransformType.Functionalize)
