@@ -794,6 +794,21 @@ def test_what_an_op_reads_is_kept_if_its_name_says_to_run_it_again() -> None:
     assert (counted["exp"], counted["mm"]) == (1, 1)  # the mm is that of the gradient
 
 
+def test_what_a_write_needs_is_kept_although_nothing_else_reads_it() -> None:
+    def fun(x: Tensor) -> Tensor:
+        h = x @ w
+        z = w @ x
+        h += z
+        del z
+        d = (h * 2).sin()
+        h += 1  # the sum is lost: it is computed again from both products, of which the first is lost, too
+        return d.sum() + h.sum()
+
+    w = leaf(numbers(3, 3, seed=1))
+    y = remat(fun, policy=dots_saveable)(leaf(numbers(3, 3)))
+    assert counts(y.backward)["mm"] == 5  # four for the gradients
+
+
 # Leaks.
 
 
