@@ -62,9 +62,8 @@ def nodes_of(tensor: Tensor) -> list[Any]:
 
 def version_of(tensor: Tensor) -> int:
     """How often the memory below all transforms was written to; -1 if torch does not count. Wrappers count apart."""
-    while is_wrapper(tensor):
-        tensor = unwrapped(tensor)
-    return -1 if tensor.is_inference() else tensor._version
+    plain = innermost(tensor)
+    return -1 if plain.is_inference() else plain._version
 
 
 def requires_grad_at_any_level(tensor: Tensor, lowest: int = -2) -> bool:

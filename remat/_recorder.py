@@ -314,8 +314,8 @@ class Recorder(OpMode):
         storage = content.storage()
         return (content.value, storage) if _may_be_kept(content) else self._needs.get(storage, [])
 
-    def _needed(self) -> dict[Value, Any]:
-        """The values that ops need to run again, and that may be kept, with their storages."""
+    def _held_for_ops(self) -> dict[Value, Any]:
+        """The values that may be kept and that ops need to run again, with their storages."""
         found: dict[Value, Any] = {}
         seen: set[int] = set()
         todo = [self._held, *self._needs.values(), *(self._saved or {}).values()]
@@ -345,7 +345,7 @@ class Recorder(OpMode):
             if needed is None:
                 alone = self._only_returned(results)
                 needed = [v for v, s in memory.items() if internals.storage_uses(s._cdata) > 1 and v not in alone]
-            memory |= self._needed()
+            memory |= self._held_for_ops()
             raw = [r for r in map(innermost, results) if plain(r)]
             with internals.no_transforms(), torch.no_grad(), ops_of_remat():
                 for value in self._walk(needed, memory):
