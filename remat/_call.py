@@ -16,7 +16,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import ATOMS, Closure, Operand, Rebuilder
-from remat._context import NOTHING, Ambient, OwnCasts, RandomState, Variables, entered, modes_of_user, rerunning
+from remat._context import Ambient, OwnCasts, RandomState, Variables, entered, modes_of_user, rerunning, together
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun
 from remat._graph import Stranger, prove
 from remat._layers import layers, requires_grad_at_any_level, requires_grad_below, unwrap_dead
@@ -126,7 +126,7 @@ class Call:
             keys = running()
             position = None if keys is None else keys.position()
             random: Any = None
-            recorder: Any = NOTHING
+            recorder: Any = internals.NOTHING
             if tracing:
                 # In forward mode a compiled rerun has other ops than the forward, so it can't use kept results.
                 follows = policy is not None and internals.compiling() and not self._has_tangents
@@ -356,12 +356,12 @@ class Call:
         look.spares_tail = self.tape is None and not internals.tracing()
         rebuild = Rebuilder(self._closure, inputs)
         self._reruns.append((look, rebuild))
-        random = NOTHING if self.random is None else self.random.replayed()
-        draws = NOTHING if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
-        keys = suspended() if self._drew_from is None and running() is not None else NOTHING
+        random = internals.NOTHING if self.random is None else self.random.replayed()
+        draws = internals.NOTHING if self._drew_from is None else resumed(inputs[self._key], self._drew_from)
+        keys = suspended() if self._drew_from is None and running() is not None else internals.NOTHING
         modes, replay = entered(self._modes), self._replay(operands, inputs)
         places, hooks = filled(plan.fill), hooks_unseen()
-        with self._ambient.restored(), random, draws, keys, modes, places, hooks, replay:
+        with together(self._ambient.restored(), random, draws, keys, modes, places, hooks, replay):
             args, kwargs = _tree.unflatten_call(self._spec, [rebuild(x) for x in self._leaves])
             fun = rebuild(self._fun)
             look.objects = fun, args, kwargs
@@ -376,7 +376,7 @@ class Call:
         reached = self._reached | self._ambiguous
         of_each = enumerate(zip(self.operands.originals, inputs, strict=True))
         stays = [(o, t) for i, (o, t) in of_each if i in reached or not (t.requires_grad or o.copied)]
-        self.fill = [(place, t) for o, t in stays for place in o.places] + self.operands.held_in_modules()
+        self.fill = [(place, t) for o, t in stays for place in o.places] + self.operands.held_in_modules
         look.finish()
         leaves, _ = _tree.flatten(out)
         found = []
@@ -391,7 +391,7 @@ class Call:
 
     def _replay(self, operands: Iterable[Tensor], inputs: Iterable[Tensor]) -> Any:
         if self.tape is None or internals.tracing():
-            return NOTHING
+            return internals.NOTHING
         # Whether this rerun is differentiated, so that another one will follow.
         again = any(t.grad_fn is not None or requires_grad_below(t) for t in operands)
         replay = Replay(self.tape, self.last_rerun and not again)

@@ -18,9 +18,6 @@ from remat import _torch_internals as internals
 from remat._ops import tensors
 from remat.random._generators import global_state, same_state, set_global_state
 
-NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-
-
 T = TypeVar("T")
 _MUTABLE = (list, dict, set)
 rerunning: contextvars.ContextVar[bool] = contextvars.ContextVar("remat_rerunning", default=False)
@@ -73,6 +70,8 @@ class Variables:
 
 def _default_device() -> torch.device | None:
     """The device of the innermost `with torch.device(...)` (or `set_default_device`), None without one."""
+    if not internals.function_modes_active():
+        return None
     modes = reversed(internals.function_modes())
     return next((mode.device for mode in modes if isinstance(mode, internals.DeviceContext)), None)
 
@@ -98,7 +97,7 @@ class Ambient(NamedTuple):
     def restored(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the settings are these again."""
         now = Ambient.current()
-        return NOTHING if now == self else self._restored(now)
+        return internals.NOTHING if now == self else self._restored(now)
 
     @contextlib.contextmanager
     def _restored(self, now: Ambient) -> Iterator[None]:
@@ -257,7 +256,7 @@ def modes_of_user() -> tuple[Any, ...]:
 
 def entered(modes: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
     """A context in which these modes are active, even if the user has left them since."""
-    return _entered(modes) if modes else NOTHING
+    return _entered(modes) if modes else internals.NOTHING
 
 
 @contextlib.contextmanager
@@ -267,4 +266,18 @@ def _entered(modes: tuple[Any, ...]) -> Iterator[None]:
         for mode in modes:
             if not any(mode is m for m in active):
                 stack.enter_context(mode)
+        yield
+
+
+def together(*contexts: contextlib.AbstractContextManager[Any]) -> contextlib.AbstractContextManager[Any]:
+    """One context for several, which are entered in this order."""
+    active = [context for context in contexts if context is not internals.NOTHING]
+    return _together(active) if len(active) > 1 else active[0] if active else internals.NOTHING
+
+
+@contextlib.contextmanager
+def _together(contexts: Iterable[contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield

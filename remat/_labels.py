@@ -136,9 +136,12 @@ class Labels(dict[int, Known]):
 
     def keep(self) -> list[tuple[int, Tensor]]:
         """The plain tensors that are alive. Reruns of other calls must not read them."""
-        plain = (entry for entry in self.items() if entry[1][2] != FIXED)
-        alive = [(key, tensor) for key, entry in plain if (tensor := entry[0]()) is not None]
-        kept.update(alive)
+        alive = []
+        for key, (ref, _, begun) in self.items():
+            if begun != FIXED and (tensor := ref()) is not None:
+                alive.append((key, tensor))
+        if alive:
+            kept.update(alive)
         return alive
 
     def any_alive(self, but: Container[int]) -> bool:
@@ -158,7 +161,7 @@ def _custom(node: Any) -> Any:
     None for a node of torch's own: a view has one if its base was written to, below some transforms only.
     """
     held = getattr(node, "__dict__", None)
-    return None if held is None else (node.name(), plain_in(held.values()))
+    return None if held is None else (node.name(), *filter(None, map(plain_in, held.values())))
 
 
 def of_outside(number: int) -> int:

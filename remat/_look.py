@@ -31,7 +31,7 @@ from remat._labels import FIXED, Labels, Read, in_nested, in_order, of_outside, 
 from remat._layers import layers, layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
 from remat._nested_mode import NestedMode, watched
 from remat._saved import is_of_user
-from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, OTHER, Signature, kind_of, name_of
+from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, OTHER, PLAIN, Signature, kind_of, name_of, plain_in
 from remat._tail import is_large
 
 level_of, stack_depth = internals.level_of, internals.stack_depth
@@ -53,9 +53,11 @@ class Look(NestedMode):
     - `sees_custom`: whether, of an autograd.Function that it sees, the forward has seen the call too.
     - `reads_unseen`: whether the run called an autograd.Function of the user's, which may read memory unseen.
     - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
+    - `position`: how many calls of the signature it has made so far.
     - `tail_number`, `tail_results`: of the tail: the sequence number after its first call, and its results.
     """
 
+    position = 0
     drew = sets_hooks = reads_unseen = in_checkpoint = False
     sees_custom = True
     _reader: Any = None
@@ -111,7 +113,8 @@ class Look(NestedMode):
             self._decide(func, args, kwargs or {})
         at_depth = stack_depth() <= self.depth
         known = self.labels if at_depth else {}  # NOTE [inner wrappers]
-        given, plain = args, []  # type: tuple[Any, Any]
+        given: Any = args
+        plain: list[str] = []
         labels: list[int | None] = []
         for a in args:
             if isinstance(a, Tensor):
@@ -120,10 +123,10 @@ class Look(NestedMode):
                     continue
             elif (kind := kind_of(a.__class__)) is not HOLDER:
                 if kind is not OTHER:
-                    plain.append(a)
+                    plain.append(repr(a) if kind is PLAIN else plain_in(a))
                 continue
             args = self._seen(func, args)
-            labels, plain = self.labels.of_all(args), args
+            labels, plain = self.labels.of_all(args), [*map(plain_in, args)]
             break
         if effects.only_writes and args is given and not kwargs:
             with internals.DisableTorchFunction():
@@ -138,7 +141,7 @@ class Look(NestedMode):
             out = func(*args)
             self.call = None
         if at_depth and type(out) is Tensor and out.requires_grad:
-            self.labels.note_result(out, self._count(), effects.writes)
+            self.labels.note_result(out, self.position, effects.writes)
             self._note(func, self.signature.hash_of(out, plain), None if None in labels else hash(tuple(labels)))
         elif out is None or kind_of(out.__class__) is HOLDER:
             with internals.DisableTorchFunction():
@@ -193,7 +196,7 @@ class Look(NestedMode):
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function, and note whether it begins or ends the tail: see `_tail.py`."""
         signature = self.signature
-        position = len(signature.calls)
+        position = self.position
         if signature.tail is not None and not (reads_no_value(effects, args, kwargs) and torch.is_grad_enabled()):
             signature.tail = None
         out = self._do(func, args, kwargs)
@@ -324,7 +327,8 @@ class Look(NestedMode):
 
     def _note(self, func: Any, shape: int, given: int | None) -> None:
         """Note a call whose result is differentiated. `given`: the labels of what it was given."""
-        if not self._is_in_jvp():
+        if not (self._has_tangents and self._is_in_jvp()):
+            self.position += 1
             self.signature.calls.append((func, shape, given))
 
     def _note_write(self, func: Any, call: int | None) -> None:
@@ -340,14 +344,14 @@ class Look(NestedMode):
         `remembered`: the record with which a rerun can skip the call; None if the call must run.
         """
         signature = self.signature
-        position = len(signature.calls)
+        position = self.position
         signature.nests, signature.tail = signature.nests + 1, None
         calls = () if inner is None else inner.calls
         func = name, hash(tuple([(f, shape) for f, shape, _ in calls]))
         self.add_results(func, out, (), [given for *_, given in calls])
         for write in () if inner is None else inner.writes:
             self._note_write(func, together((hash(name), write)))
-        if remembered is not None and len(signature.calls) > position:
+        if remembered is not None and self.position > position:
             self._begin_tail(position, remembered, out)
 
     def add_results(
@@ -358,11 +362,11 @@ class Look(NestedMode):
         found, differentiated = tensors_in(out), False
         if not found:
             return
-        shapes = self.signature.hash_of(found[0], args)
+        shapes = self.signature.hash_of(found[0], map(plain_in, args))
         if len(found) > 1:
             shapes = hash((shapes, *map(self.signature.hash_of, found[1:])))
         func, labels = in_order(func, labels)
-        given, position = together(labels), self._count()
+        given, position = together(labels), self.position
         call = together((hash(func), shapes, given))
         is_custom = effects is not None and effects.is_custom
         for i, t in enumerate(found):
@@ -396,10 +400,6 @@ class Look(NestedMode):
         """Whether a call returned a tensor from outside unchanged, perhaps wrapped by a transform around the run."""
         return any(id(self.stand_in(t)) in self.outside for t in layers(result))
 
-    def _count(self) -> int:
-        """How many calls the signature has so far."""
-        return len(self.signature.calls)
-
     def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
         """The arguments of `register_hook`. `inner`: of a hook that a nested run sets, the position there.
 
@@ -408,7 +408,7 @@ class Look(NestedMode):
         if internals.is_hook_of_fully_shard(args[1]):
             raise RematError(SHARDED.format(self.name))
         self.sets_hooks = True
-        position = (self._count(), *inner)
+        position = (self.position, *inner)
         given = args if self.outer is None else self.outer._with_hook(args, position)
         if id(args[0]) not in self.outside:
             level = max(internals.level_of(args[0]), 0)

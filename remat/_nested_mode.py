@@ -155,7 +155,7 @@ def hooks_unseen() -> contextlib.AbstractContextManager[Any]:
     """A context in which no look notes the torch calls of the user's `saved_tensors_hooks`."""
     hooks = internals.saved_tensors_hooks_of_user()
     if hooks is None or not hooks_set_inside() or hooks != internals.saved_tensors_hooks():
-        return contextlib.nullcontext()
+        return internals.NOTHING
     pack, unpack = hooks
 
     def pack_unseen(tensor: Tensor) -> Any:

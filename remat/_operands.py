@@ -116,10 +116,6 @@ class Constant(NamedTuple):
     label: int | None
     in_cell: bool = False
     """Whether a cell of the function holds it."""
-    places: Sequence[Place] = ()
-    """Where modules hold it."""
-    held: Tensor | None = None
-    """The tensor, if modules hold it: they may hold another one later."""
 
 
 class Plan(NamedTuple):
@@ -150,6 +146,7 @@ class Operands:
     - `objects`: where to search for captured tensors: the objects in reach of the function.
     - `stands_in`: whether the call is skipped: see `Call.stand_in`.
     - `constants`: the other tensors from outside.
+    - `held_in_modules`: the places in modules of constants, with these: modules may hold others later.
     - `survivors`: tensors that the forward made without a derivative and read, and that are still alive.
     """
 
@@ -164,11 +161,14 @@ class Operands:
         self.originals: list[Original] = []
         self._index: dict[int, int] = {}
         self._outer = outer
+        self._replaced: Sequence[tuple[Tensor, int]] = ()
+        """In an outer rerun, the tensors that have a stand-in, and the identity of that."""
         self._stand_ins: dict[int, int] = {}
-        """In an outer rerun, the identity of each tensor that has a stand-in, and of that."""
+        """The same by the identity of the tensor."""
         self.in_cells: dict[int, tuple[Tensor, int]] = {}
         """By identity, tensors in cells that are not differentiated, and their versions."""
         self.constants: list[Constant] = []
+        self.held_in_modules: list[tuple[Place, Tensor]] = []
         self.survivors: list[Survivor] = []
 
     def add(self, tensor: Tensor) -> Operand:
@@ -194,14 +194,17 @@ class Operands:
 
         `tape`: the values that a policy keeps; None without a policy.
         """
-        self._check_memory([look.outside[key].value for key in look.copies])
-        self._stand_ins = {id(t): stand_in for t, stand_in in self._outer_originals()}
+        if look.copies:
+            self._check_memory([look.outside[key].value for key in look.copies])
+        if self._outer is not None:
+            self._replaced = self._outer.originals()
+            self._stand_ins = {id(t): stand_in for t, stand_in in self._replaced}
         constants = self._add_read(look, tape)
         self._find_places(look, constants)
         for key, i in self._index.items():
             if (read := look.outside.get(key)) is not None:
                 self.originals[i].label = read.label
-        for t, stand_in in self._outer_originals():
+        for t, stand_in in self._replaced:
             if (index := self._index.get(stand_in)) is not None:
                 self.originals[index].also = [*self.originals[index].also, weakref.ref(t)]
         self.constants += [Constant(weakref.ref(r.value), r.version, r.label) for r in constants.values()]
@@ -221,7 +224,7 @@ class Operands:
     def _add_read(self, look: Look, tape: Tape | None) -> dict[int, Read]:
         """Add each tensor that was read and must be an operand. Returns the other reads, by identity of the tensor."""
         constants, since = {}, look.since
-        known = {*self._index, *self._stand_ins.values()}
+        stand_ins = {*self._stand_ins.values()}
         for key, read in [*look.outside.items()]:
             value, before = read.value, read.version
             if (in_cell := self.in_cells.get(key)) is not None:
@@ -233,7 +236,9 @@ class Operands:
             elif version_of(value) != before:
                 if self._is_outside(value, since):
                     raise self._changed(read, look)
-            elif key in known or (look.in_checkpoint and look.outer.is_saved(value)):
+            elif key in self._index:
+                continue
+            elif key in stand_ins or (look.in_checkpoint and look.outer.is_saved(value)):
                 self._capture(read)  # a checkpoint's hooks must save as many in its rerun, which may read a copy
             elif in_cell is not None or (look.in_checkpoint and not value.requires_grad):
                 self.constants.append(Constant(weakref.ref(value), before, read.label, in_cell is not None))
@@ -278,8 +283,8 @@ class Operands:
                 key = self._stand_ins.get(found, found)
                 captured.pop(key, None)
                 if (read := constants.pop(key, None)) is not None:
-                    ref = weakref.ref(read.value)
-                    self.constants.append(Constant(ref, read.version, read.label, places=places, held=read.value))
+                    self.constants.append(Constant(weakref.ref(read.value), read.version, read.label))
+                    self.held_in_modules += [(place, read.value) for place in places]
                 elif key in index:
                     self.originals[index[key]].add_places(places)
             if captured:
@@ -291,14 +296,10 @@ class Operands:
         for key in look.handed_on & captured.keys():
             self._must_have_place(key, look)
 
-    def _outer_originals(self) -> list[tuple[Tensor, int]]:
-        """In an outer rerun, the tensors that have a stand-in, and the identity of that."""
-        return [] if self._outer is None else self._outer.originals()
-
     def _places_in_modules(self, tensors: Sequence[Tensor]) -> Iterable[tuple[int, Sequence[Place]]]:
         """The places of these tensors in modules, and of the originals for which they stand in, by identity."""
         keys = {*map(id, tensors)}
-        originals = [t for t, stand_in in self._outer_originals() if stand_in in keys]
+        originals = [t for t, stand_in in self._replaced if stand_in in keys]
         return places_in_modules(self.objects, [*tensors, *originals]).items()
 
     def _search(self, keys: AbstractSet[int], far: bool = True) -> list[Original]:
@@ -354,40 +355,45 @@ class Operands:
     def plan(self, inputs: list[Tensor]) -> Plan:
         """Plan a rerun with these inputs. An input that the function writes to is replaced by a copy."""
         swaps: dict[int, tuple[Tensor, Tensor]] = {}
-        fill = self.held_in_modules()
+        fill = self.held_in_modules.copy()
         to_write: dict[int, Tensor] = {}
         labels: dict[int, int | None] = {}
+        survivors: dict[int, tuple[int | None, int]] = {}
+        alive: list[Tensor] = []
         for i, original in enumerate(self.originals):
-            tensor = original.ref()
             operand = inputs[i] = original.as_found(inputs[i].clone() if original.copied else inputs[i])
-            if original.written and tensor is not None:  # else the function may have made it itself, unseen
+            if original.written and original.ref() is not None:  # else the function may have made it itself, unseen
                 to_write[memory_of(operand)] = operand
-            fill += [(place, operand) for place in original.places]
-            found = [t for ref in (original.ref, *original.also) if (t := ref()) is not None]
-            for t in (operand, *found):
+            for place in original.places:
+                fill.append((place, operand))
+            if original.is_read:
+                labels[id(operand)] = original.label
+            for ref in (original.ref, *original.also):
+                if (t := ref()) is None or t is operand:
+                    continue
+                alive.append(t)
+                swaps[id(t)] = t, operand
                 if original.is_read:
                     labels[id(t)] = original.label
-                if t is not operand:
-                    swaps[id(t)] = t, operand
-        alive = [*self.still_there(), *(t for survivor in self.survivors if (t := survivor.ref()) is not None)]
         for constant in self.constants:
-            if self._is_alive(t := constant.ref(), constant.version):
+            if (t := constant.ref()) is not None:
+                alive.append(t)
                 labels[id(t)] = constant.label
-            if (held := constant.held) is not None and held.requires_grad:  # it is no longer frozen
+                self._check_unchanged(t, constant.version)
+        for _, held in self.held_in_modules:
+            if held.requires_grad and id(held) not in swaps:  # it is no longer frozen
                 frozen = of_kind(type(held), held.detach())
-                swaps[id(held)], labels[id(frozen)] = (held, frozen), constant.label
-        survivors = {id(s.ref()): (s.label, s.begun) for s in self.survivors if self._is_alive(s.ref(), s.version)}
+                swaps[id(held)], labels[id(frozen)] = (held, frozen), labels[id(held)]
+        for survivor in self.survivors:
+            if (t := survivor.ref()) is not None:
+                alive.append(t)
+                survivors[id(t)] = survivor.label, survivor.begun
+                self._check_unchanged(t, survivor.version)
         return Plan(swaps, fill, to_write, labels, survivors, alive)
 
-    def held_in_modules(self) -> list[tuple[Place, Tensor]]:
-        """The places in modules of constants, with these."""
-        return [(place, c.held) for c in self.constants if c.held is not None for place in c.places]
-
-    def _is_alive(self, tensor: Tensor | None, version: int) -> bool:
-        """Whether a tensor is still alive. If it has been changed in place, that is an error."""
-        if tensor is not None and version_of(tensor) != version:
+    def _check_unchanged(self, tensor: Tensor, version: int) -> None:
+        if version_of(tensor) != version:
             raise CheckpointError(_CHANGED_SINCE.format(list(tensor.shape), tensor.dtype, self.name))
-        return tensor is not None
 
     def still_there(self) -> list[Tensor]:
         """The originals, and the other outside tensors that reruns read, if they are still alive."""
@@ -414,4 +420,4 @@ class Operands:
             if id(self.tensors[i]) not in look.outside and i not in reached:
                 self.originals[i].is_read = False
         self.objects, self.tensors, self.in_cells = [], [], {}
-        self._index, self._stand_ins, self._outer = {}, {}, None
+        self._index, self._stand_ins, self._replaced, self._outer = {}, {}, (), None

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat import _torch_internals as internals
 from remat._closure import ATOMS, parts_of
 
 Place = tuple[Any, Any]
@@ -244,7 +245,7 @@ def filled(
 ) -> contextlib.AbstractContextManager[None]:
     """A context for a rerun, in which the places hold operands. Reruns of other threads wait: they share the places."""
     fill = [(place, tensor) for place, tensor in fill if item(*place) is not tensor]
-    return _filling(fill, lock) if fill else contextlib.nullcontext()
+    return _filling(fill, lock) if fill else internals.NOTHING
 
 
 def still_filled(fill: Sequence[tuple[Place, Tensor]]) -> contextlib.AbstractContextManager[None]:
@@ -253,4 +254,4 @@ def still_filled(fill: Sequence[tuple[Place, Tensor]]) -> contextlib.AbstractCon
     The backward of an `autograd.Function` may call a module, and differentiate that. No thread waits: the backward pass
     may go on in another thread.
     """
-    return filled(fill, contextlib.nullcontext())
+    return filled(fill, internals.NOTHING)

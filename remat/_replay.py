@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._context import NOTHING, Ambient, RandomState
+from remat._context import Ambient, RandomState
 from remat._dispatch_mode import ops_of_remat
 from remat._layers import innermost
 from remat._ops import FACTS, OpFacts, bytes_of, facts_of, flat, layout_of, storages, tensors
@@ -222,7 +222,7 @@ def _compute(op: Op, memory: dict[Value, Any], before: RandomState | None) -> No
     given |= {v: bytes_of(s).clone().untyped_storage() for v, s in given.items() if s in written}
     args, kwargs = _filled(op, given)
     settings = Ambient.current()._replace(dtype=op.dtype, autocast=())
-    with settings.restored(), before.replayed() if before else NOTHING, internals.views_resolved():
+    with settings.restored(), before.replayed() if before else internals.NOTHING, internals.views_resolved():
         out = op.facts.func(*args, **kwargs)
     memory |= {v: t.untyped_storage() for v, t in zip(op.outputs, flat(out), strict=True) if isinstance(v, Value)}
     memory |= dict(zip(op.writes, storages(op.facts.written(args, kwargs)), strict=True))

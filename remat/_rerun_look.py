@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -101,8 +101,7 @@ class RerunLook(Look):
         self._plan = plan
         self._forward = forward
         self.sees_custom = forward.under_transform
-        self._position = 0
-        self._hooks: Counter[tuple[int, ...]] = Counter()
+        self._hooks: defaultdict[tuple[int, ...], int] = defaultdict(int)
         """How many hooks it has set at each position of the signature."""
         self._level = level
         self._suspects: dict[int, tuple[weakref.ref[Tensor], str]] = {}
@@ -113,9 +112,6 @@ class RerunLook(Look):
         for t in self._given:
             if id(t) in self._plan.labels:
                 self.labels.note(t, self._plan.labels[id(t)])
-
-    def _count(self) -> int:
-        return self._position
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
@@ -175,7 +171,7 @@ class RerunLook(Look):
 
     @property
     def _at_tail(self) -> bool:
-        return self.spares_tail and self._position == self._forward.tail
+        return self.spares_tail and self.position == self._forward.tail
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         at_product = self._at_tail and self._forward.tail_call is None
@@ -197,7 +193,7 @@ class RerunLook(Look):
     def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
         if id(args[0]) in self.outside:  # the forward has put it on the tensor itself
             return (internals.leaf_of_nothing(), *args[1:])
-        here = (self._position, *inner)
+        here = (self.position, *inner)
         levels = [level for position, level in self._forward.hooks if position == here]
         number = self._hooks[here]
         self._hooks[here] += 1
@@ -209,9 +205,9 @@ class RerunLook(Look):
         return args
 
     def _note(self, func: Any, shape: int, given: int | None) -> None:
-        if self._is_in_jvp():
+        if self._has_tangents and self._is_in_jvp():
             return
-        position = self._position
+        position = self.position
         calls = self._forward.calls
         hint = ""
         if position == len(calls):
@@ -224,7 +220,7 @@ class RerunLook(Look):
         elif given is not None and calls[position][2] not in (given, None):
             then, hint = "was given other tensors", _STATE
         else:
-            self._position = position + 1
+            self.position = position + 1
             return
         where = self.name, position + 1, name_of(func), call_site(), then
         raise CheckpointError(_DIFFERS.format(*where, hint, PURITY))
@@ -258,8 +254,8 @@ class RerunLook(Look):
             if level == self._level and not 0 <= missing <= self._forward.hooks_of_torch.count(position):
                 raise RematError(_OTHER_HOOKS.format(self.name))
         calls = self._forward.calls
-        if self._position < len(calls):
+        if self.position < len(calls):
             raise CheckpointError(
-                f"remat: the rerun of {self.name} ended after {self._position} of {len(calls)} torch calls; the "
-                f"forward went on with {name_of(calls[self._position][0])}. {PURITY}"
+                f"remat: the rerun of {self.name} ended after {self.position} of {len(calls)} torch calls; the "
+                f"forward went on with {name_of(calls[self.position][0])}. {PURITY}"
             )

@@ -30,7 +30,7 @@ class Packed:
 def without_saved_tensors_hooks() -> contextlib.AbstractContextManager[Any]:
     """A context in which the user's `saved_tensors_hooks` are not called: only the innermost hooks are."""
     if internals.saved_tensors_hooks() is None:
-        return contextlib.nullcontext()
+        return internals.NOTHING
     return torch.autograd.graph.saved_tensors_hooks(Packed, Packed.unpack)
 
 

@@ -75,17 +75,17 @@ class Signature:
         self.hooks_of_torch: list[tuple[int, ...]] = []
         self._is_traced = internals.tracing() or internals.compiling()
 
-    def hash_of(self, tensor: Tensor, args: Iterable[Any] = ()) -> int:
-        """A hash of a tensor's shape and dtype, and of the numbers, flags and names in the arguments of a call.
+    def hash_of(self, tensor: Tensor, plain: Iterable[str] = ()) -> int:
+        """A hash of a tensor's shape and dtype, and of what is plain in the arguments of a call: see `plain_in`.
 
         Lengths are left out of nested tensors, and under a tracer, where a symbolic one may become a number.
         """
         shape = None if self._is_traced or tensor.is_nested else tensor.shape
-        return hash((shape, tensor.dtype, plain_in(args) if args else ()))
+        return hash((shape, tensor.dtype, *filter(None, plain)))
 
 
-def _plain_in(arg: Any) -> str:
-    """The numbers, flags and names in an argument of a call: a step, the bounds of a slice, dimensions in a list."""
+def plain_in(arg: Any) -> str:
+    """The numbers, flags, names and arrays in an argument of a call: a step, the bounds of a slice, a list of sizes."""
     cls = arg.__class__
     kind = kind_of(cls)
     if kind is PLAIN:
@@ -95,17 +95,12 @@ def _plain_in(arg: Any) -> str:
     if kind is ARRAY:
         return str(hash(arg.tobytes()))
     if cls is slice:
-        return ":".join(map(_plain_in, (arg.start, arg.stop, arg.step)))
+        return ":".join(map(plain_in, (arg.start, arg.stop, arg.step)))
     if cls is list or cls is tuple:
-        return f"[{','.join(map(_plain_in, arg))}]"
+        return f"[{','.join(map(plain_in, arg))}]"
     if isinstance(arg, torch.Generator):  # the function may make and seed it
         return str(arg.initial_seed())
     return arg.__qualname__ if isinstance(arg, type) else ""  # an autograd.Function
-
-
-def plain_in(args: Iterable[Any]) -> tuple[str, ...]:
-    """The numbers, flags, names and arrays among some objects."""
-    return tuple([p for p in map(_plain_in, args) if p])
 
 
 def name_of(func: Any) -> str:

@@ -48,6 +48,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as creat
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+"""The context that does nothing, once for all."""
 
 
 # Transforms.
@@ -141,7 +143,7 @@ def vmap_levels() -> tuple[tuple[int, int, str], ...]:
 
 def no_transforms() -> contextlib.AbstractContextManager[Any]:
     """A context in which ops run as if no transform were active."""
-    return temporarily_clear_interpreter_stack() if transforms_active() else _NOTHING
+    return temporarily_clear_interpreter_stack() if transforms_active() else NOTHING
 
 
 @contextlib.contextmanager
@@ -186,7 +188,6 @@ def unwrap_functional(tensor: Tensor, reapply_views: bool) -> Tensor:
 
 # Levels of our own.
 
-_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 # A new `vmap` level, even if no argument is batched: draws can be.
 vmap_level: Callable[[int, str], contextlib.AbstractContextManager[int]] = _vmap.vmap_increment_nesting
 
@@ -216,7 +217,7 @@ def functionalize_level(reapply_views: bool) -> Iterator[int]:
 @contextlib.contextmanager
 def dual_level() -> Iterator[int]:
     """A level of `torch.autograd.forward_ad`, below all levels of functorch; the user's, if that is entered."""
-    with fwad._set_fwd_grad_enabled(True), _NOTHING if forward_ad_active() else fwad.dual_level():
+    with fwad._set_fwd_grad_enabled(True), NOTHING if forward_ad_active() else fwad.dual_level():
         yield 0
 
 
@@ -229,12 +230,12 @@ def jvp_level() -> Iterator[int]:
 
 def forward_ad_active() -> bool:
     """Whether a tensor can carry a tangent now. A `jvp` in compiled code does not set the level of `forward_ad`."""
-    return fwad._current_level >= 0 or _is_under(TransformType.Jvp)
+    return fwad._current_level >= 0 or (transforms_active() and _is_under(TransformType.Jvp))
 
 
 def forward_ad_disabled() -> contextlib.AbstractContextManager[Any]:
     """A context in which ops ignore the tangents of their inputs."""
-    return fwad._set_fwd_grad_enabled(False) if forward_ad_active() else _NOTHING
+    return fwad._set_fwd_grad_enabled(False) if forward_ad_active() else NOTHING
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import Closure, Operand, Rebuilder
-from remat._context import NOTHING, Ambient, OwnCasts, RandomState, Variables, entered, modes_of_user, rerunning
+from remat._context import Ambient, OwnCasts, RandomState, Variables, entered, modes_of_user, rerunning, together
 from remat._errors import CheckpointError, function_name, note_rerun
 from remat._graph import is_from_before
 from remat._layers import version_of
@@ -27,7 +27,7 @@ from remat.random._keyed import running, suspended
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Of the forward, and of the rerun."""
-NO_CONTEXTS: Contexts = (NOTHING, NOTHING)
+NO_CONTEXTS: Contexts = (internals.NOTHING, internals.NOTHING)
 _MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: [{} {}], which {} "
     "was given, reads from outside or saves for its rerun, is at version {}; expected version {} instead. Change it "
@@ -248,12 +248,12 @@ class Call:
 
     def _rerun(self, inputs: Any, fill: Any, look: CheckpointLook | None, context: Any, trace: Any) -> Any:
         rerunning.set(True)
-        draws = NOTHING if self.random is None else self.random.replayed()
-        keys = suspended() if internals.function_modes_active() and running() is not None else NOTHING
+        draws = internals.NOTHING if self.random is None else self.random.replayed()
+        keys = suspended() if internals.function_modes_active() and running() is not None else internals.NOTHING
         modes, rebuild = entered(self._modes), Rebuilder(self._closure, inputs)
         flags = [(key, cell, cell.cell_contents) for key, cell in self._flags.items()]
         try:
-            with self._ambient.restored(), OwnCasts(), draws, keys, modes, context, trace, filled(fill):
+            with together(self._ambient.restored(), OwnCasts(), draws, keys, modes, context, trace, filled(fill)):
                 # The context may have set one, for the function to see.
                 rebuild.keep({key: cell for key, cell, before in flags if cell.cell_contents is not before})
                 args, kwargs = _tree.unflatten_call(self._spec, [*map(rebuild, self._leaves)])

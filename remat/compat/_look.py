@@ -356,4 +356,4 @@ class CheckpointLook(Look):
             is_set = self.hooks_are_set and id(args[0]) in self.outside
             return (internals.leaf_of_nothing(), *args[1:]) if is_set else args
         self.sets_hooks = self.sets_hooks or not self.has_made(args[0])
-        return args if self.outer is None else self.outer._with_hook(args, (self._count(), *inner))
+        return args if self.outer is None else self.outer._with_hook(args, (self.position, *inner))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._context import NOTHING
 from remat._derived import is_bare_leaf
 from remat._errors import RematError, warn
 from remat._graph import Stranger, prove
@@ -100,7 +99,7 @@ class CheckpointFunction(torch.autograd.Function):
     @internals.left_alone_by_dynamo
     def backward(ctx: Any, *cotangents: Any) -> Any:
         """Run the function again, and differentiate the rerun."""
-        with internals.base_level() if internals.transforms_active() else NOTHING:
+        with internals.base_level() if internals.transforms_active() else internals.NOTHING:
             found = internals.with_subclasses(lambda: _gradients(ctx, cotangents))
         if not internals.graph_is_retained():  # freed as saved tensors are: it may lead to this node
             ctx.call, ctx.captured, ctx.gathered = None, {}, []

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._context import NOTHING
 from remat._errors import CheckpointError, RematError
 from remat._holder import Holder
 from remat._nested_mode import current_look
@@ -240,12 +239,12 @@ class Region:
 
     def _rerun(self, recomputed: _Recomputed) -> None:
         """Run the function again, for the tensors that its graph saves."""
-        with internals.base_level() if internals.transforms_active() else NOTHING:
+        with internals.base_level() if internals.transforms_active() else internals.NOTHING:
             arguments = [None if s is None else s.unpack() for s in self._saved]
             context, trace, tell = self._contexts[1], self.traces[1], None
             is_over = self._call.forward_look is None
             if not is_over:  # a backward inside the forward and its context
-                context, trace = internals.DisableTorchDispatch(), NOTHING
+                context, trace = internals.DisableTorchDispatch(), internals.NOTHING
             elif self._selective is not None:
                 context = recomputed.replay = self._selective.replay()
                 tell = functools.partial(self._selective.stand_in, context)

@@ -14,7 +14,7 @@ import torch
 
 from remat import _torch_internals as internals
 from remat import _tree
-from remat._context import NOTHING, RandomState
+from remat._context import RandomState
 from remat._effects import tensors_in
 from remat._errors import RematError, function_name
 from remat._layers import innermost
@@ -103,7 +103,7 @@ def trial(who: str, args: Any, pure: Any = None) -> Iterator[None]:
     look = Look(who, (), random)  # in a rerun, the function around knows what stands for the arguments
     start: Any = None if keys is None else keys.position()
     try:
-        with torch.no_grad(), NOTHING if keys is None else resumed(keys.key, start), look:
+        with torch.no_grad(), internals.NOTHING if keys is None else resumed(keys.key, start), look:
             yield
             drew = random.drawn_since(look.drew) or ((now := running()) is not None and now.position() != start)
             if pure is not None and (drew or look.copies):
