@@ -233,10 +233,17 @@ def tensors_in(out: Any) -> list[Tensor]:
 
 
 def map_in(fun: Callable[[Any], Any], arg: Any) -> Any:
-    """An argument of a torch call, with `fun(x)` in the place of each tensor or other object `x` in it."""
-    if isinstance(arg, (list, tuple)) and HOLDER in map(kind_of, {*map(type, arg)}):
-        items = [map_in(fun, x) for x in arg]
-        return type(arg)(*items) if hasattr(arg, "_fields") else type(arg)(items)
-    if type(arg) is slice and tensors_in(arg):
+    """An argument of a torch call, with `fun(x)` in the place of each tensor or generator `x` in it."""
+    kind = arg.__class__
+    if kind_of(kind) is not HOLDER:
+        return arg
+    if issubclass(kind, (Tensor, torch.Generator)):
+        return fun(arg)
+    if kind is slice:
         return slice(*[map_in(fun, x) for x in (arg.start, arg.stop, arg.step)])
-    return {k: map_in(fun, v) for k, v in arg.items()} if type(arg) is dict else fun(arg)
+    if issubclass(kind, dict):
+        return {k: map_in(fun, v) for k, v in arg.items()} if kind is dict else arg
+    if HOLDER not in map(kind_of, {*map(type, arg)}):
+        return arg
+    items = [map_in(fun, x) for x in arg]
+    return kind(*items) if hasattr(arg, "_fields") else kind(items)

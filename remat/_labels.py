@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._effects import tensors_in
 from remat._layers import layers, unwrap_dead, version_of
 from remat._signature import plain_in
 
@@ -106,10 +105,6 @@ class Labels(dict[int, Known]):
         if label is None or (tensor.requires_grad and tensor.grad_fn is None):
             return None
         return hash((label, version - begun, _custom(tensor.grad_fn))) | 1
-
-    def of_all(self, args: Any) -> list[int | None]:
-        """The labels of all tensors in the arguments of a call."""
-        return [*map(self.of, tensors_in(args))]
 
     def returns(self, out: Tensor) -> bool:
         """Whether a call has returned what it was given, perhaps wrapped by a transform around the run.

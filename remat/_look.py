@@ -126,7 +126,7 @@ class Look(NestedMode):
                     plain.append(repr(a) if kind is PLAIN else plain_in(a))
                 continue
             args = self._seen(func, args)
-            labels, plain = self.labels.of_all(args), [*map(plain_in, args)]
+            labels, plain = self._labels_of(args), [*map(plain_in, args)]
             break
         if effects.only_writes and args is given and not kwargs:
             with internals.DisableTorchFunction():
@@ -155,7 +155,7 @@ class Look(NestedMode):
         written = written_by(effects, args, kwargs)
         passed = (*args, *kwargs.values())
         with internals.DisableTorchFunction():
-            labels = self.labels.of_all(passed)
+            labels = self._labels_of(passed)
             if effects.differentiates:
                 self._check_graph(*args, **kwargs)
             for t in written:
@@ -178,7 +178,8 @@ class Look(NestedMode):
         if effects.looks_up:  # an operand does not hold what the user's tensor holds
             return self._seen(func, (self._maybe_tail(effects, func, given[0], kwargs),))[0]
         out = self._maybe_tail(effects, func, args, kwargs)
-        self._after_draw(before)
+        if before is not None:
+            self._after_draw(before)
         if kind_of(out.__class__) is HOLDER or (out is None and written):
             with internals.DisableTorchFunction():
                 self.add_results(func, written if out is None else out, passed, labels, effects)
@@ -229,8 +230,7 @@ class Look(NestedMode):
     def _take(self, arg: Any) -> Any:
         if isinstance(arg, Tensor):
             return self.read(arg)
-        if isinstance(arg, torch.Generator):
-            self.notice(arg)
+        self.notice(arg)
         return arg
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
@@ -275,7 +275,8 @@ class Look(NestedMode):
             label = self.number_of(value)
             self.outside[key] = Read(value, version_of(value), label, self._reader)
             self.labels.note(value, label)
-            self.copies.note(key, self.outside, self._copied)
+            if self.copies.begun:
+                self.copies.note(key, self.outside, self._copied)
 
     def number_of(self, value: Tensor) -> int | None:
         """The label of a tensor from outside. In a nested run, what the outer run calls it."""
@@ -288,12 +289,16 @@ class Look(NestedMode):
         """The label of a tensor that a nested run is about to read: NOTE [labels]."""
         return self.labels.of(tensor)
 
+    def _labels_of(self, args: Any) -> list[int | None]:
+        """The labels of all tensors in the arguments of a call."""
+        return [*map(self.labels.of, tensors_in(args))]
+
     def _before_draw(self, func: Any) -> Any:
         """The state of the generators before a call that may draw; None if it need not be known."""
         return self.random.now() if not self.drew and isinstance(self.random, RandomState) else None
 
-    def _after_draw(self, before: RandomState | None) -> None:
-        self.drew = self.drew or not (before is None or before.is_current())
+    def _after_draw(self, before: RandomState) -> None:
+        self.drew = self.drew or not before.is_current()
 
     def notice(self, generator: torch.Generator) -> None:
         """The run is about to draw from an explicit generator."""

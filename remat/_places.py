@@ -64,8 +64,14 @@ class _Index:
         found: dict[int, list[Place]] = {}
         unknown = []
         for t in tensors:
-            places = [(getattr(ref(), kind, {}), name) for ref, kind, name in self._holders.get(id(t), ())]
-            if places and all(item(*place) is t for place in places):
+            places: list[Place] = []
+            for ref, kind, name in self._holders.get(id(t), ()):
+                names = getattr(ref(), kind, {})
+                if names.get(name) is not t:  # the index is out of date
+                    places.clear()
+                    break
+                places.append((names, name))
+            if places:
                 found[id(t)] = places
             elif (other := self._others.get(id(t))) is None or other() is not t:
                 unknown.append(t)

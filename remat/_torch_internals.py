@@ -693,7 +693,7 @@ def uncompiled_module(module: Any) -> tuple[Any, dict[str, Any]]:
 
 def compiling() -> bool:
     """Whether AOTAutograd or another backend traces a graph of dynamo."""
-    return TracingContext.try_get() is not None
+    return dispatch_modes_active() > 0 and TracingContext.try_get() is not None
 
 
 def _node_of(tensor: Tensor) -> Any:

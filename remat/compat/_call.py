@@ -209,7 +209,7 @@ class Call:
                 near.append(t)
             if is_written or (position is not None and position < self.arguments):
                 continue
-            if look.is_written_around(t):  # perhaps once more, before this call runs again
+            if look.outer is not None and look.is_written_around(t):  # perhaps once more, before this call runs again
                 reads.append(Read(t, t.clone()))
             elif type(t) is Parameter:
                 reads.append(Read(t, t))
@@ -304,7 +304,7 @@ class Call:
             for key, value in values.items()
             for place in self.places.get(key, ())
             # A look swaps what was there in the forward, but for reads that no mode sees, as of an index.
-            if not (id(item(*place)) == key and key in swaps and key not in written)
+            if not (key in swaps and key not in written and id(item(*place)) == key)
         ]
         inputs = [originals.get(key, leaves.get(key, values.get(key))) for key in self._index]
         changed = swaps or stale or kept_by_runs

@@ -171,7 +171,8 @@ class CheckpointLook(Look):
             return self._taint(out, written_by(effects, args, kwargs or {})) if self._reads_tainted else out
         before = self._before_draw(func) if effects.acts else None
         out = self._do(func, args, kwargs or {})
-        self._after_draw(before)
+        if before is not None:
+            self._after_draw(before)
         if self._reads_tainted:
             self._taint(out)
         elif type(out) is Tensor and not internals.is_wrapper(out):
@@ -191,8 +192,9 @@ class CheckpointLook(Look):
         effects = effects_of(func)
         if effects.is_metadata:
             return
-        written = {*map(id, written_by(effects, args, kwargs))}
-        for key in self.undecided.keys() & {*map(id, tensors_in((args, kwargs)))}:
+        found = self.undecided.keys() & {*map(id, tensors_in((args, kwargs)))}
+        written = {*map(id, written_by(effects, args, kwargs))} if found else ()
+        for key in found:
             first, error = self.undecided.pop(key)
             if key not in written and func != first:
                 tensor, _ = self._swaps.pop(key)
@@ -266,7 +268,8 @@ class CheckpointLook(Look):
             first = self._reader if is_alias or effects.sets_data else self._clock[0]
         self.outside[id(value)] = Seen(value, first, version_of(value))
         self.labels.note(value, None)
-        self.copies.note(id(value), self.outside, self._copied)
+        if self.copies.begun:
+            self.copies.note(id(value), self.outside, self._copied)
 
     def add_call(self, name: str, out: Any, inner: Any = None, remembered: Any = None) -> None:
         self.signature.nests += 1
@@ -279,7 +282,7 @@ class CheckpointLook(Look):
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
-        if (stale := self._stale.get(id(self.stand_in(tensor)))) is not None:
+        if self._stale and (stale := self._stale.get(id(self.stand_in(tensor)))) is not None:
             raise stale
         if self._is_tainted(tensor):
             if current_look() is not self:  # what it computes would not be known
@@ -337,12 +340,17 @@ class CheckpointLook(Look):
     def keep(self, out: Any) -> None:
         """Note which differentiated tensors the run has made and somebody keeps, besides its results."""
         results = {*map(id, tensors_in(out))}
-        alive = [t for ref, *_ in self.labels.values() if (t := ref()) is not None and t.grad_fn is not None]
-        kept_by_runs.update((id(t), t) for t in alive if id(t) not in results and self.has_made(t))
+        for key, (ref, *_) in self.labels.items():
+            if (t := ref()) is not None and t.grad_fn is not None and key not in results and self.has_made(t):
+                kept_by_runs[key] = t
 
     def label_of(self, tensor: Tensor) -> int | None:
         """Tells a tensor from others of this run. No rerun compares it."""
         return id(tensor)
+
+    def _labels_of(self, args: Any) -> list[int | None]:
+        """None: no rerun compares them."""
+        return []
 
     def _copied(self, value: Tensor) -> Tensor:
         copy = value.detach().clone()
