@@ -17,8 +17,8 @@ from remat._signature import HOLDER, kind_of
 _FIRST = ((0, "input"),)
 """What a function writes to whose name ends in `_`, or a collective."""
 _COLLECTIVES = """
-    all_gather all_gather_coalesced all_gather_single all_reduce all_reduce_coalesced all_to_all all_to_all_single
-    broadcast irecv recv reduce reduce_scatter reduce_scatter_single scatter
+    all_gather all_gather_coalesced all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced all_to_all
+    all_to_all_single broadcast irecv recv reduce reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter
 """
 _OTHERS: dict[Any, tuple[tuple[int, str], ...]] = {
     F.batch_norm: ((1, "running_mean"), (2, "running_var")),

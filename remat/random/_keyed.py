@@ -159,7 +159,8 @@ def _active() -> list[Threading]:
 
 def running() -> Threading | None:
     """The innermost active threading, or None outside `keyed`."""
-    return next(reversed(_active()), None)
+    active = _active()
+    return active[-1] if active else None  # dynamo traces this, and knows no `next` of an empty list (2.12)
 
 
 @contextlib.contextmanager
