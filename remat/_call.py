@@ -180,9 +180,9 @@ class Call:
         if look.outer is not None:
             self._like = [*map(returned, results.tensors)]
             self._layers = {id(layer) for t in results.tensors for layer in layers(t)}
-        others = [x for i, x in enumerate(results.leaves) if i not in results.positions]
-        if not any(isinstance(x, Tensor) or type(x) not in ATOMS for x in others):
-            self._result = [None if isinstance(x, Tensor) else x for x in results.leaves], results.spec
+            others = [x for i, x in enumerate(results.leaves) if i not in results.positions]
+            if not any(isinstance(x, Tensor) or type(x) not in ATOMS for x in others):
+                self._result = [None if isinstance(x, Tensor) else x for x in results.leaves], results.spec
         if self._recorder is not None:
             self.tape = self._recorder.tape([t for t in results.leaves if isinstance(t, Tensor)])
             self._recorder = None

@@ -257,9 +257,10 @@ class Rebuilder:
         function = was.old()
         if function is None:
             return False
-        parts = (*[self._closure.contents[c] for c in was.cells], *was.attributes.values())
-        now = (*map(_content, function.__closure__ or ()), *[getattr(function, n, _EMPTY) for n in was.attributes])
-        return all(self._is(obj, part, uses) for obj, part in zip(now, parts, strict=True))
+        for cell, key in zip(function.__closure__ or (), was.cells, strict=True):
+            if not self._is(_content(cell), self._closure.contents[key], uses):
+                return False
+        return all(self._is(getattr(function, name, _EMPTY), part, uses) for name, part in was.attributes.items())
 
     def _is(self, obj: Any, part: Any, uses: set[int]) -> bool:
         """Whether an object is what the part stands for, if the functions that it uses are."""

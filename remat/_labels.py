@@ -146,8 +146,11 @@ class Labels(dict[int, Known]):
 
     def survivors(self) -> list[Survivor]:
         """The plain tensors that were read as they are now, and are still alive."""
-        alive = [(self[key], version_of(tensor), self._read_at.get(key)) for key, tensor in self.keep()]
-        return [Survivor(*entry, now) for entry, now, read in alive if now == read]
+        found = []
+        for key, tensor in self.keep():
+            if (version := version_of(tensor)) == self._read_at.get(key):
+                found.append(Survivor(*self[key], version))
+        return found
 
 
 def _custom(node: Any) -> Any:

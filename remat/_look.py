@@ -28,7 +28,7 @@ from remat._effects import Effects, as_given, effects_of, is_of_torch, map_in, r
 from remat._errors import DATA_OF_A_LEVEL, LAZY, SHARDED, TAKEN_APART, RematError, changes, not_replaced
 from remat._graph import inputs_reached, is_from_before
 from remat._labels import FIXED, Labels, Read, in_nested, in_order, of_outside, of_result, together
-from remat._layers import layers, layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
+from remat._layers import layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
 from remat._nested_mode import NestedMode, watched
 from remat._saved import is_of_user
 from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, OTHER, PLAIN, Signature, kind_of, name_of, plain_in
@@ -249,8 +249,8 @@ class Look(NestedMode):
                 value = self.outer.read(tensor, handed_on)
                 if value is not tensor:
                     self._swaps[id(tensor)] = tensor, value
-            if self._is_in_jvp() and not requires_grad_at_any_level(value):  # a tangent of what the run has made
-                return value
+            if self._has_tangents and self._is_in_jvp() and not requires_grad_at_any_level(value):
+                return value  # a tangent of what the run has made
             if not value.requires_grad and internals.dtensor_at_work():
                 raise RematError(TAKEN_APART.format(self.name))
             if value.requires_grad and not torch.is_grad_enabled():
@@ -403,7 +403,11 @@ class Look(NestedMode):
 
     def is_given_back(self, result: Tensor) -> bool:
         """Whether a call returned a tensor from outside unchanged, perhaps wrapped by a transform around the run."""
-        return any(id(self.stand_in(t)) in self.outside for t in layers(result))
+        while id(self.stand_in(result)) not in self.outside:
+            if not internals.is_wrapper(result):
+                return False
+            result = internals.unwrapped(result)
+        return True
 
     def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
         """The arguments of `register_hook`. `inner`: of a hook that a nested run sets, the position there.
