@@ -72,7 +72,9 @@ def _named(names: str) -> frozenset[Any]:
 
 _PRODUCTS = _named("linear matmul __matmul__ mm bmm addmm baddbmm conv1d conv2d conv3d")
 _SUMS = _named("add __add__ __radd__ sub __sub__ rsub __rsub__ view_as")
-_METADATA = _named("__len__ dim ndimension size numel nelement stride is_floating_point is_complex is_contiguous") | {
+_METADATA = _named("""
+    __len__ dim ndimension size numel nelement stride storage_offset is_floating_point is_complex is_contiguous
+""") | {
     getattr(Tensor, name).__get__
     for name in (
         *("device", "dtype", "grad_fn", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_sparse", "layout", "ndim"),

@@ -74,8 +74,9 @@ def _saved(ctx: Any) -> tuple[Tensor, ...]:
     try:
         operands: tuple[Tensor, ...] = ctx.saved_tensors
     except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
+        if "a second time" in str(error):
             error.add_note(_ONE_NODE)
+        if "modified by an inplace operation" not in str(error):
             raise
         raise CheckpointError(f"{_CHANGED.format('a tensor', link.fn.call.name)} {error}") from None
     with internals.DisableTorchFunction():

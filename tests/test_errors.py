@@ -662,6 +662,19 @@ def test_the_results_share_a_node() -> None:
     assert "Its results share one node" in error.value.__notes__[0]
 
 
+def test_an_error_of_the_users_hooks_has_no_note_about_nodes() -> None:
+    """What a checkpoint around it recomputes, say, or what is read from a file that is gone."""
+
+    def fails(_: Any) -> Any:
+        raise RuntimeError("the file is gone")
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, fails):
+        y = remat(torch.sin)(leaf(numbers(3)))
+    with pytest.raises(RuntimeError, match="the file is gone") as error:
+        y.sum().backward()
+    assert not hasattr(error.value, "__notes__")
+
+
 # Threads.
 
 
