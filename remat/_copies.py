@@ -20,23 +20,21 @@ class Copies(dict[int, Tensor]):
     **Attributes:**
 
     - `written`: the identities of those that it wrote to.
-    - `begun`: whether it has written to anything.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.written: set[int] = set()
-        self.begun = False
-        self._memory: dict[int, list[int]] = {}
-        """By memory, the identities of the tensors from outside."""
+        self._memory: dict[int, list[int]] | None = None
+        """By memory, the identities of the tensors from outside. None before the first write."""
 
     def note(self, key: int, outside: Mapping[int, Any], copied: Copy) -> None:
-        """Note the memory of a tensor from outside, after the first write. If that was beside it, copy it as well.
+        """Note the memory of a tensor from outside. If the run has written beside it, copy it as well.
 
         `outside`: by identity, the tensors from outside, each as `value`.
         """
         value = outside[key].value
-        if key not in (known := self._memory.setdefault(memory_of(value), [])):
+        if self._memory is not None and key not in (known := self._memory.setdefault(memory_of(value), [])):
             others = [outside[k].value for k in known if k in self]
             known.append(key)
             if others and not (any(overlap(value, t) for t in others) or requires_grad_at_any_level(value)):
@@ -44,8 +42,8 @@ class Copies(dict[int, Tensor]):
 
     def before_write(self, written: Tensor, outside: Mapping[int, Any], copied: Copy) -> None:
         """Copy the tensors from outside in this storage before the run changes them."""
-        if not self.begun:
-            self.begun = True
+        if self._memory is None:
+            self._memory = {}
             for key in outside:
                 self.note(key, outside, copied)
         for key in self._memory.get(memory_of(written), ()):

@@ -243,9 +243,9 @@ def map_in(fun: Callable[[Any], Any], arg: Any) -> Any:
         return fun(arg)
     if kind is slice:
         return slice(*[map_in(fun, x) for x in (arg.start, arg.stop, arg.step)])
-    if issubclass(kind, dict):
-        return {k: map_in(fun, v) for k, v in arg.items()} if kind is dict else arg
-    if HOLDER not in map(kind_of, {*map(type, arg)}):
+    if kind is dict:
+        return {k: map_in(fun, v) for k, v in arg.items()}
+    if not issubclass(kind, (list, tuple)) or HOLDER not in map(kind_of, {*map(type, arg)}):
         return arg
     items = [map_in(fun, x) for x in arg]
     return kind(*items) if hasattr(arg, "_fields") else kind(items)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._effects import tensors_in
 from remat._layers import layers, unwrap_dead, version_of
 from remat._signature import plain_in
 
@@ -106,6 +107,10 @@ class Labels(dict[int, Known]):
             return None
         return hash((label, version - begun, _custom(tensor.grad_fn))) | 1
 
+    def of_all(self, args: Any) -> list[int | None]:
+        """The labels of all tensors in the arguments of a call."""
+        return [*map(self.of, tensors_in(args))]
+
     def returns(self, out: Tensor) -> bool:
         """Whether a call has returned what it was given, perhaps wrapped by a transform around the run.
 
@@ -131,12 +136,9 @@ class Labels(dict[int, Known]):
 
     def keep(self) -> list[tuple[int, Tensor]]:
         """The plain tensors that are alive. Reruns of other calls must not read them."""
-        alive = []
-        for key, (ref, _, begun) in self.items():
-            if begun != FIXED and (tensor := ref()) is not None:
-                alive.append((key, tensor))
-        if alive:
-            kept.update(alive)
+        plain = (entry for entry in self.items() if entry[1][2] != FIXED)
+        alive = [(key, tensor) for key, entry in plain if (tensor := entry[0]()) is not None]
+        kept.update(alive)
         return alive
 
     def any_alive(self, but: Container[int]) -> bool:
@@ -146,11 +148,8 @@ class Labels(dict[int, Known]):
 
     def survivors(self) -> list[Survivor]:
         """The plain tensors that were read as they are now, and are still alive."""
-        found = []
-        for key, tensor in self.keep():
-            if (version := version_of(tensor)) == self._read_at.get(key):
-                found.append(Survivor(*self[key], version))
-        return found
+        alive = [(self[key], version_of(tensor), self._read_at.get(key)) for key, tensor in self.keep()]
+        return [Survivor(*entry, now) for entry, now, read in alive if now == read]
 
 
 def _custom(node: Any) -> Any:

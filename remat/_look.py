@@ -28,7 +28,7 @@ from remat._effects import Effects, as_given, effects_of, is_of_torch, map_in, r
 from remat._errors import DATA_OF_A_LEVEL, LAZY, SHARDED, TAKEN_APART, RematError, changes, not_replaced
 from remat._graph import inputs_reached, is_from_before
 from remat._labels import FIXED, Labels, Read, in_nested, in_order, of_outside, of_result, together
-from remat._layers import layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
+from remat._layers import layers, layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
 from remat._nested_mode import NestedMode, watched
 from remat._saved import is_of_user
 from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, OTHER, PLAIN, Signature, kind_of, name_of, plain_in
@@ -113,8 +113,7 @@ class Look(NestedMode):
             self._decide(func, args, kwargs or {})
         at_depth = stack_depth() <= self.depth
         known = self.labels if at_depth else {}  # NOTE [inner wrappers]
-        given: Any = args
-        plain: list[str] = []
+        given, plain = args, []  # type: tuple[Any, list[str]]
         labels: list[int | None] = []
         for a in args:
             if isinstance(a, Tensor):
@@ -126,7 +125,7 @@ class Look(NestedMode):
                     plain.append(repr(a) if kind is PLAIN else plain_in(a))
                 continue
             args = self._seen(func, args)
-            labels, plain = self._labels_of(args), [*map(plain_in, args)]
+            labels, plain = self.labels.of_all(args), [*map(plain_in, args)]
             break
         if effects.only_writes and args is given and not kwargs:
             with internals.DisableTorchFunction():
@@ -155,7 +154,7 @@ class Look(NestedMode):
         written = written_by(effects, args, kwargs)
         passed = (*args, *kwargs.values())
         with internals.DisableTorchFunction():
-            labels = self._labels_of(passed)
+            labels = self.labels.of_all(passed)
             if effects.differentiates:
                 self._check_graph(*args, **kwargs)
             for t in written:
@@ -178,8 +177,7 @@ class Look(NestedMode):
         if effects.looks_up:  # an operand does not hold what the user's tensor holds
             return self._seen(func, (self._maybe_tail(effects, func, given[0], kwargs),))[0]
         out = self._maybe_tail(effects, func, args, kwargs)
-        if before is not None:
-            self._after_draw(before)
+        self._after_draw(before)
         if kind_of(out.__class__) is HOLDER or (out is None and written):
             with internals.DisableTorchFunction():
                 self.add_results(func, written if out is None else out, passed, labels, effects)
@@ -275,8 +273,7 @@ class Look(NestedMode):
             label = self.number_of(value)
             self.outside[key] = Read(value, version_of(value), label, self._reader)
             self.labels.note(value, label)
-            if self.copies.begun:
-                self.copies.note(key, self.outside, self._copied)
+            self.copies.note(key, self.outside, self._copied)
 
     def number_of(self, value: Tensor) -> int | None:
         """The label of a tensor from outside. In a nested run, what the outer run calls it."""
@@ -289,16 +286,12 @@ class Look(NestedMode):
         """The label of a tensor that a nested run is about to read: NOTE [labels]."""
         return self.labels.of(tensor)
 
-    def _labels_of(self, args: Any) -> list[int | None]:
-        """The labels of all tensors in the arguments of a call."""
-        return [*map(self.labels.of, tensors_in(args))]
-
     def _before_draw(self, func: Any) -> Any:
         """The state of the generators before a call that may draw; None if it need not be known."""
         return self.random.now() if not self.drew and isinstance(self.random, RandomState) else None
 
-    def _after_draw(self, before: RandomState) -> None:
-        self.drew = self.drew or not before.is_current()
+    def _after_draw(self, before: RandomState | None) -> None:
+        self.drew = self.drew or not (before is None or before.is_current())
 
     def notice(self, generator: torch.Generator) -> None:
         """The run is about to draw from an explicit generator."""
@@ -403,11 +396,7 @@ class Look(NestedMode):
 
     def is_given_back(self, result: Tensor) -> bool:
         """Whether a call returned a tensor from outside unchanged, perhaps wrapped by a transform around the run."""
-        while id(self.stand_in(result)) not in self.outside:
-            if not internals.is_wrapper(result):
-                return False
-            result = internals.unwrapped(result)
-        return True
+        return any(id(self.stand_in(t)) in self.outside for t in layers(result))
 
     def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
         """The arguments of `register_hook`. `inner`: of a hook that a nested run sets, the position there.

@@ -364,8 +364,7 @@ class Operands:
             operand = inputs[i] = original.as_found(inputs[i].clone() if original.copied else inputs[i])
             if original.written and original.ref() is not None:  # else the function may have made it itself, unseen
                 to_write[memory_of(operand)] = operand
-            for place in original.places:
-                fill.append((place, operand))
+            fill += [(place, operand) for place in original.places]
             if original.is_read:
                 labels[id(operand)] = original.label
             for ref in (original.ref, *original.also):

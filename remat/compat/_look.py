@@ -171,8 +171,7 @@ class CheckpointLook(Look):
             return self._taint(out, written_by(effects, args, kwargs or {})) if self._reads_tainted else out
         before = self._before_draw(func) if effects.acts else None
         out = self._do(func, args, kwargs or {})
-        if before is not None:
-            self._after_draw(before)
+        self._after_draw(before)
         if self._reads_tainted:
             self._taint(out)
         elif type(out) is Tensor and not internals.is_wrapper(out):
@@ -268,8 +267,7 @@ class CheckpointLook(Look):
             first = self._reader if is_alias or effects.sets_data else self._clock[0]
         self.outside[id(value)] = Seen(value, first, version_of(value))
         self.labels.note(value, None)
-        if self.copies.begun:
-            self.copies.note(id(value), self.outside, self._copied)
+        self.copies.note(id(value), self.outside, self._copied)
 
     def add_call(self, name: str, out: Any, inner: Any = None, remembered: Any = None) -> None:
         self.signature.nests += 1
@@ -347,10 +345,6 @@ class CheckpointLook(Look):
     def label_of(self, tensor: Tensor) -> int | None:
         """Tells a tensor from others of this run. No rerun compares it."""
         return id(tensor)
-
-    def _labels_of(self, args: Any) -> list[int | None]:
-        """None: no rerun compares them."""
-        return []
 
     def _copied(self, value: Tensor) -> Tensor:
         copy = value.detach().clone()
