@@ -31,7 +31,7 @@ from remat._labels import FIXED, Labels, Read, in_nested, in_order, of_outside, 
 from remat._layers import layers, layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
 from remat._nested_mode import NestedMode, watched
 from remat._saved import is_of_user
-from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, OTHER, PLAIN, Signature, kind_of, name_of, plain_in
+from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, Signature, kind_of, name_of, plain_in
 from remat._tail import is_large
 
 level_of, stack_depth = internals.level_of, internals.stack_depth
@@ -120,9 +120,8 @@ class Look(NestedMode):
                 if (entry := known.get(id(a))) is not None and entry[0]() is a and entry[2] == FIXED:
                     labels.append(entry[1])
                     continue
-            elif (kind := kind_of(a.__class__)) is not HOLDER:
-                if kind is not OTHER:
-                    plain.append(repr(a) if kind is PLAIN else plain_in(a))
+            elif kind_of(a.__class__) is not HOLDER:
+                plain.append(plain_in(a))
                 continue
             args = self._seen(func, args)
             labels, plain = self.labels.of_all(args), [*map(plain_in, args)]

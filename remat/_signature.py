@@ -90,6 +90,8 @@ def plain_in(arg: Any) -> str:
     kind = kind_of(cls)
     if kind is PLAIN:
         return repr(arg)  # -1 and -2 have the same hash, and NaN != NaN
+    if kind is OTHER:
+        return arg.__qualname__ if isinstance(arg, type) else ""  # an autograd.Function, torch.DoubleTensor
     if isinstance(arg, Tensor):
         return ""
     if kind is ARRAY:
@@ -100,7 +102,7 @@ def plain_in(arg: Any) -> str:
         return f"[{','.join(map(plain_in, arg))}]"
     if isinstance(arg, torch.Generator):  # the function may make and seed it
         return str(arg.initial_seed())
-    return arg.__qualname__ if isinstance(arg, type) else ""  # an autograd.Function
+    return ""
 
 
 def name_of(func: Any) -> str:

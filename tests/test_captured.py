@@ -1163,6 +1163,17 @@ def test_hooks_of_a_view_are_moved_while_a_run_looks_on() -> None:
 
 
 @SOME
+def test_a_class_among_the_arguments_of_a_torch_call(transform: str) -> None:
+    """The forward meets the captured tensor for the first time there, and the rerun knows it."""
+    w = leaf(numbers(3, 3))
+
+    def of(ck: Decorator) -> Any:
+        return TRANSFORMS[transform](ck(lambda x: w.type(torch.FloatTensor).double() * x.sin()), numbers(3, 3))
+
+    assert_same(of(remat), of(plain))
+
+
+@SOME
 @pytest.mark.parametrize("name", ["__rsub__", "__rpow__", "__rtruediv__"])
 def test_methods_of_torch_in_a_cell(name: str, transform: str) -> None:
     """They are functions of Python's that refer to themselves, and stay the same."""
