@@ -256,17 +256,8 @@ def modes_of_user() -> tuple[Any, ...]:
 
 def entered(modes: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
     """A context in which these modes are active, even if the user has left them since."""
-    return _entered(modes) if modes else internals.NOTHING
-
-
-@contextlib.contextmanager
-def _entered(modes: tuple[Any, ...]) -> Iterator[None]:
-    active = [*internals.function_modes(), *internals.dispatch_mode_stack()]
-    with contextlib.ExitStack() as stack:
-        for mode in modes:
-            if not any(mode is m for m in active):
-                stack.enter_context(mode)
-        yield
+    active = [*internals.function_modes(), *internals.dispatch_mode_stack()] if modes else []
+    return together(*(mode for mode in modes if not any(mode is m for m in active)))
 
 
 def together(*contexts: contextlib.AbstractContextManager[Any]) -> contextlib.AbstractContextManager[Any]:

@@ -246,8 +246,8 @@ class Look(NestedMode):
                 value = self.outer.read(tensor, handed_on)
                 if value is not tensor:
                     self._swaps[id(tensor)] = tensor, value
-            if self._has_tangents and self._is_in_jvp() and not requires_grad_at_any_level(value):
-                return value  # a tangent of what the run has made
+            if self._is_in_jvp() and not requires_grad_at_any_level(value):  # a tangent of what the run has made
+                return value
             if not value.requires_grad and internals.dtensor_at_work():
                 raise RematError(TAKEN_APART.format(self.name))
             if value.requires_grad and not torch.is_grad_enabled():
@@ -324,7 +324,7 @@ class Look(NestedMode):
 
     def _note(self, func: Any, shape: int, given: int | None) -> None:
         """Note a call whose result is differentiated. `given`: the labels of what it was given."""
-        if not (self._has_tangents and self._is_in_jvp()):
+        if not self._is_in_jvp():
             self.position += 1
             self.signature.calls.append((func, shape, given))
 

@@ -161,10 +161,8 @@ class Operands:
         self.originals: list[Original] = []
         self._index: dict[int, int] = {}
         self._outer = outer
-        self._replaced: Sequence[tuple[Tensor, int]] = ()
-        """In an outer rerun, the tensors that have a stand-in, and the identity of that."""
         self._stand_ins: dict[int, int] = {}
-        """The same by the identity of the tensor."""
+        """In an outer rerun, the identity of each tensor that has a stand-in, and of that."""
         self.in_cells: dict[int, tuple[Tensor, int]] = {}
         """By identity, tensors in cells that are not differentiated, and their versions."""
         self.constants: list[Constant] = []
@@ -194,17 +192,14 @@ class Operands:
 
         `tape`: the values that a policy keeps; None without a policy.
         """
-        if look.copies:
-            self._check_memory([look.outside[key].value for key in look.copies])
-        if self._outer is not None:
-            self._replaced = self._outer.originals()
-            self._stand_ins = {id(t): stand_in for t, stand_in in self._replaced}
+        self._check_memory([look.outside[key].value for key in look.copies])
+        self._stand_ins = {id(t): stand_in for t, stand_in in self._outer_originals()}
         constants = self._add_read(look, tape)
         self._find_places(look, constants)
         for key, i in self._index.items():
             if (read := look.outside.get(key)) is not None:
                 self.originals[i].label = read.label
-        for t, stand_in in self._replaced:
+        for t, stand_in in self._outer_originals():
             if (index := self._index.get(stand_in)) is not None:
                 self.originals[index].also = [*self.originals[index].also, weakref.ref(t)]
         self.constants += [Constant(weakref.ref(r.value), r.version, r.label) for r in constants.values()]
@@ -296,10 +291,14 @@ class Operands:
         for key in look.handed_on & captured.keys():
             self._must_have_place(key, look)
 
+    def _outer_originals(self) -> list[tuple[Tensor, int]]:
+        """In an outer rerun, the tensors that have a stand-in, and the identity of that."""
+        return [] if self._outer is None else self._outer.originals()
+
     def _places_in_modules(self, tensors: Sequence[Tensor]) -> Iterable[tuple[int, Sequence[Place]]]:
         """The places of these tensors in modules, and of the originals for which they stand in, by identity."""
         keys = {*map(id, tensors)}
-        originals = [t for t, stand_in in self._replaced if stand_in in keys]
+        originals = [t for t, stand_in in self._outer_originals() if stand_in in keys]
         return places_in_modules(self.objects, [*tensors, *originals]).items()
 
     def _search(self, keys: AbstractSet[int], far: bool = True) -> list[Original]:
@@ -358,41 +357,34 @@ class Operands:
         fill = self.held_in_modules.copy()
         to_write: dict[int, Tensor] = {}
         labels: dict[int, int | None] = {}
-        survivors: dict[int, tuple[int | None, int]] = {}
-        alive: list[Tensor] = []
         for i, original in enumerate(self.originals):
+            tensor = original.ref()
             operand = inputs[i] = original.as_found(inputs[i].clone() if original.copied else inputs[i])
-            if original.written and original.ref() is not None:  # else the function may have made it itself, unseen
+            if original.written and tensor is not None:  # else the function may have made it itself, unseen
                 to_write[memory_of(operand)] = operand
             fill += [(place, operand) for place in original.places]
-            if original.is_read:
-                labels[id(operand)] = original.label
-            for ref in (original.ref, *original.also):
-                if (t := ref()) is None or t is operand:
-                    continue
-                alive.append(t)
-                swaps[id(t)] = t, operand
+            found = [t for ref in (original.ref, *original.also) if (t := ref()) is not None]
+            for t in (operand, *found):
                 if original.is_read:
                     labels[id(t)] = original.label
+                if t is not operand:
+                    swaps[id(t)] = t, operand
+        alive = [*self.still_there(), *(t for survivor in self.survivors if (t := survivor.ref()) is not None)]
         for constant in self.constants:
-            if (t := constant.ref()) is not None:
-                alive.append(t)
+            if self._is_alive(t := constant.ref(), constant.version):
                 labels[id(t)] = constant.label
-                self._check_unchanged(t, constant.version)
         for _, held in self.held_in_modules:
             if held.requires_grad and id(held) not in swaps:  # it is no longer frozen
                 frozen = of_kind(type(held), held.detach())
                 swaps[id(held)], labels[id(frozen)] = (held, frozen), labels[id(held)]
-        for survivor in self.survivors:
-            if (t := survivor.ref()) is not None:
-                alive.append(t)
-                survivors[id(t)] = survivor.label, survivor.begun
-                self._check_unchanged(t, survivor.version)
+        survivors = {id(s.ref()): (s.label, s.begun) for s in self.survivors if self._is_alive(s.ref(), s.version)}
         return Plan(swaps, fill, to_write, labels, survivors, alive)
 
-    def _check_unchanged(self, tensor: Tensor, version: int) -> None:
-        if version_of(tensor) != version:
+    def _is_alive(self, tensor: Tensor | None, version: int) -> bool:
+        """Whether a tensor is still alive. If it has been changed in place, that is an error."""
+        if tensor is not None and version_of(tensor) != version:
             raise CheckpointError(_CHANGED_SINCE.format(list(tensor.shape), tensor.dtype, self.name))
+        return tensor is not None
 
     def still_there(self) -> list[Tensor]:
         """The originals, and the other outside tensors that reruns read, if they are still alive."""
@@ -419,4 +411,4 @@ class Operands:
             if id(self.tensors[i]) not in look.outside and i not in reached:
                 self.originals[i].is_read = False
         self.objects, self.tensors, self.in_cells = [], [], {}
-        self._index, self._stand_ins, self._replaced, self._outer = {}, {}, (), None
+        self._index, self._stand_ins, self._outer = {}, {}, None

@@ -205,7 +205,7 @@ class RerunLook(Look):
         return args
 
     def _note(self, func: Any, shape: int, given: int | None) -> None:
-        if self._has_tangents and self._is_in_jvp():
+        if self._is_in_jvp():
             return
         position = self.position
         calls = self._forward.calls

@@ -230,7 +230,7 @@ def jvp_level() -> Iterator[int]:
 
 def forward_ad_active() -> bool:
     """Whether a tensor can carry a tangent now. A `jvp` in compiled code does not set the level of `forward_ad`."""
-    return fwad._current_level >= 0 or (transforms_active() and _is_under(TransformType.Jvp))
+    return fwad._current_level >= 0 or _is_under(TransformType.Jvp)
 
 
 def forward_ad_disabled() -> contextlib.AbstractContextManager[Any]:

@@ -209,7 +209,7 @@ class Call:
                 near.append(t)
             if is_written or (position is not None and position < self.arguments):
                 continue
-            if look.outer is not None and look.is_written_around(t):  # perhaps once more, before this call runs again
+            if look.is_written_around(t):  # perhaps once more, before this call runs again
                 reads.append(Read(t, t.clone()))
             elif type(t) is Parameter:
                 reads.append(Read(t, t))

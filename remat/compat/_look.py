@@ -280,7 +280,7 @@ class CheckpointLook(Look):
 
     def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
         key = id(tensor)
-        if self._stale and (stale := self._stale.get(id(self.stand_in(tensor)))) is not None:
+        if (stale := self._stale.get(id(self.stand_in(tensor)))) is not None:
             raise stale
         if self._is_tainted(tensor):
             if current_look() is not self:  # what it computes would not be known
