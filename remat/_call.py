@@ -54,7 +54,7 @@ class Call:
     **Attributes:**
 
     - `name`: of the function.
-    - `operands`: the tensors that its results may depend on.
+    - `operands`: the record of the tensors that its results may depend on.
     - `random`: the draws to repeat; None if there are none.
     - `tape`: the values that a policy keeps; None without a policy.
     - `signature`: what the forward did, for reruns to compare.
@@ -63,7 +63,7 @@ class Call:
     - `level`: during a rerun, the level whose derivative it is for; 0 below all transforms.
     - `last_rerun`: with a tape, whether the rerun that is about to come is known to be the last.
     - `since`: all autograd nodes with higher sequence numbers were made in the call, or later.
-    - `fill`: places of operands in the last rerun, with these, for `still_filled`.
+    - `fill`: pairs of a place and the operand that it held in the last rerun. The backward pass puts it there again.
     """
 
     level: int | None = None

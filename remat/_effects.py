@@ -127,8 +127,8 @@ class Effects:
         self.gives_alias = _is_view(func) or func in (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
         """It returns a tensor over the same memory."""
         self.operands = 2 if func in _SUMS else int(_is_view(func))
-        """Of a sum 2, of a view 1: neither its derivative nor what the caller learns depends on the values of so many
-        first arguments. The others must be numbers."""
+        """How many of the first arguments may hold any values: neither the derivative nor the caller reads them. It is
+        2 for a sum, 1 for a view. The others must be numbers."""
 
 
 effects_of = functools.lru_cache(maxsize=10_000)(Effects)  # custom functions may be made anew for each call

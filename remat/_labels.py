@@ -7,6 +7,13 @@ that call was given, and the number of writes since: value numbering. So a table
 the same label in a rerun, which finds it. A running average that is replaced (`self.mean = 0.9 * self.mean + x`), an
 argument that is kept for the next call (`self.last = x`), or two tensors that have changed places have other labels,
 and the rerun notices.
+
+| label | of |
+|---|---|
+| 0, 4, 8, ... | a tensor from outside |
+| -4, -8, ... | the first differentiated result of a call; other multiples of 4: its other results |
+| n, where n mod 4 is 2 | in a nested run, a tensor that the outer run knows by one of the labels above |
+| odd | a tensor that was computed without a derivative, or the result of an autograd.Function |
 """
 
 from __future__ import annotations
@@ -50,7 +57,7 @@ class Survivor(NamedTuple):
 Known = tuple["weakref.ref[Tensor]", "int | None", int]
 """What is known of a tensor: a weak reference, its label, and its version when the run made it, or `FIXED`."""
 FIXED = -2
-"""In place of the version of differentiated and outside tensors: their labels do not change with each write."""
+"""In place of a version. A write does not change the label of a differentiated tensor, or of one from outside."""
 
 
 class Labels(dict[int, Known]):
@@ -153,7 +160,7 @@ class Labels(dict[int, Known]):
 
 
 def _custom(node: Any) -> Any:
-    """What tells the node of an autograd.Function from others: its name, and the numbers and flags that it holds.
+    """Identify the node of an autograd.Function: its name, and the numbers and flags that it holds.
 
     None for a node of torch's own: a view has one if its base was written to, below some transforms only.
     """

@@ -29,6 +29,7 @@ from remat._errors import DATA_OF_A_LEVEL, LAZY, SHARDED, TAKEN_APART, RematErro
 from remat._graph import inputs_reached, is_from_before
 from remat._labels import FIXED, Labels, Read, in_nested, in_order, of_outside, of_result, together
 from remat._layers import layers, layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
+from remat._memory import is_over
 from remat._nested_mode import NestedMode, watched
 from remat._saved import is_of_user
 from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, Signature, kind_of, name_of, plain_in
@@ -50,7 +51,7 @@ class Look(NestedMode):
     - `copies`: of those in whose storage the run wrote.
     - `drew`, `sets_hooks`: whether a torch call may have drawn random numbers; whether one put a hook on a tensor.
     - `in_checkpoint`: whether the run is that of a checkpointed function, or in one.
-    - `sees_custom`: whether, of an autograd.Function that it sees, the forward has seen the call too.
+    - `sees_custom`: False if the forward could not see calls of an autograd.Function: it ran below all transforms.
     - `reads_unseen`: whether the run called an autograd.Function of the user's, which may read memory unseen.
     - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
     - `position`: how many calls of the signature it has made so far.
@@ -78,7 +79,8 @@ class Look(NestedMode):
         self._swaps: dict[int, tuple[Tensor, Tensor]] = {}
         """By identity, tensors that an outer rerun may find, each with the operand that replaces it."""
         self.undecided: dict[int, tuple[Any, RuntimeError | None]] = {}
-        """By identity, tensors for whose first use an outer rerun of a checkpoint waits."""
+        """By identity, tensors that the forward of a checkpoint around has set up. The first use of each in a rerun
+        decides if that reads the tensor or a copy."""
         self.unhooked: set[int] = set()
         """The sequence numbers of nodes whose hooks a rerun must not call."""
         self._has_tangents = internals.forward_ad_active()
@@ -305,7 +307,7 @@ class Look(NestedMode):
             raise RematError(LAZY.format(self.name))
         if level_of(data) > max(level_of(tensor), 0):
             raise RematError(DATA_OF_A_LEVEL.format(self.name, list(tensor.shape), tensor.dtype))
-        if not requires_grad_at_any_level(tensor):
+        if not is_over(tensor, data):
             self.before_write(tensor)
 
     def before_write(self, written: Tensor) -> None:
@@ -323,7 +325,7 @@ class Look(NestedMode):
         return value.clone()
 
     def _note(self, func: Any, shape: int, given: int | None) -> None:
-        """Note a call whose result is differentiated. `given`: the labels of what it was given."""
+        """Note a call whose result is differentiated. `shape`, `given`: hashes, as in `Signature.calls`."""
         if not self._is_in_jvp():
             self.position += 1
             self.signature.calls.append((func, shape, given))

@@ -52,6 +52,14 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     return begin <= other_end and other_begin <= end
 
 
+def is_over(tensor: Tensor, data: Tensor) -> bool:
+    """Whether `tensor.data = data` changes nothing, as in `module.to(x.device)`: it is over the same memory already."""
+    one, other = innermost(tensor), innermost(data)
+    if one.layout != torch.strided or one.is_nested or memory_of(one) != memory_of(other) or one.dtype != other.dtype:
+        return False
+    return (one.shape, one.stride(), one.storage_offset()) == (other.shape, other.stride(), other.storage_offset())
+
+
 def two_that_share_memory(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | None:
     """Two tensors that lie in the same stretch of the same storage, if there are such."""
     found: dict[int, list[Tensor]] = {}

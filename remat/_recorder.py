@@ -110,8 +110,8 @@ class Recorder(OpMode):
         self._held: list[Any] = []
         """What the recorded ops need to run again: `_need` of what they read. It is held until the end of the run."""
         self._needs = weakref.WeakKeyDictionary[Any, list[Any]]()
-        """The same, by storage of the result, and held as long as that, for ops from before the first tensor that is
-        differentiated: there may be none."""
+        """What ops need to run again, while nothing is differentiated yet: nothing may ever be. By the storage of the
+        op's result, so that it is freed with the result."""
         self._is_differentiated = internals.under_grad()
         self._saved: dict[Value, Any] | None = None
         """The values that the graph would save if it held tensors, with `_need` of each; None if it does hold them."""
@@ -267,7 +267,7 @@ class Recorder(OpMode):
     def _decide_of_views(self, views: Iterable[Any], decision: CheckpointPolicy, viewed: Any = None) -> None:
         """Apply a decision on a view to the value that it views: a view has no value of its own.
 
-        `viewed`: a tensor with the version counter that the view gets when the mode has done the op.
+        `viewed`: the tensor that is viewed, if the mode has not done the op yet. The view will share its versions.
 
         A decision to keep the view applies unless the value already has a `MUST` decision. A decision on a name is
         about the value itself, so with `MUST` it also replaces the decision on the op that made the value.

@@ -39,8 +39,8 @@ class Value:
     - `is_replaced`: whether its storage was written to since, so that the value is lost.
     - `layout`, `nbytes`, `device`: of the tensor that the op returned or wrote to, and of its storage.
     - `version`: how often that tensor had been written to then.
-    - `counters`: if the value is saveable: tensors that share the version counters of that tensor, its views and its
-        other aliases, each with the version that it has until something else writes to it.
+    - `counters`: if the value is saveable: empty tensors that share the version counters of its aliases. Each is listed
+        with the version that it has until an unknown write.
     """
 
     op: int = -1

@@ -291,3 +291,25 @@ def test_a_transformer_under_vmap_grad() -> None:
     gradients = sum(4 * g.numel() for g in results[0].values())
     torch.testing.assert_close(results[1], results[0])
     assert peaks[1] - gradients <= (peaks[0] - gradients) / 3
+
+
+@pytest.mark.parametrize("transform", ["backward", "grad"])
+def test_the_backward_of_a_nest_holds_no_cotangent_for_each_function_around(transform: str) -> None:
+    """NOTE [handed on]: a node that runs another backward pass would hold its own cotangents meanwhile."""
+
+    def nest(n: int) -> Fun:
+        if n == 0:
+            return torch.sin
+        inner = nest(n - 1)
+        return remat(lambda x: inner(x).cos())
+
+    def peak(n: int) -> float:
+        fun, x = nest(n), activation()
+        with LiveBytes() as meter:
+            if transform == "grad":
+                grad(lambda x: fun(x).sum())(x)
+            else:
+                fun(x.requires_grad_()).sum().backward()
+        return meter.peak / UNIT
+
+    assert peak(16) <= peak(4) + 0.1

@@ -1114,6 +1114,33 @@ def test_data_of_a_transform() -> None:
     assert_same(mean, torch.zeros(3, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("transform", ["backward", "grad of the input"])
+@pytest.mark.parametrize("change", ["new values", "a copy", "the same memory"])
+def test_data_of_a_differentiated_tensor(change: str, transform: str) -> None:
+    """`module.to(x.device)` sets the data of parameters to what they are."""
+    w = nn.Parameter(numbers(3))
+
+    def fun(x: Tensor) -> Tensor:
+        data = w.detach()
+        w.data = data * 2 if change == "new values" else data.clone() if change == "a copy" else data.view(3)
+        return (w * x * x).sum()
+
+    def run(fun: Callable[[Tensor], Tensor]) -> list[Any]:
+        x = leaf(numbers(3))
+        if transform == "backward":
+            fun(x).backward()
+            return [x.grad, w.grad]
+        return list(torch.autograd.grad(fun(x), x))
+
+    if change != "the same memory":
+        with pytest.raises(RematError, match=r"changes an argument or a captured tensor of shape \[3\].* in place"):
+            run(remat(fun))
+        return
+    expected = run(fun)
+    w.grad = None
+    assert_same(run(remat(fun)), expected)
+
+
 def test_an_alias_that_no_mode_sees_being_made() -> None:
     """Of what the function has computed: the result is a view of it."""
 

@@ -16,13 +16,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import Parameter, is_lazy
 
 from remat import _torch_internals as internals
-from remat._dispatch_mode import ops_of_remat
 from remat._effects import Effects, effects_of, tensors_in, written_by
 from remat._errors import CheckpointError, call_site
 from remat._labels import kept
 from remat._layers import layers_up_to, version_of
 from remat._look import Look
-from remat._memory import memory_of
+from remat._memory import is_over, memory_of
 from remat._nested_mode import current_look
 from remat._signature import HOLDER, kind_of
 
@@ -97,6 +96,7 @@ class CheckpointLook(Look):
         self._as_it_is: set[int] = set()
         """By memory, tensors that the forward set up and that a rerun reads as they are."""
         self._clock = [1]
+        """How many torch calls were made. A list, because looks inside count on."""
         self._must_write: frozenset[int] = frozenset()
         self._written: set[int] = set()
         """Both: in a rerun, the memory of the copies to which it must write, and of those to which it has written."""
@@ -250,9 +250,7 @@ class CheckpointLook(Look):
         if isinstance(tensor, Parameter) and tensor.shape != data.shape:
             self.gathered |= {id(tensor)}
             return
-        with ops_of_remat():
-            changes_nothing = tensor.dtype == data.dtype and tensor.is_set_to(data)  # as `module.to` may do
-        if not changes_nothing:
+        if not is_over(tensor, data):
             self.before_write(tensor)
 
     def _add(self, value: Tensor) -> None:
