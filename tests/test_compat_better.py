@@ -1707,3 +1707,40 @@ def test_another_thread_uses_the_module_during_the_backward(use_reentrant: bool)
     found = grad_of(y.sum(), [x, layer.weight])
     assert_same(layer.weight.grad, torch.ones(3, 3, dtype=torch.float64))
     assert_same(found, grad_of(layer(x).tanh().sum(), [x, layer.weight]))
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("more", [False, True])
+def test_buffers_are_written_once_where_a_backward_runs_inside(more: bool, depth: int, early_stop: bool) -> None:
+    """It runs the function again before its forward is over. In the rerun of an outer function, too."""
+
+    def run(depth: int, api: Any) -> list[Any]:
+        torch.manual_seed(0)
+        mean, later, norm = torch.zeros(()), torch.zeros(()), nn.BatchNorm1d(4)
+        x = torch.randn(6, 4, requires_grad=True)
+
+        def fun(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                mean.mul_(0.9).add_(x.mean())
+            y = norm(x)
+            z = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad((z.sin() * z).sum(), z)
+            later.add_(1)
+            return y * force + later
+
+        def under(fun: Any) -> Any:
+            def outer(x: Tensor) -> Tensor:
+                y = api.checkpoint(fun, x, use_reentrant=False, early_stop=early_stop)
+                return y.sin() if more else y
+
+            return outer if api else lambda x: fun(x).sin() if more else fun(x)
+
+        for _ in range(depth):
+            fun = under(fun)
+        fun(x).square().sum().backward()
+        return [mean, later, *norm.buffers(), x.grad]
+
+    expected = run(depth, None)
+    assert_same(run(depth, remat.compat), expected)
+    assert run(depth, torch.utils.checkpoint)[4] > 1  # torch writes again

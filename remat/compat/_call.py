@@ -168,14 +168,17 @@ class Call:
             self.random = self.random.drawn_since(look.drew)
         if len(look.outside) > self.arguments or look.copies:
             self._note_reads(look, look.outer if packs else None)
-        if look.outer is not None:
-            given = [(t, id(t)) for t in self.operands[: self.arguments]]
-            self._others = [(weakref.ref(t), key) for t, key in (*given, *look.originals()) if key in look.outside]
+        self._others = self._found_instead(look)
         look.keep(out)
         self._saved = look.saved
         look.outside.clear()
         self._nests, self._sets_hooks = look.signature.nests > 0, look.sets_hooks
         self._objects, self.operands = [], []
+
+    def _found_instead(self, look: CheckpointLook) -> list[tuple[weakref.ref[Tensor], int]]:
+        """The tensors that a rerun may find instead of those of the forward: see `_others`."""
+        given = [] if look.outer is None else [(t, id(t)) for t in self.operands[: self.arguments]]
+        return [(weakref.ref(t), key) for t, key in (*given, *look.originals()) if key in look.outside]
 
     def _note_reads(self, look: CheckpointLook, around: Any) -> None:
         shared = two_that_share_memory(look.outside[key].value for key in look.copies)
@@ -278,7 +281,8 @@ class Call:
         values |= {id(operand): operand for operand in self.operands[self.arguments :]}
         swaps: dict[int, tuple[Tensor, Tensor]] = {}
         stale, undecided, originals, leaves = {}, {}, {}, {}
-        reads = self.reads if self.forward_look is None else _written(self.forward_look)
+        look = self.forward_look
+        reads, others = (self.reads, self._others) if look is None else (_written(look), self._found_instead(look))
         written = {read.key for read in reads if read.is_written}
         for read in reads:
             value = stand_ins[read.key] if read.key in stand_ins else read.value()
@@ -296,7 +300,7 @@ class Call:
                 leaves[read.key] = tensor
             if tensor is not None and tensor is not value:
                 swaps[read.key] = tensor, value
-        for ref, key in self._others:
+        for ref, key in others:
             if (tensor := ref()) is not None and tensor is not (value := values.get(key, tensor)):
                 swaps.setdefault(id(tensor), (tensor, value))
         fill = [

@@ -226,7 +226,8 @@ class Region:
         return tensor
 
     def _recompute(self, key: Any, group: Any) -> _Recomputed:
-        recomputed = _Recomputed(key, self._holders, self._options.early_stop)
+        is_early = self._call.forward_look is not None  # a backward inside the forward, which has not got further
+        recomputed = _Recomputed(key, self._holders, self._options.early_stop or is_early)
         internals.with_subclasses(lambda: self._rerun(recomputed))
         if key == -1:  # outside a backward pass: `grad_fn._saved_self`
             return recomputed
