@@ -226,8 +226,10 @@ class Region:
         return tensor
 
     def _recompute(self, key: Any, group: Any) -> _Recomputed:
-        is_early = self._call.forward_look is not None  # a backward inside the forward, which has not got further
-        recomputed = _Recomputed(key, self._holders, self._options.early_stop or is_early)
+        look, early_stop = self._call.forward_look, self._options.early_stop
+        if look is not None:  # a backward inside the forward: no further than that has got
+            early_stop = not look.saves_unwritten
+        recomputed = _Recomputed(key, self._holders, early_stop)
         internals.with_subclasses(lambda: self._rerun(recomputed))
         if key == -1:  # outside a backward pass: `grad_fn._saved_self`
             return recomputed
