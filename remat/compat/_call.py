@@ -281,8 +281,10 @@ class Call:
         values |= {id(operand): operand for operand in self.operands[self.arguments :]}
         swaps: dict[int, tuple[Tensor, Tensor]] = {}
         stale, undecided, originals, leaves = {}, {}, {}, {}
-        look = self.forward_look
-        reads, others = (self.reads, self._others) if look is None else (_written(look), self._found_instead(look))
+        if (forward := self.forward_look) is None:
+            reads, others, saved = self.reads, self._others, self._saved
+        else:  # a backward inside the forward
+            reads, others, saved = _written(forward), self._found_instead(forward), forward.saved
         written = {read.key for read in reads if read.is_written}
         for read in reads:
             value = stand_ins[read.key] if read.key in stand_ins else read.value()
@@ -316,7 +318,6 @@ class Call:
             return values, inputs, fill, None
         known = [value for key, value in values.items() if key not in originals and id(value) not in stale]
         look = CheckpointLook(self.name, known)
-        saved = self._saved if self.forward_look is None else self.forward_look.saved
         look.prepare_rerun(swaps, stale, undecided, [values[key] for key in written], saved)
         look.hooks_are_set = self._sets_hooks
         return values, inputs, fill, look
