@@ -407,15 +407,15 @@ class Call:
             replay.settle()
         self._replays.clear()
 
-    def clean(self) -> None:
-        """Called when the rerun's graph is freed. Drops everything else that belongs to the rerun."""
+    def clean(self, operands: Sequence[Tensor]) -> None:
+        """Called when the graph of a rerun with these operands is freed. Drops all else that belongs to the rerun."""
         reruns, self._reruns = self._reruns, []
         self.fill = ()
         self._replays.clear()
         for _, rebuild in reruns:
             rebuild.clear()
         for look, _ in reruns:
-            look.check_what_is_left(self.operands.originals)
+            look.check_what_is_left(operands)
 
     def let_go(self, out: Any) -> None:
         """Called after the derivative is attached, when the forward's graph is freed. `out`: what the call returns."""

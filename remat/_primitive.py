@@ -141,7 +141,7 @@ def _gradients(link: Link, pullback: Pullback, operands: Sequence[Tensor], cotan
         with unseen():
             return internals.with_subclasses(lambda: _differentiate(link, pullback, operands, cotangents, ()))
     finally:
-        call.clean()
+        call.clean(operands)
 
 
 def _differentiate(

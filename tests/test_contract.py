@@ -1014,6 +1014,25 @@ def test_an_auxiliary_loss_on_an_attribute_that_is_differentiated_after_a_rerun(
         block.aux.backward()
 
 
+@KEEPS
+def test_what_a_function_keeps_does_not_stop_an_outer_derivative() -> None:
+    """The rerun's graph ends at the user's own tensor, or at one of a pass around: these may be reached."""
+    held, x = SimpleNamespace(t=None), numbers(4, 3)
+
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        held.t = w.sin()
+        return (x @ held.t).tanh()
+
+    gradients = []
+    for ck in (remat, plain):
+        w = leaf(numbers(3, 3))
+        fun = ck(step)
+        grad(lambda w, fun=fun: fun(w, fun(w, x)).sum())(w).square().sum().backward()
+        assert not w._backward_hooks
+        gradients.append(w.grad)
+    assert_same(*gradients)
+
+
 class DoublesInNumPy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
