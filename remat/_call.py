@@ -210,7 +210,7 @@ class Call:
         given, captured = operands.originals[: operands.held], operands.originals[operands.held :]
         if any(original.places for original in given):  # a given tensor was also found in another place
             return None
-        if any(original.handed_on for original in captured):  # a rerun may make the place
+        if any(original.needs_place for original in captured):  # a rerun may make the place
             return None
         found = [o.ref for o in captured] + [c.ref for c in operands.constants if not c.in_cell]
         if any((t := ref()) is not None and outer.has_made(t) for ref in found):  # a rerun makes another
@@ -234,7 +234,7 @@ class Call:
             self._followed,
         )
 
-    def stand_in(self, forward: Remembered, outer: RerunLook) -> Any:
+    def skipped(self, forward: Remembered, outer: RerunLook) -> Any:
         """Stand-ins for the results, for an outer rerun that does not read their values. None: the call must run.
 
         They are filled with NaN, so that a mistake would be loud. They have the derivative of the call.
@@ -268,7 +268,7 @@ class Call:
             if leaves[i] is None:
                 return None
         self._look = look
-        operands.stands_in = True
+        operands.is_skipped = True
         operands.survivors = [*forward.survivors]
         self.signature, self._followed = forward.signature, forward.followed
         return _tree.unflatten(spec, leaves)
@@ -308,7 +308,7 @@ class Call:
         if self._has_tangents or internals.tracing():  # tangents have another graph, and `make_fx` keeps the forward's
             return
         # A stand-in depends on all operands that the call may depend on.
-        lost = self._reached - operands if complete and not self.operands.stands_in else set()
+        lost = self._reached - operands if complete and not self.operands.is_skipped else set()
         # In a rerun, the results of a nested call share one node.
         new = set() if self.signature.nests else operands - self._reached
         if unlike := (lost | new) - self._ambiguous:
@@ -328,8 +328,8 @@ class Call:
     @property
     def hands_on(self) -> bool:
         """Whether its derivative runs inner backward passes, out of the user's sight: NOTE [handed on]."""
-        handed_on = self.signature.nests > 0 and not self.signature.shows_nodes
-        return handed_on and self.tape is None and not internals.tracing()
+        signature = self.signature
+        return signature.nests > 0 and not signature.shows_nodes and self.tape is None and not internals.tracing()
 
     @property
     def needs_level(self) -> bool:

@@ -199,7 +199,7 @@ def in_order(func: Any, labels: Sequence[int | None]) -> tuple[Any, Sequence[int
     return func, sorted(labels, key=str) if func in _SYMMETRIC else labels
 
 
-def together(labels: Iterable[int | None]) -> int | None:
+def combined(labels: Iterable[int | None]) -> int | None:
     """One label for several tensors, in order. None if one of them tells nothing."""
     found = tuple(labels)
     return None if None in found else hash(found)

@@ -27,7 +27,7 @@ from remat._dispatch_mode import tell_of_access
 from remat._effects import Effects, as_given, effects_of, is_of_torch, map_in, reads_no_value, tensors_in, written_by
 from remat._errors import DATA_OF_A_LEVEL, LAZY, SHARDED, TAKEN_APART, RematError, changes, not_replaced
 from remat._graph import inputs_reached, is_from_before
-from remat._labels import FIXED, Labels, Read, in_nested, in_order, of_outside, of_result, together
+from remat._labels import FIXED, Labels, Read, combined, in_nested, in_order, of_outside, of_result
 from remat._layers import layers, layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
 from remat._memory import is_over
 from remat._nested_mode import NestedMode, watched
@@ -46,7 +46,7 @@ class Look(NestedMode):
 
     - `outside`: by identity of their values, the tensors that the run was given or has read from outside.
     - `labels`: of the tensors that it knows.
-    - `handed_on`: those that a transform inside the function has wrapped.
+    - `wrapped_inside`: those that a transform inside the function has wrapped.
     - `read_quietly`: those that are differentiated but were first read in `no_grad`, perhaps in an autograd.Function.
     - `copies`: of those in whose storage the run wrote.
     - `drew`, `sets_hooks`: whether a torch call may have drawn random numbers; whether one put a hook on a tensor.
@@ -69,7 +69,7 @@ class Look(NestedMode):
         self.random = random
         self.depth = internals.stack_depth()
         self.outside: dict[int, Any] = {}
-        self.handed_on: set[int] = set()
+        self.wrapped_inside: set[int] = set()
         self.read_quietly: set[int] = set()
         self.copies = Copies()
         self.signature = Signature()
@@ -101,7 +101,7 @@ class Look(NestedMode):
         self.signature.has_custom |= inner.signature.has_custom
         self.reads_unseen |= inner.reads_unseen
         self.drew |= inner.drew
-        self.handed_on |= inner.handed_on & self.outside.keys()
+        self.wrapped_inside |= inner.wrapped_inside & self.outside.keys()
 
     @internals.left_alone_by_dynamo
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -232,10 +232,10 @@ class Look(NestedMode):
         self.notice(arg)
         return arg
 
-    def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
+    def read(self, tensor: Tensor, wrapped_inside: bool = False) -> Tensor:
         """Note that the run reads a tensor. Returns the tensor to read in its place.
 
-        `handed_on`: whether a transform inside the function has wrapped it: then no torch call reads it directly.
+        `wrapped_inside`: whether a transform inside the function has wrapped it: then no torch call reads it directly.
         """
         if isinstance(tensor, internals.FakeTensor) and effects_of(self._reader).is_metadata:
             return tensor  # a compiler asks: code that is called inside is compiled now
@@ -245,7 +245,7 @@ class Look(NestedMode):
         if not self.labels.has(unwrap_dead(value)):
             if self.outer is not None:
                 self.outer._reader = self._reader
-                value = self.outer.read(tensor, handed_on)
+                value = self.outer.read(tensor, wrapped_inside)
                 if value is not tensor:
                     self._swaps[id(tensor)] = tensor, value
             if self._is_in_jvp() and not requires_grad_at_any_level(value):  # a tangent of what the run has made
@@ -255,8 +255,8 @@ class Look(NestedMode):
             if value.requires_grad and not torch.is_grad_enabled():
                 self.read_quietly.add(id(value))
             self._add(value)
-        if handed_on and id(value) in self.outside:  # its own may die, and others get their ids
-            self.handed_on.add(id(value))
+        if wrapped_inside and id(value) in self.outside:  # its own may die, and others get their ids
+            self.wrapped_inside.add(id(value))
         return value
 
     def _is_wrapped_inside(self, tensor: Tensor) -> bool:
@@ -265,7 +265,7 @@ class Look(NestedMode):
         if not self.depth < level_of(below) <= stack_depth():
             return False
         inner = internals.unwrapped(below)
-        if self.read(inner, handed_on=True) is not inner:  # in an outer rerun
+        if self.read(inner, wrapped_inside=True) is not inner:  # in an outer rerun
             raise not_replaced(self.name, name_of(self._reader), inner)
         return True
 
@@ -349,7 +349,7 @@ class Look(NestedMode):
         func = name, hash(tuple([(f, shape) for f, shape, _ in calls]))
         self.add_results(func, out, (), [given for *_, given in calls])
         for write in () if inner is None else inner.writes:
-            self._note_write(func, together((hash(name), write)))
+            self._note_write(func, combined((hash(name), write)))
         if remembered is not None and self.position > position:
             self._begin_tail(position, remembered, out)
 
@@ -365,8 +365,8 @@ class Look(NestedMode):
         if len(found) > 1:
             shapes = hash((shapes, *map(self.signature.hash_of, found[1:])))
         func, labels = in_order(func, labels)
-        given, position = together(labels), self.position
-        call = together((hash(func), shapes, given))
+        given, position = combined(labels), self.position
+        call = combined((hash(func), shapes, given))
         is_custom = effects is not None and effects.is_custom
         for i, t in enumerate(found):
             requires_grad = requires_grad_at_any_level(t)
@@ -377,7 +377,7 @@ class Look(NestedMode):
             if not requires_grad:
                 inside = layers_up_to(t, self.depth)
                 if not self.labels.returns(inside[0]):
-                    self.labels.note_plain(inside[0], together((call, i)))
+                    self.labels.note_plain(inside[0], combined((call, i)))
                 continue
             self.labels.results.append(weakref.ref(t))
             if new or is_custom or not self.labels.returns(t):
@@ -436,10 +436,10 @@ class Look(NestedMode):
 class _InnerLook(Look):
     """Watches the `forward` of an autograd.Function under a transform, which runs below the level of the call."""
 
-    def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
+    def read(self, tensor: Tensor, wrapped_inside: bool = False) -> Tensor:
         if self.labels.has(tensor) or (self.outer.stand_in(tensor) is tensor and self._is_wrapped_inside(tensor)):
             return tensor
-        value = self.outer.read(tensor, handed_on)
+        value = self.outer.read(tensor, wrapped_inside)
         while internals.level_of(value) > self.depth and not value.requires_grad:  # an operand of a rerun
             value = internals.unwrapped(value)
         self._add(value)

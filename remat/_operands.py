@@ -91,7 +91,7 @@ class Original(Found):
     """In an outer rerun, where the tensor is a stand-in: the tensors that the function may find instead."""
     places: Sequence[Place] = ()
     """Where modules, containers, attributes or globals hold it."""
-    handed_on = False
+    needs_place = False
     """Whether reruns must put the operand into its places: no torch call of the function reads it directly."""
     is_read = True
     """Whether the forward read it, perhaps unseen."""
@@ -144,14 +144,14 @@ class Operands:
     - `originals`: one for each of these: the tensor that the forward found.
     - `given`, `held`: how many of the originals are arguments; how many are arguments or in cells.
     - `objects`: where to search for captured tensors: the objects in reach of the function.
-    - `stands_in`: whether the call is skipped: see `Call.stand_in`.
+    - `is_skipped`: whether the call is skipped: see `Call.skipped`.
     - `constants`: the other tensors from outside.
     - `held_in_modules`: the places in modules of constants, with these: modules may hold others later.
     - `survivors`: tensors that the forward made without a derivative and read, and that are still alive.
     """
 
     given = held = 0
-    stands_in = False
+    is_skipped = False
     objects: Sequence[Any] = ()
 
     def __init__(self, name: str, outer: Look | None) -> None:
@@ -238,14 +238,14 @@ class Operands:
             elif in_cell is not None or (look.in_checkpoint and not value.requires_grad):
                 self.constants.append(Constant(weakref.ref(value), before, read.label, in_cell is not None))
             elif matters(value) and self._is_outside(value, since):
-                if key in look.handed_on and self._is_made_unseen(value, since):
+                if key in look.wrapped_inside and self._is_made_unseen(value, since):
                     del look.outside[key]
                     look.labels.note_plain(value, None)
                 else:
                     self._capture(read)
             else:
                 constants[key] = read
-        for key, (tensor, before) in self.in_cells.items() if self.stands_in else ():  # its reruns may read them
+        for key, (tensor, before) in self.in_cells.items() if self.is_skipped else ():  # its reruns may read them
             if key not in look.outside and key not in self._index:
                 self.constants.append(Constant(weakref.ref(tensor), before, look.number_of(tensor), True))
         return constants
@@ -283,12 +283,12 @@ class Operands:
                 elif key in index:
                     self.originals[index[key]].add_places(places)
             if captured:
-                self._search(captured.keys() - look.handed_on, far=False)
-        handed_on = look.handed_on & index.keys()
-        if handed_on:  # a transform may have found it in any place
-            for original in self._search(handed_on):
-                original.handed_on = True
-        for key in look.handed_on & captured.keys():
+                self._search(captured.keys() - look.wrapped_inside, far=False)
+        wrapped = look.wrapped_inside & index.keys()
+        if wrapped:  # a transform may have found it in any place
+            for original in self._search(wrapped):
+                original.needs_place = True
+        for key in look.wrapped_inside & captured.keys():
             self._must_have_place(key, look)
 
     def _outer_originals(self) -> list[tuple[Tensor, int]]:
@@ -341,7 +341,7 @@ class Operands:
     def _must_have_place(self, key: int, look: Look) -> None:
         """Find the places of an operand that no torch call reads directly: reruns must put it there."""
         original, tensor = self.originals[self._index[key]], self.tensors[self._index[key]]
-        original.handed_on = True
+        original.needs_place = True
         if not original.places:
             original.places = [place for _, places in self._places_in_modules([tensor]) for place in places]
         if not original.places:

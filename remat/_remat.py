@@ -105,7 +105,7 @@ class Remat(Generic[P, R]):
                     args, kwargs = _tree.unflatten_call(spec, leaves)
             call = Call(fun, self._name, leaves, spec)
             spared = None if outer is None else outer.spared_call()
-            out: Any = None if spared is None else call.stand_in(spared, outer)
+            out: Any = None if spared is None else call.skipped(spared, outer)
         see = None
         if out is None:
             where = None if watch is None else call_site

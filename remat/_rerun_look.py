@@ -113,7 +113,7 @@ class RerunLook(Look):
             if id(t) in self._plan.labels:
                 self.labels.note(t, self._plan.labels[id(t)])
 
-    def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
+    def read(self, tensor: Tensor, wrapped_inside: bool = False) -> Tensor:
         key = id(tensor)
         is_inner = level_of(tensor) > self.depth  # NOTE [inner wrappers]
         if not is_inner and self.labels.has(tensor):
@@ -153,7 +153,7 @@ class RerunLook(Look):
             raise CheckpointError(self._stranger(tensor))
         if wraps:
             inner = internals.unwrapped(tensor)
-            value = self.read(inner, handed_on=True)
+            value = self.read(inner, wrapped_inside=True)
             if value is not inner and is_inner:
                 raise not_replaced(self.name, name_of(self._reader), inner)
             return tensor if value is inner else value

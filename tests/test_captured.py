@@ -1067,7 +1067,7 @@ def test_what_an_inner_function_finds_in_a_tuple_and_returns_as_it_is() -> None:
     assert_same(*results)
 
 
-def test_what_is_handed_on_to_inner_functions_alone_is_not_read() -> None:
+def test_what_is_passed_to_inner_functions_alone_is_not_read() -> None:
     def loss(ck: Any, x: Tensor) -> Tensor:
         held = {"x": (x,)}
         y, z, h = x.clone(), x + 0.5, torch.sin(x)
@@ -1445,9 +1445,9 @@ def test_a_view_of_an_argument_that_carries_a_tangent_is_returned_under_a_policy
 def test_the_identity_of_a_dead_tensor_says_nothing() -> None:
     with Look("f", [], None) as look:
         y = torch.ones(3).sin()
-        look.read(y, handed_on=True)
+        look.read(y, wrapped_inside=True)
     assert look.has_made(y)
-    assert not look.handed_on
+    assert not look.wrapped_inside
 
 
 def test_what_is_not_differentiated_is_found_in_a_list_by_calls_inside() -> None:

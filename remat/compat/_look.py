@@ -276,7 +276,7 @@ class CheckpointLook(Look):
             for layer in (t, *layers_up_to(t, self.depth)):
                 self.labels.note(layer, None)
 
-    def read(self, tensor: Tensor, handed_on: bool = False) -> Tensor:
+    def read(self, tensor: Tensor, wrapped_inside: bool = False) -> Tensor:
         key = id(tensor)
         if (stale := self._stale.get(id(self.stand_in(tensor)))) is not None:
             raise stale
@@ -303,7 +303,7 @@ class CheckpointLook(Look):
             value = self.stand_in(tensor)
         else:
             self.outer._reader = self._reader
-            value = self.outer.read(tensor, handed_on)
+            value = self.outer.read(tensor, wrapped_inside)
         self._add(value)
         return value
 
