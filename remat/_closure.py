@@ -10,6 +10,7 @@ the call, is called itself: a program may look it up by its identity.
 from __future__ import annotations
 
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ class Operand:
     index: int
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Made:
     """Stands for `maker(*args, **kwargs)`: a tuple, a partial, a method, a remat'd function."""
 
@@ -42,31 +43,32 @@ class _Made:
     old: Callable[[], Any]
     """Gives the object itself, if it is still there."""
 
+    def is_like(self, maker: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether this stands for `maker(*args, **kwargs)`, with the very same arguments."""
+        fits = self.maker == maker and len(self.args) == len(args) and [*self.kwargs] == [*kwargs]
+        return fits and all(map(operator.is_, (*self.args, *self.kwargs.values()), (*args, *kwargs.values())))
+
 
 class _Attributes(dict[str, Any]):
     """The attributes of an object, to be taken apart, as no other dict is."""
 
 
-@dataclass(slots=True, eq=False)
-class _Reference:
-    """Stands for the function with this key. Keys avoid cycles of functions that refer to each other."""
-
-    key: int
-
-
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Function:
-    """A function, taken apart. `cells` are keys of cell contents."""
+    """Stands for a function. Keys of its cells' contents avoid cycles of functions that refer to each other."""
 
     code: types.CodeType
     globals: dict[str, Any]
     name: str
-    attributes: dict[str, Any]
     cells: list[int]
     old: weakref.ref[types.FunctionType]
 
 
-_PARTS = (Operand, _Made, _Reference)
+_PARTS = (Operand, _Made, _Function)
+
+# By identity of what they stand for, the parts that calls hold. The calls of a nest share those of its inner functions.
+_functions: weakref.WeakValueDictionary[int, _Function] = weakref.WeakValueDictionary()
+_made: weakref.WeakValueDictionary[int, _Made] = weakref.WeakValueDictionary()
 
 
 def is_part(obj: Any) -> bool:
@@ -91,9 +93,9 @@ def _recipe(obj: Any) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]
     if kind is types.MethodType:
         return kind, (obj.__func__, obj.__self__), {}
     if issubclass(kind, functools.partial):
-        return functools.partial(_bare, kind), (_attributes(obj), obj.func, *obj.args), obj.keywords
+        return _bare, (kind, _attributes(obj), obj.func, *obj.args), obj.keywords
     if kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
-        return functools.partial(_bare, kind), (_attributes(obj), *obj), {}
+        return _bare, (kind, _attributes(obj), *obj), {}
     return (obj.__remat_maker__(), (obj.__wrapped__,), {}) if hasattr(kind, "__remat_maker__") else None
 
 
@@ -137,7 +139,8 @@ class Closure:
     def __init__(self, operand_of: Callable[[Tensor], Any]) -> None:
         """`operand_of`: gives the `Operand` that stands for a tensor, or the tensor if it is not an operand."""
         self._operand_of = operand_of
-        self.functions: dict[int, _Function] = {}
+        self.attributes: dict[_Function, dict[str, Any]] = {}
+        """The functions, each with its attributes and defaults."""
         self.contents: dict[int, Any] = {}
         self.is_recursive = False
         self.objects: list[Any] = []
@@ -165,26 +168,31 @@ class Closure:
     def _made(self, obj: Any, maker: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         new_args = [self.take_apart(x) for x in args]
         new_kwargs = {k: self.take_apart(v) for k, v in kwargs.items()} if kwargs else kwargs
-        if any(map(is_part, new_args)) or any(map(is_part, new_kwargs.values())):
-            return _Made(maker, new_args, new_kwargs, _reference(obj))
-        return obj
+        if not (any(map(is_part, new_args)) or any(map(is_part, new_kwargs.values()))):
+            return obj
+        part = _made.get(id(obj))
+        if part is None or part.old() is not obj or not part.is_like(maker, new_args, new_kwargs):
+            part = _made[id(obj)] = _Made(maker, new_args, new_kwargs, _reference(obj))
+        return part
 
     def _function(self, old: types.FunctionType) -> Any:
         key = id(old)
         if key in self._parts:
             part = self._parts[key]
-            self.is_recursive |= part is not old and key not in self.functions
+            self.is_recursive |= part is not old and part not in self.attributes
             return part
-        self._parts[key] = _Reference(key)
+        part = _functions.get(key)
+        if part is None or part.old() is not old or part.code is not old.__code__:
+            cells = [id(cell) for cell in old.__closure__ or ()]
+            part = _functions[key] = _Function(old.__code__, old.__globals__, old.__name__, cells, weakref.ref(old))
+        self._parts[key] = part
         self.objects.append(old)
         attributes = {name: self.take_apart(value) for name, value in vars(old).items()}
         if old.__defaults__:
             attributes["__defaults__"] = self.take_apart(old.__defaults__)
         if old.__kwdefaults__:
             attributes["__kwdefaults__"] = self.take_apart(_Attributes(old.__kwdefaults__))
-        cells = []
         for cell in old.__closure__ or ():
-            cells.append(id(cell))
             if id(cell) not in self.contents:
                 self._cells[id(cell)] = cell
                 self.contents[id(cell)] = _EMPTY
@@ -192,10 +200,8 @@ class Closure:
                     self.contents[id(cell)] = self.take_apart(content)
             elif self.contents[id(cell)] is _EMPTY:  # this function is a part of what the cell holds
                 self.is_recursive = True
-        if cells or any(map(is_part, attributes.values())):
-            self.functions[key] = _Function(
-                old.__code__, old.__globals__, old.__name__, attributes, cells, weakref.ref(old)
-            )
+        if part.cells or any(map(is_part, attributes.values())):
+            self.attributes[part] = attributes
         else:
             self._parts[key] = old
         return self._parts[key]
@@ -220,7 +226,7 @@ class Rebuilder:
         self._closure = closure
         self._operands = operands
         self._cells: dict[int, types.CellType] = {}
-        self._functions: dict[int, types.FunctionType] = {}
+        self._functions: dict[_Function, types.FunctionType] = {}
 
     def keep(self, cells: dict[int, types.CellType]) -> None:
         """Use these existing cells, not new ones."""
@@ -231,28 +237,28 @@ class Rebuilder:
         kind = type(part)
         if kind is Operand:
             return self._operands[part.index]
-        if kind is _Reference:
-            return self._functions.get(part.key) or self._function(part.key)
+        if kind is _Function:
+            return self._functions.get(part) or self._function(part)
         if kind is _Made:
-            uses: set[int] = set()
+            uses: set[_Function] = set()
             if self._is(old := part.old(), part, uses) and uses.isdisjoint(self._changed):
                 return old
             return part.maker(*map(self, part.args), **{k: self(v) for k, v in part.kwargs.items()})
         return part
 
     @functools.cached_property
-    def _changed(self) -> set[int]:
-        """The keys of the functions that are not as at the call, or close over such a function."""
-        uses: dict[int, set[int]] = {key: set() for key in self._closure.functions}
-        changed = {key for key, was in self._closure.functions.items() if not self._is_as_it_was(was, uses[key])}
-        while more := {key for key, used in uses.items() if not changed.isdisjoint(used)} - changed:
+    def _changed(self) -> set[_Function]:
+        """The functions that are not as at the call, or close over such a function."""
+        uses: dict[_Function, set[_Function]] = {was: set() for was in self._closure.attributes}
+        changed = {was for was, used in uses.items() if not self._is_as_it_was(was, used)}
+        while more := {was for was, used in uses.items() if not changed.isdisjoint(used)} - changed:
             changed |= more
         return changed
 
-    def _is_as_it_was(self, was: _Function, uses: set[int]) -> bool:
+    def _is_as_it_was(self, was: _Function, uses: set[_Function]) -> bool:
         """Whether a function is there, closes over what it closed over at the call, and none of it is replaced.
 
-        `uses`: the keys of the functions that it closes over are added to this.
+        `uses`: the functions that it closes over are added to this.
         """
         function = was.old()
         if function is None:
@@ -260,16 +266,17 @@ class Rebuilder:
         for cell, key in zip(function.__closure__ or (), was.cells, strict=True):
             if not self._is(_content(cell), self._closure.contents[key], uses):
                 return False
-        return all(self._is(getattr(function, name, _EMPTY), part, uses) for name, part in was.attributes.items())
+        attributes = self._closure.attributes[was].items()
+        return all(self._is(getattr(function, name, _EMPTY), part, uses) for name, part in attributes)
 
-    def _is(self, obj: Any, part: Any, uses: set[int]) -> bool:
+    def _is(self, obj: Any, part: Any, uses: set[_Function]) -> bool:
         """Whether an object is what the part stands for, if the functions that it uses are."""
         kind = type(part)
         if kind is Operand:
             return obj is self._operands[part.index]
-        if kind is _Reference:
-            uses.add(part.key)
-            return obj is self._closure.functions[part.key].old()
+        if kind is _Function:
+            uses.add(part)
+            return obj is part.old()
         if kind is _Made:
             recipe = _recipe(obj) if obj is part.old() else None
             if recipe is None or recipe[2].keys() != part.kwargs.keys():
@@ -278,20 +285,19 @@ class Rebuilder:
             return all(self._is(o, p, uses) for o, p in held)
         return obj is part
 
-    def _function(self, key: int) -> types.FunctionType:
-        old = self._closure.functions[key]
+    def _function(self, old: _Function) -> types.FunctionType:
         function = old.old()
-        if function is not None and key not in self._changed:
-            self._functions[key] = function
+        if function is not None and old not in self._changed:
+            self._functions[old] = function
             return function
         fresh = {c: types.CellType() for c in old.cells if c not in self._cells}
         self._cells.update(fresh)
         cells = tuple([self._cells[c] for c in old.cells])
-        new = self._functions[key] = types.FunctionType(old.code, old.globals, old.name, None, cells or None)
+        new = self._functions[old] = types.FunctionType(old.code, old.globals, old.name, None, cells or None)
         if function is not None:
             functools.update_wrapper(new, function, updated=())
             del vars(new)["__wrapped__"]
-        for name, attribute in old.attributes.items():
+        for name, attribute in self._closure.attributes[old].items():
             setattr(new, name, self(attribute))
         for c, cell in fresh.items():
             content = self._closure.contents[c]

@@ -74,10 +74,10 @@ class Remat(Generic[P, R]):
 
     def __remat_maker__(self) -> Callable[[Callable[P, R]], Remat[P, R]]:
         """Return a decorator with the options and attributes of this object, for another function."""
-        attributes = vars(self).copy()
-        attributes.pop("_function", None)
-        del attributes["__wrapped__"]
-        return functools.partial(_with_attributes, attributes)
+        maker = _Maker(vars(self))
+        maker.pop("_function", None)
+        del maker["__wrapped__"]
+        return maker
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         fun = self.__wrapped__
@@ -155,10 +155,20 @@ def name_of_global(decorated: Any) -> str | None:
     return decorated.__qualname__ if found is decorated else None
 
 
-def _with_attributes(attributes: dict[str, Any], fun: Callable[P, R]) -> Remat[P, R]:
-    new: Remat[P, R] = object.__new__(Remat)
-    vars(new).update(attributes, __wrapped__=fun)
-    return new
+class _Maker(dict[str, Any]):
+    """A decorator with these options and attributes. It equals another if they are the very same."""
+
+    def __call__(self, fun: Callable[P, R]) -> Remat[P, R]:
+        new: Remat[P, R] = object.__new__(Remat)
+        vars(new).update(self, __wrapped__=fun)
+        return new
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Maker) or self.keys() != other.keys():
+            return False
+        return all(value is other[name] for name, value in self.items())
+
+    __hash__ = None
 
 
 def _with_derivative(call: Call, out: Any, outer: Look | None) -> Any:

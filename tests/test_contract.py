@@ -81,6 +81,27 @@ def test_a_decorated_function_in_a_cell_keeps_its_attributes(setting: Any) -> No
     same(setting, program)
 
 
+@EACH_SETTING
+def test_an_attribute_of_a_decorated_function_changes_between_two_calls(setting: Any) -> None:
+    """The two calls hold the same function, and each has its own attributes."""
+
+    def program(ck: Decorator) -> Any:
+        def run(x: Tensor) -> Tensor:
+            w = x * 2
+
+            def f(x: Tensor) -> Tensor:
+                return x.sin() * f.scale * w
+
+            f = ck(f)
+            for f.scale in (2.0, 3.0):
+                x = ck(lambda x: f(x).cos())(x)
+            return x
+
+        return run
+
+    same(setting, program)
+
+
 @pytest.mark.parametrize("captured", [False, True])
 @EACH_SETTING
 def test_a_tensor_keeps_what_somebody_has_given_to_it(setting: Any, captured: bool) -> None:

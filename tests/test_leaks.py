@@ -470,3 +470,24 @@ def test_a_recursive_function_that_a_rerun_makes_anew() -> None:
 
     torch.autograd.grad(remat(fun)(1, leaf(numbers(3))).sum(), w)
     assert [ref() for ref in seen] == [fun, fun, None, None]
+
+
+@pytest.mark.parametrize("wrap", [remat, lambda fun: functools.partial(checkpoint, fun, use_reentrant=False)])
+def test_a_nest_takes_each_function_apart_once(wrap: Callable[[Fun], Fun]) -> None:
+    """All calls of a nest are pending at its innermost rerun, and each closes over the functions inside."""
+    parts = []
+
+    def around(fun: Fun) -> Fun:
+        return wrap(lambda x: fun(x).cos())
+
+    def innermost(x: Tensor) -> Tensor:
+        parts.append(sum(type(x).__name__ in ("_Function", "_Made") for x in gc.get_objects()))
+        return x.sin()
+
+    fun: Fun = innermost
+    for _ in range(20):
+        fun = around(fun)
+    x = leaf(numbers(3))
+    before = sum(type(x).__name__ in ("_Function", "_Made") for x in gc.get_objects())
+    fun(x).sum().backward()
+    assert max(parts) - before <= 2 * 21  # it is 420 if each call takes all apart
