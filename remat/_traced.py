@@ -7,7 +7,7 @@ means nothing: all that the policy keeps is kept, and the compiler drops what no
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from remat._nested_mode import current_call
 from remat._ops import facts_of, flat
 from remat._recorder import SelectiveCheckpointContext
 from remat._tape import KEEP
+from remat._values import Changed
 from remat.policies._policy import Decide
 
 _CLONE = torch.ops.aten.clone.default  # autograd calls it before a change in place, for each level that needs it
@@ -27,8 +28,18 @@ _OTHER_CALLS = (
     "If the function computes a table on first use, call it once before, under torch.no_grad()."
 )
 
-Results = defaultdict[Any, list[list[Any] | None]]
-"""For each op its calls in order: copies of the results, None if they are not kept."""
+
+class _Call(NamedTuple):
+    """What a call of an op returned and wrote."""
+
+    outputs: list[Any]
+    """Copies of the results, but `Changed` for those that are arguments."""
+    written: list[Tensor]
+    """Copies of the arguments that it wrote to."""
+
+
+Results = defaultdict[Any, list[_Call | None]]
+"""For each op its calls in order; None for those that are not kept."""
 
 
 class Traced(DispatchMode):
@@ -44,8 +55,12 @@ class Traced(DispatchMode):
         self._results: Results = defaultdict(list)
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out = func(*args, **kwargs)
-        self._results[func].append([_copied(x) for x in flat(out)] if self._keeps(out, func, args, kwargs) else None)
+        out, kept = func(*args, **kwargs), None
+        if self._keeps(out, func, args, kwargs):
+            written = facts_of(func).written(args, kwargs)
+            position = {id(t): Changed(i) for i, t in enumerate(written)}
+            kept = _Call([position.get(id(x)) or _copied(x) for x in flat(out)], [*map(_copied, written)])
+        self._results[func].append(kept)
         return out
 
     def _keeps(self, out: Any, func: Any, args: Any, kwargs: Any) -> bool:
@@ -93,9 +108,9 @@ class _Replayed(DispatchMode):
         if kept is None:
             return func(*args, **kwargs)
         changed = facts_of(func).written(args, kwargs)
-        for tensor, result in zip(changed, kept, strict=False):
-            tensor.copy_(result)
-        results = changed or [_copied(x) for x in kept]  # the function may write to them
+        for tensor, value in zip(changed, kept.written, strict=True):
+            tensor.copy_(value)
+        results = [changed[x.position] if isinstance(x, Changed) else _copied(x) for x in kept.outputs]
         return results[0] if len(results) == 1 else tuple(results)
 
 

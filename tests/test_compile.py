@@ -1091,6 +1091,23 @@ def test_make_fx_of_draws(transform: Any) -> None:
     assert_same(results[1], results[0])
 
 
+@pytest.mark.parametrize("trace", [lambda f: compiled(f), lambda f: make_fx(f)(numbers(6))], ids=["compile", "make_fx"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_traced_draw_that_writes_to_another_tensor_than_its_result(inplace: bool, trace: Any) -> None:
+    """`rrelu` returns its result, and writes its slopes to a tensor that its derivative reads."""
+
+    def fun(x: Tensor) -> Tensor:
+        return F.rrelu(x.sin() - 0.1, training=True, inplace=inplace).exp().sum()
+
+    results = []
+    for decorate in (plain, remat, remat(policy=policies.everything_saveable)):
+        run = trace(grad(decorate(fun)))
+        torch.manual_seed(0)
+        results.append(run(numbers(6)))
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(strict: bool, net: Any) -> None:
