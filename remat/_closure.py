@@ -88,8 +88,11 @@ def parts_of(obj: Any) -> tuple[Any, ...]:
 
 
 def _recipe(obj: Any) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]] | None:
-    """How to make a tuple, a method, a partial or a remat'd function: maker, args, kwargs. None for other objects."""
+    """How to make a tuple, a method, a partial, a remat'd or a compiled function: maker, args, kwargs; or None."""
     kind = type(obj)
+    if kind is types.FunctionType:
+        compiled = internals.is_compiled_function(obj)
+        return (internals.compiler_of(obj), (internals.uncompiled(obj),), {}) if compiled else None
     if kind is types.MethodType:
         return kind, (obj.__func__, obj.__self__), {}
     if issubclass(kind, functools.partial):
@@ -155,8 +158,9 @@ class Closure:
             return obj
         if isinstance(obj, Tensor):
             return self._operand_of(obj)
-        if kind is types.FunctionType and (obj.__closure__ or obj.__defaults__ or obj.__kwdefaults__):
-            return obj if internals.is_compiled(obj) else self._function(obj)
+        is_function = kind is types.FunctionType and (obj.__closure__ or obj.__defaults__ or obj.__kwdefaults__)
+        if is_function and not internals.is_compiled_function(obj):
+            return self._function(obj)
         if kind is _Attributes:
             return self._made(obj, dict, (), obj)
         recipe = _recipe(obj)

@@ -655,15 +655,15 @@ def may_run_compiled_code() -> bool:
     return dynamo is not None and getattr(dynamo, "FRAME_COUNTER", 1) > 0
 
 
-def is_compiled(function: Any) -> bool:
-    """Whether `torch.compile` has made a function, or `functools.wraps` has copied such a function (2.13)."""
-    return hasattr(function, "_torchdynamo_orig_callable")
+def is_compiled(obj: Any) -> bool:
+    """Whether `torch.compile` has made a function or a module, or `functools.wraps` has copied such a function."""
+    return "_torchdynamo_orig_callable" in getattr(obj, "__dict__", {})
 
 
 def uncompiled(fun: Any) -> Any:
     """`fun` as it was before `torch.compile`, also where a method or partial calls it; else `fun` itself.
 
-    There is no public way to ask. A copy by `functools.wraps` has the same attributes, but another id (2.13).
+    There is no public way to ask (2.13).
     """
     if isinstance(fun, types.MethodType):
         inner = uncompiled(fun.__func__)
@@ -671,14 +671,32 @@ def uncompiled(fun: Any) -> Any:
     if isinstance(fun, functools.partial):
         inner = uncompiled(fun.func)
         return fun if inner is fun.func else functools.partial(inner, *fun.args, **fun.keywords)
-    attributes = getattr(fun, "__dict__", {})
     if isinstance(fun, torch.nn.Module):
-        if "_torchdynamo_orig_callable" in attributes and not any(_hooks(attributes)):
+        if is_compiled(fun) and not any(_hooks(vars(fun))):
             return uncompiled(fun._orig_mod)
         return fun if fun._compiled_call_impl is None else fun._call_impl
-    if attributes.get("_torchdynamo_wrapper_id") == id(fun):
-        return uncompiled(attributes["_torchdynamo_orig_callable"])
-    return fun
+    return uncompiled(fun._torchdynamo_orig_callable) if is_compiled_function(fun) else fun
+
+
+def is_compiled_function(fun: Any) -> bool:
+    """Whether dynamo has made a function. A copy by `functools.wraps` has the same attributes, but other globals."""
+    return is_compiled(fun) and str(getattr(fun, "__globals__", {}).get("__name__")).startswith("torch._dynamo.")
+
+
+def compiler_of(compiled: types.FunctionType) -> Callable[[Any], Any]:
+    """A decorator that compiles another function as this one was: it copies dynamo's wrapper (2.13)."""
+    cells = zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True)
+    held = {name: cell for name, cell in cells if cell.cell_contents is not compiled._torchdynamo_orig_callable}
+    return functools.partial(_compiled_again, compiled.__code__, compiled.__globals__, held)
+
+
+def _compiled_again(
+    code: types.CodeType, space: dict[str, Any], held: dict[str, types.CellType], fun: Any
+) -> types.FunctionType:
+    cells = [held.get(name) or types.CellType(fun) for name in code.co_freevars]
+    new = types.FunctionType(code, space, code.co_name, None, tuple(cells))
+    new._torchdynamo_orig_callable = fun
+    return new
 
 
 def uncompiled_module(module: Any) -> tuple[Any, dict[str, Any]]:

@@ -988,6 +988,30 @@ def test_what_compiled_code_inside_reads_is_right_or_an_error(what: str, transfo
     assert_same(results[2:], results[:2], 1e-6)
 
 
+CHECKPOINTS: dict[str, Any] = {
+    "remat": remat,
+    "non-reentrant": lambda fun: functools.partial(checkpoint, fun, use_reentrant=False),
+    "reentrant": lambda fun: functools.partial(checkpoint, fun, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("around", [lambda fun: fun, lambda fun: lambda x: fun(x)], ids=["compiled", "calls compiled"])
+@pytest.mark.parametrize("which", ["constant", "leaf", "intermediate"])
+@pytest.mark.parametrize("ck", CHECKPOINTS)
+def test_a_compiled_function_closes_over_a_loop_variable(ck: str, which: str, around: Any, backend: str) -> None:
+    def gradients(ck: Any) -> Any:
+        x, y = (x := leaf(X)), x
+        ws = [w.detach().clone().requires_grad_(which != "constant") for w in WS[:2]]
+        for w in ws:
+            m = w * 1 if which == "intermediate" else w
+            y = ck(around(torch.compile(lambda y: torch.tanh(y @ m), backend=backend)))(y)
+        y.sum().backward()
+        return [t.grad for t in (x, *ws) if t.requires_grad]
+
+    assert_same(gradients(CHECKPOINTS[ck]), gradients(plain), 1e-8)
+
+
 def test_hooks_of_a_compiled_module_are_called() -> None:
     """It has hooks of its own."""
     reader = Reader()
