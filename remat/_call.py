@@ -342,6 +342,8 @@ class Call:
             return False
         if self.operands.reads_inference:  # below all transforms, autograd can't save it
             return True
+        if internals.compiling():  # the compiler's tensors call `to` where others call `float`
+            return True
         return self.random is not None or self.tape is not None or bool(self.hooked) or self.signature.has_custom
 
     def __call__(self, *operands: Tensor) -> list[Tensor]:

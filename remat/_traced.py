@@ -16,7 +16,7 @@ from remat._dispatch_mode import DispatchMode
 from remat._errors import CheckpointError
 from remat._names import current_name
 from remat._nested_mode import current_call
-from remat._ops import facts_of, flat
+from remat._ops import facts_of, flat, tensors
 from remat._recorder import SelectiveCheckpointContext
 from remat._tape import KEEP
 from remat._values import Changed
@@ -24,14 +24,17 @@ from remat.policies._policy import Decide
 
 _CLONE = torch.ops.aten.clone.default  # autograd calls it before a change in place, for each level that needs it
 _OTHER_CALLS = (
-    "remat: under a tracer, a rerun calls {} more or less often than the forward run did, and results of it are kept. "
-    "If the function computes a table on first use, call it once before, under torch.no_grad()."
+    "remat: under a tracer, a rerun calls {} more or less often than the forward run did, or with other shapes, and "
+    "results of it are kept. If the function computes a table on first use, call it once before, under "
+    "torch.no_grad(). If it multiplies by a weight from outside that requires grad, detach that: torch multiplies in "
+    "other steps for it."
 )
 
 
 class _Call(NamedTuple):
-    """What a call of an op returned and wrote."""
+    """What a call of an op was given, returned and wrote."""
 
+    given: list[torch.Size]
     outputs: list[Any]
     """Copies of the results, but `Changed` for those that are arguments."""
     written: list[Tensor]
@@ -59,7 +62,8 @@ class Traced(DispatchMode):
         if self._keeps(out, func, args, kwargs):
             written = facts_of(func).written(args, kwargs)
             position = {id(t): Changed(i) for i, t in enumerate(written)}
-            kept = _Call([position.get(id(x)) or _copied(x) for x in flat(out)], [*map(_copied, written)])
+            outputs = [position.get(id(x)) or _copied(x) for x in flat(out)]
+            kept = _Call(_shapes(args, kwargs), outputs, [*map(_copied, written)])
         self._results[func].append(kept)
         return out
 
@@ -107,11 +111,17 @@ class _Replayed(DispatchMode):
         kept = left.popleft()
         if kept is None:
             return func(*args, **kwargs)
+        if kept.given != _shapes(args, kwargs):
+            raise CheckpointError(_OTHER_CALLS.format(func))
         changed = facts_of(func).written(args, kwargs)
         for tensor, value in zip(changed, kept.written, strict=True):
             tensor.copy_(value)
         results = [changed[x.position] if isinstance(x, Changed) else _copied(x) for x in kept.outputs]
         return results[0] if len(results) == 1 else tuple(results)
+
+
+def _shapes(args: Any, kwargs: Any) -> list[torch.Size]:
+    return [t.shape for t in tensors(args, kwargs)]
 
 
 def _copied(x: Any) -> Any:

@@ -325,14 +325,38 @@ def test_a_traced_rerun_calls_kept_ops_as_often() -> None:
     with traced.replayed():
         assert_same([x.sin(), x.sin()], expected)
 
-    def again(times: int) -> None:
+    def again(*given: Tensor) -> None:
         with traced.replayed():
-            for _ in range(times):
-                x.sin()
+            for t in given:
+                t.sin()
 
-    for times in (1, 3):
+    for given in ([x], [x, x, x], [x, x[:2]]):
         with pytest.raises(CheckpointError, match=r"calls aten.sin.default more or less often than the forward run"):
-            again(times)
+            again(*given)
+
+
+@pytest.mark.parametrize("cast", ["float", "double", "half", "bfloat16", "long"])
+@pytest.mark.parametrize("ck", [remat, lambda fun: functools.partial(checkpoint, fun, use_reentrant=False)])
+def test_casts_beside_a_captured_weight(ck: Any, cast: str) -> None:
+    """The tensors of the compiler call `Tensor.to` for each of these."""
+    w = WS[0].clone().requires_grad_()
+
+    def loss(x: Tensor, ck: Any = ck) -> Tensor:
+        return ck(lambda x: (torch.tanh(x @ w) + getattr(x @ w, cast)()).sin())(x).double().sum()
+
+    assert_same(compiled(grad(loss))(X).detach(), grad(functools.partial(loss, ck=plain))(X).detach(), 1e-8)
+
+
+def test_a_policy_beside_a_captured_weight_by_which_torch_multiplies_in_other_steps() -> None:
+    w, x = WS[0][:5, :5].clone().requires_grad_(), numbers(4, 3, 5)
+
+    def loss(x: Tensor, w: Tensor = w) -> Tensor:
+        return remat(lambda x: (w @ x.mT).sin(), policy=policies.dots_saveable)(x).sum()
+
+    with pytest.raises(BackendCompilerFailed, match=r"weight from outside that requires grad, detach that"):
+        compiled(grad(loss))(x)
+    detached = functools.partial(loss, w=w.detach())
+    assert_same(compiled(grad(detached))(x), grad(detached)(x), 1e-8)
 
 
 def test_another_policy_is_another_graph() -> None:
