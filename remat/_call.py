@@ -19,7 +19,7 @@ from remat._closure import ATOMS, Closure, Operand, Rebuilder
 from remat._context import Ambient, OwnCasts, RandomState, Variables, entered, modes_of_user, rerunning, together
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun
 from remat._graph import Stranger, prove
-from remat._layers import layers, requires_grad_at_any_level, requires_grad_below, unwrap_dead
+from remat._layers import innermost, layers, requires_grad_at_any_level, requires_grad_below, unwrap_dead
 from remat._look import Look
 from remat._nested_mode import current_look, hooks_unseen
 from remat._operands import Operands, matters
@@ -255,8 +255,8 @@ class Call:
         self.since = look.since
         values = [unwrap_dead(look.read(originals[i])) for i in forward.reached]
         values = [t for t in values if matters(t) and (t.is_floating_point() or t.is_complex())]
-        if not values or any(t.layout is not torch.strided for t in values):
-            return None  # `flatten` can't take these
+        if not values or any(t.layout is not torch.strided or not innermost(t).numel() for t in values):
+            return None  # torch can't flatten these, or multiply scalars under a vmap over nothing
         zeros = [t.flatten()[:0].sum().real for t in values]
         leaves, spec = forward.result
         leaves = list(leaves)

@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from helpers import KEEPS, TRANSFORMS, CountOps, assert_same, leaf, numbers, plain
 from torch import Tensor, nn
-from torch.func import grad, jvp, vmap
+from torch.func import grad, hessian, jvp, vmap
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -542,4 +542,15 @@ def test_a_call_inside_puts_a_hook_on_what_the_outer_function_made(set_hook: Fun
 
     x = numbers(3)
     actual, expected = (TRANSFORMS[transform](ck(lambda x, ck=ck: outer(x, ck)), x) for ck in (remat, plain))
+    assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("transform", [hessian, lambda f: vmap(grad(f))], ids=["hessian", "vmap(grad)"])
+def test_a_call_inside_under_a_vmap_over_nothing(transform: Any) -> None:
+    def loss(x: Tensor, ck: Fun) -> Tensor:
+        inner = ck(lambda x: x.sin().sum())
+        return ck(lambda x: inner(x.exp()))(x)
+
+    x = torch.zeros(0, 3) if transform is not hessian else torch.zeros(0)
+    actual, expected = (transform(lambda x, ck=ck: loss(x, ck))(x) for ck in (remat, plain))
     assert_same(actual, expected)
