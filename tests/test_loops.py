@@ -816,6 +816,29 @@ def test_what_a_while_loop_writes_to_is_written_once_under_transforms(transform:
     assert_same(derivative(remat.while_loop), derivative(plain_loop))
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("around", [lambda f: f, lambda f: grad(f), remat.remat], ids=["value", "grad", "remat"])
+def test_a_while_loop_changes_a_tensor_for_elements_that_are_done(around: Any, mode: Any) -> None:
+    """It would be changed as often as the last element needs. A tensor that the body makes is its own."""
+
+    def f(x: Tensor, writes_outside: bool) -> Tensor:
+        count = torch.zeros_like(x)
+
+        def body(v: Any) -> Any:
+            own = torch.zeros_like(x).add_(1)
+            (count if writes_outside else own).add_(1)
+            return (v[0] + x).sin() * own.detach(), v[1] + 1
+
+        return remat.while_loop(lambda v: v[1] < x.detach() * 6, body, (x, torch.tensor(0)))[0] * (count + 1)
+
+    xs = torch.tensor([0.2, 0.9])
+    with mode():
+        expected = torch.stack([around(lambda x: f(x, False))(x) for x in xs])
+        assert_same(vmap(around(lambda x: f(x, False)))(xs), expected)
+        with pytest.raises(remat.RematError, match=r"while_loop: .*body changes a tensor in place, also for elements"):
+            vmap(around(lambda x: f(x, True)))(xs)
+
+
 # The run of `while_loop` that counts its steps.
 
 

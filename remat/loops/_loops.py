@@ -10,14 +10,17 @@ from torch import Tensor
 
 from remat import _compile, _tree
 from remat import _torch_internals as internals
-from remat._errors import shown
+from remat._errors import RematError, function_name, shown
 from remat._layers import innermost
+from remat._look import Look
 from remat._remat import remat
 from remat.loops._checks import CarryCheck, as_int, check_options, steps_of
 from remat.loops._run import run, trial
 from remat.policies._policy import PolicyLike
 
 Carry = TypeVar("Carry")
+
+_CHANGES = "{}: {} changes a tensor in place, also for elements of the vmap that are done. Put it into the value."
 
 
 def _map(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -192,7 +195,7 @@ def while_loop(
     **Returns:** the first value for which the condition does not hold.
 
     **Raises:** as `scan`; `TypeError` if the condition is not a scalar; `RematError` if it draws random numbers or
-    changes a tensor in place.
+    changes a tensor in place, or if the body changes one under a `vmap` that maps over the condition.
 
     **Source:** `jax.lax.while_loop`, which has no derivative in reverse mode.
 
@@ -232,11 +235,11 @@ def while_loop(
 
     def advance(holds: Tensor | None, carry: Any) -> Any:
         """The carry after a step."""
-        if holds is not None:
-            old, _ = _tree.flatten(carry)
-            carry = _tree.unflatten(spec, select(holds, old, start))  # the body may not be defined where it is done
-        new = check(body(carry))
-        return new if holds is None else check(_tree.unflatten(spec, select(holds, _tree.flatten(new)[0], old)))
+        if holds is None:
+            return check(body(carry))
+        old, _ = _tree.flatten(carry)  # where it is done, the body may not be defined
+        new, _ = _tree.flatten(check(body(_tree.unflatten(spec, select(holds, old, start)))))
+        return check(_tree.unflatten(spec, select(holds, new, old)))
 
     def counting(carry: Any) -> tuple[Tensor | None, bool]:
         with trial(who, carry, cond_fun):
@@ -245,16 +248,19 @@ def while_loop(
     def plain(condition: Callable[[Any], tuple[Tensor | None, bool]]) -> tuple[Any, int, bool]:
         """The result, the number of steps, and whether a vmap maps over the condition."""
         carry, n, is_batched = init_val, 0, False
-        while True:
-            holds, goes_on = condition(carry)
-            if not goes_on:
-                return carry, n, is_batched
-            carry, n, is_batched = advance(holds, carry), n + 1, is_batched or holds is not None
+        while (asked := condition(carry))[1]:
+            carry, n, is_batched = advance(asked[0], carry), n + 1, is_batched or asked[0] is not None
+        return carry, n, is_batched
 
-    if _compile.tracing() or not torch.is_grad_enabled():
+    if _compile.tracing():
         return plain(condition)[0]
-    with trial(who, init_val):
-        _, n, is_batched = plain(counting)
+    counts = torch.is_grad_enabled()
+    with trial(who, init_val) if counts else Look(who, (), None) as look:
+        carry, n, is_batched = plain(counting if counts else condition)
+    if is_batched and look.copies:
+        raise RematError(_CHANGES.format(who, function_name(body_fun)))
+    if not counts:
+        return carry
 
     def step(_: int, carry: Any, __: None) -> tuple[Any, None]:
         return advance(condition(carry)[0] if is_batched else None, carry), None

@@ -52,12 +52,8 @@ def run(
     def segment(again: Any, start: int, n: int, k: int, carry: Any, xs: Any, outermost: bool = False) -> Any:
         parts, ys = parts_of(n, k), []
         for (m, slots), x in zip(parts, _split(xs, [m for m, _ in parts], reverse), strict=True):
-            if m > 1:
-                carry, y = again(again, start, m, slots, carry, x)
-            elif slots or outermost:
-                carry, y = once(start, carry, x)
-            else:  # the rerun takes its derivative right away
-                carry, y = body(start, carry, x)
+            step = once if slots or outermost else body  # a rerun takes the derivative of its last step right away
+            carry, y = again(again, start, m, slots, carry, x) if m > 1 else step(start, carry, x)
             ys.append(y)
             start += m
         return carry, _joined(who, ys, reverse)
@@ -79,10 +75,9 @@ def _joined(who: str, parts: list[Any], reverse: bool) -> Any:
     """Join the results y of several parts along their leading dimension."""
     if all(part is None for part in parts):
         return None  # `fori_loop` and `while_loop` have no y
-    flat = [_tree.flatten(part) for part in parts]
-    spec = flat[0][1]
-    kinds = kinds_of(flat[0][0], 1)
-    for others, other in flat[1:]:
+    (first, spec), *rest = flat = [_tree.flatten(part) for part in parts]
+    kinds = kinds_of(first, 1)
+    for others, other in rest:
         if differ(other, spec):
             raise TypeError(f"{who}: y is {structure(spec)} in one step, and {structure(other)} in another.")
         for i, (a, b) in enumerate(zip(kinds, kinds_of(others, 1), strict=True)):
@@ -93,7 +88,7 @@ def _joined(who: str, parts: list[Any], reverse: bool) -> Any:
 
 
 @contextlib.contextmanager
-def trial(who: str, args: Any, pure: Any = None) -> Iterator[None]:
+def trial(who: str, args: Any, pure: Any = None) -> Iterator[Look]:
     """Run the block without derivatives. Afterwards, undo its random draws and its changes in place.
 
     `pure`: the user's function in the block, if there must not be any.
@@ -104,7 +99,7 @@ def trial(who: str, args: Any, pure: Any = None) -> Iterator[None]:
     start: Any = None if keys is None else keys.position()
     try:
         with torch.no_grad(), internals.NOTHING if keys is None else resumed(keys.key, start), look:
-            yield
+            yield look
             drew = random.drawn_since(look.drew) or ((now := running()) is not None and now.position() != start)
             if pure is not None and (drew or look.copies):
                 raise RematError(
