@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
@@ -30,7 +29,7 @@ from remat._graph import inputs_reached, is_from_before
 from remat._labels import FIXED, Labels, Read, combined, in_nested, in_order, of_outside, of_result
 from remat._layers import layers, layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
 from remat._memory import is_over
-from remat._nested_mode import NestedMode, watched
+from remat._nested_mode import NestedLook, watched
 from remat._saved import is_of_user
 from remat._signature import ELSEWHERE, HOLDER, NO_LEVEL, Signature, kind_of, name_of, plain_in
 from remat._tail import is_large
@@ -39,7 +38,7 @@ level_of, stack_depth = internals.level_of, internals.stack_depth
 MADE_INSIDE = " If the function makes this parameter, or a module that has it, make that outside, and pass it."
 
 
-class Look(NestedMode):
+class Look(NestedLook):
     """Watches the forward run of a function.
 
     **Attributes:**
@@ -104,12 +103,7 @@ class Look(NestedMode):
         self.wrapped_inside |= inner.wrapped_inside & self.outside.keys()
 
     @internals.left_alone_by_dynamo
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_dynamo_compiling():  # dynamo traces what is compiled inside, with the active modes
-            return func(*args, **(kwargs or {}))
-        delegate = self.delegate
-        if delegate is not None:
-            return delegate.__torch_function__(func, types, args, kwargs)
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         effects = effects_of(func)
         if self.undecided:
             self._decide(func, args, kwargs or {})

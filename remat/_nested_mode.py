@@ -1,8 +1,8 @@
 """A torch-function mode for runs that nest.
 
-NOTE [one mode at a time]: calls nest, and each run has a look. If each look were an active mode, every torch call in a
-nest of n calls would cost n times as much. So only the outermost look is an active mode. It hands each torch call to
-its `delegate`, the innermost look, which asks its `outer` look about tensors that it does not know.
+NOTE [one mode at a time]: calls nest, and each run has a look. If each look had an active mode, every torch call in a
+nest of n calls would cost n times as much. So there is one active mode. It hands each torch call to the innermost look,
+which asks its `outer` look about tensors that it does not know.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from remat import _torch_internals as internals
@@ -23,8 +24,7 @@ from remat._saved import hooks_set_inside
 
 class _Current(threading.local):
     look: Any = None
-    mode: NestedMode | None = None
-    """The look that torch has as its active mode."""
+    mode: _ActiveMode | None = None
 
 
 _current = _Current()
@@ -40,11 +40,24 @@ def current_call() -> tuple[Any, Any, Any] | None:
     return None if _current.look is None else _current.look.call
 
 
-class Blind:
-    """A delegate that notes nothing but reads of memory, which may be hollow."""
+class _ActiveMode(TorchFunctionMode):
+    """Hands torch calls to a look. All looks have modes of one class: under another, dynamo would compile code anew."""
+
+    def __init__(self, look: Any) -> None:
+        self.look = look
 
     @internals.left_alone_by_dynamo
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_dynamo_compiling():  # dynamo traces what is compiled inside, with the active modes
+            return func(*args, **(kwargs or {}))
+        return self.look.on_call(func, args, kwargs)
+
+
+class Blind:
+    """Notes nothing but reads of memory, which may be hollow."""
+
+    @internals.left_alone_by_dynamo
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in READS_MEMORY:
             tell_of_access(func, args, kwargs)
         return func(*args, **(kwargs or {}))
@@ -53,45 +66,47 @@ class Blind:
 _BLIND: Any = Blind()
 
 
-class NestedMode(TorchFunctionMode):
-    """The base of looks: one is the active mode, nested ones are its delegates.
+class NestedLook:
+    """The base of looks.
 
     **Attributes:**
 
-    - `delegate`: the look that gets the torch calls that this one sees, or None.
     - `is_rerun`: whether the run is a rerun.
     - `outer`: the look at the surrounding run. A rerun has none.
     - `call`: the torch call that is running: function, args, kwargs.
     """
 
     call: tuple[Any, Any, Any] | None = None
-    delegate: Any = None
     is_rerun = False
     outer: Any = None
+    _mode: _ActiveMode | None = None
+    """The mode that hands torch calls to this look, if it is its own."""
 
     def __enter__(self) -> Any:
         self._before = look, mode = _current.look, _current.mode
         with internals.DisableTorchFunction():
             self.begin(None if self.is_rerun else look)
-        while isinstance(top := internals.top_function_mode(), NestedMode) and top is not mode:
+        while isinstance(top := internals.top_function_mode(), _ActiveMode) and top is not mode:
             internals.pop_function_mode()  # Ctrl-C has left it there
         is_on_top = mode is not None and top is mode
         if mode is not None:
-            self._delegate_before = mode.delegate
-            mode.delegate = self if is_on_top else _BLIND
+            self._look_before = mode.look
+            mode.look = self if is_on_top else _BLIND
         if not is_on_top:
-            internals.push_function_mode(self)
-            _current.mode = self
+            _current.mode = self._mode = _ActiveMode(self)
+            internals.push_function_mode(self._mode)
         _current.look = self
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.delegate = _BLIND  # torch puts it back too late, where Ctrl-C comes while it is put aside for a call
+        own, self._mode = self._mode, None
+        if own is not None:
+            own.look = _BLIND  # torch puts it back too late, where Ctrl-C comes while it is put aside for a call
         look, mode = self._before
         _current.look, _current.mode = look, mode
         if mode is not None:
-            mode.delegate = self._delegate_before
-        if internals.top_function_mode() is self:
+            mode.look = self._look_before
+        if own is not None and internals.top_function_mode() is own:
             internals.pop_function_mode()
         self.call = None  # after an error: its arguments lead to the graph, and the graph of a checkpoint leads here
         if self.outer is not None:
@@ -101,6 +116,10 @@ class NestedMode(TorchFunctionMode):
     def in_rerun(self) -> bool:
         """Whether the run is a rerun, or in one."""
         return self.is_rerun or (self.outer is not None and self.outer.in_rerun)
+
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Called for each torch call of the run. Makes it."""
+        raise NotImplementedError
 
     def begin(self, outer: Any) -> None:
         """Called when the run begins. `outer`: the look at the surrounding run, or None."""
@@ -138,17 +157,17 @@ def watched(function: Any, look_at: Any) -> Any:
 class unseen:  # noqa: N801
     """A context for torch calls of autograd or remat, which no look notes. A class is faster than a generator."""
 
-    __slots__ = ("_delegate", "_look", "_mode")
+    __slots__ = ("_before", "_look", "_mode")
 
     def __enter__(self) -> None:
         self._mode = mode = _current.mode
         if mode is not None:
-            self._look, self._delegate = _current.look, mode.delegate
-            _current.look, mode.delegate = None, _BLIND
+            self._look, self._before = _current.look, mode.look
+            _current.look, mode.look = None, _BLIND
 
     def __exit__(self, *error: object) -> None:
         if self._mode is not None:
-            _current.look, self._mode.delegate = self._look, self._delegate
+            _current.look, self._mode.look = self._look, self._before
 
 
 def hooks_unseen() -> contextlib.AbstractContextManager[Any]:

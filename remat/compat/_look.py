@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import Parameter, is_lazy
 
 from remat import _torch_internals as internals
@@ -137,13 +136,8 @@ class CheckpointLook(Look):
         self._is_alone = outer is None and not self.is_rerun and not internals.uses_fully_shard()
 
     @internals.left_alone_by_dynamo
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         # It does less than `Look`: to compare calls would take half of the time.
-        if is_dynamo_compiling():  # `torch.cond` is compiled under the active modes
-            return func(*args, **(kwargs or {}))
-        delegate = self.delegate
-        if delegate is not None:
-            return delegate.__torch_function__(func, types, args, kwargs)
         effects = effects_of(func)
         if effects.is_metadata and not (args and id(args[0]) in self._swaps):
             return func(*args, **kwargs) if kwargs else func(*args)
