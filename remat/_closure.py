@@ -67,8 +67,8 @@ class _Function:
 _PARTS = (Operand, _Made, _Function)
 
 # By identity of what they stand for, the parts that calls hold. The calls of a nest share those of its inner functions.
-_functions: weakref.WeakValueDictionary[int, _Function] = weakref.WeakValueDictionary()
-_made: weakref.WeakValueDictionary[int, _Made] = weakref.WeakValueDictionary()
+_shared_functions: weakref.WeakValueDictionary[int, _Function] = weakref.WeakValueDictionary()
+_shared_made: weakref.WeakValueDictionary[int, _Made] = weakref.WeakValueDictionary()
 
 
 def is_part(obj: Any) -> bool:
@@ -174,9 +174,9 @@ class Closure:
         new_kwargs = {k: self.take_apart(v) for k, v in kwargs.items()} if kwargs else kwargs
         if not (any(map(is_part, new_args)) or any(map(is_part, new_kwargs.values()))):
             return obj
-        part = _made.get(id(obj))
+        part = _shared_made.get(id(obj))
         if part is None or part.old() is not obj or not part.is_like(maker, new_args, new_kwargs):
-            part = _made[id(obj)] = _Made(maker, new_args, new_kwargs, _reference(obj))
+            part = _shared_made[id(obj)] = _Made(maker, new_args, new_kwargs, _reference(obj))
         return part
 
     def _function(self, old: types.FunctionType) -> Any:
@@ -185,10 +185,12 @@ class Closure:
             part = self._parts[key]
             self.is_recursive |= part is not old and part not in self.attributes
             return part
-        part = _functions.get(key)
+        part = _shared_functions.get(key)
         if part is None or part.old() is not old or part.code is not old.__code__:
             cells = [id(cell) for cell in old.__closure__ or ()]
-            part = _functions[key] = _Function(old.__code__, old.__globals__, old.__name__, cells, weakref.ref(old))
+            part = _shared_functions[key] = _Function(
+                old.__code__, old.__globals__, old.__name__, cells, weakref.ref(old)
+            )
         self._parts[key] = part
         self.objects.append(old)
         attributes = {name: self.take_apart(value) for name, value in vars(old).items()}
@@ -289,19 +291,19 @@ class Rebuilder:
             return all(self._is(o, p, uses) for o, p in held)
         return obj is part
 
-    def _function(self, old: _Function) -> types.FunctionType:
-        function = old.old()
-        if function is not None and old not in self._changed:
-            self._functions[old] = function
+    def _function(self, part: _Function) -> types.FunctionType:
+        function = part.old()
+        if function is not None and part not in self._changed:
+            self._functions[part] = function
             return function
-        fresh = {c: types.CellType() for c in old.cells if c not in self._cells}
+        fresh = {c: types.CellType() for c in part.cells if c not in self._cells}
         self._cells.update(fresh)
-        cells = tuple([self._cells[c] for c in old.cells])
-        new = self._functions[old] = types.FunctionType(old.code, old.globals, old.name, None, cells or None)
+        cells = tuple([self._cells[c] for c in part.cells])
+        new = self._functions[part] = types.FunctionType(part.code, part.globals, part.name, None, cells or None)
         if function is not None:
             functools.update_wrapper(new, function, updated=())
             del vars(new)["__wrapped__"]
-        for name, attribute in self._closure.attributes[old].items():
+        for name, attribute in self._closure.attributes[part].items():
             setattr(new, name, self(attribute))
         for c, cell in fresh.items():
             content = self._closure.contents[c]
