@@ -188,9 +188,8 @@ class Closure:
         part = _shared_functions.get(key)
         if part is None or part.old() is not old or part.code is not old.__code__:
             cells = [id(cell) for cell in old.__closure__ or ()]
-            part = _shared_functions[key] = _Function(
-                old.__code__, old.__globals__, old.__name__, cells, weakref.ref(old)
-            )
+            part = _Function(old.__code__, old.__globals__, old.__name__, cells, weakref.ref(old))
+            _shared_functions[key] = part
         self._parts[key] = part
         self.objects.append(old)
         attributes = {name: self.take_apart(value) for name, value in vars(old).items()}
