@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat import _torch_internals as internals
-
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type})
 _EMPTY: Any = object()
 
@@ -43,10 +41,14 @@ class _Made:
     old: Callable[[], Any]
     """Gives the object itself, if it is still there."""
 
+    def is_called_like(self, maker: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether this stands for a call of `maker` with as many arguments and the same names."""
+        return self.maker == maker and len(self.args) == len(args) and [*self.kwargs] == [*kwargs]
+
     def is_like(self, maker: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> bool:
         """Whether this stands for `maker(*args, **kwargs)`, with the very same arguments."""
-        fits = self.maker == maker and len(self.args) == len(args) and [*self.kwargs] == [*kwargs]
-        return fits and all(map(operator.is_, (*self.args, *self.kwargs.values()), (*args, *kwargs.values())))
+        held, new = (*self.args, *self.kwargs.values()), (*args, *kwargs.values())
+        return self.is_called_like(maker, args, kwargs) and all(map(operator.is_, held, new))
 
 
 class _Attributes(dict[str, Any]):
@@ -88,11 +90,10 @@ def parts_of(obj: Any) -> tuple[Any, ...]:
 
 
 def _recipe(obj: Any) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]] | None:
-    """How to make a tuple, a method, a partial, a remat'd or a compiled function: maker, args, kwargs; or None."""
+    """How to make a tuple, a method, a partial or a remat'd function: maker, args, kwargs. None for other objects."""
     kind = type(obj)
-    if kind is types.FunctionType:
-        compiled = internals.is_compiled_function(obj)
-        return (internals.compiler_of(obj), (internals.uncompiled(obj),), {}) if compiled else None
+    if kind is _Attributes:
+        return dict, (), obj
     if kind is types.MethodType:
         return kind, (obj.__func__, obj.__self__), {}
     if issubclass(kind, functools.partial):
@@ -100,6 +101,16 @@ def _recipe(obj: Any) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]
     if kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
         return _bare, (kind, _attributes(obj), *obj), {}
     return (obj.__remat_maker__(), (obj.__wrapped__,), {}) if hasattr(kind, "__remat_maker__") else None
+
+
+def _attributes_of(function: types.FunctionType) -> dict[str, Any]:
+    """The attributes and defaults of a function."""
+    attributes = vars(function).copy()
+    if function.__defaults__:
+        attributes["__defaults__"] = function.__defaults__
+    if function.__kwdefaults__:
+        attributes["__kwdefaults__"] = _Attributes(function.__kwdefaults__)
+    return attributes
 
 
 def _attributes(obj: Any) -> _Attributes | None:
@@ -158,11 +169,8 @@ class Closure:
             return obj
         if isinstance(obj, Tensor):
             return self._operand_of(obj)
-        is_function = kind is types.FunctionType and (obj.__closure__ or obj.__defaults__ or obj.__kwdefaults__)
-        if is_function and not internals.is_compiled_function(obj):
+        if kind is types.FunctionType and (obj.__closure__ or obj.__defaults__ or obj.__kwdefaults__ or vars(obj)):
             return self._function(obj)
-        if kind is _Attributes:
-            return self._made(obj, dict, (), obj)
         recipe = _recipe(obj)
         if recipe is not None:
             return self._made(obj, *recipe)
@@ -171,9 +179,9 @@ class Closure:
 
     def _made(self, obj: Any, maker: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         new_args = [self.take_apart(x) for x in args]
-        new_kwargs = {k: self.take_apart(v) for k, v in kwargs.items()} if kwargs else kwargs
-        if not (any(map(is_part, new_args)) or any(map(is_part, new_kwargs.values()))):
-            return obj
+        new_kwargs = {k: self.take_apart(v) for k, v in kwargs.items()}
+        if not (kwargs or any(map(is_part, new_args))):
+            return obj  # nobody can change it
         part = _shared_made.get(id(obj))
         if part is None or part.old() is not obj or not part.is_like(maker, new_args, new_kwargs):
             part = _shared_made[id(obj)] = _Made(maker, new_args, new_kwargs, _reference(obj))
@@ -183,7 +191,7 @@ class Closure:
         key = id(old)
         if key in self._parts:
             part = self._parts[key]
-            self.is_recursive |= part is not old and part not in self.attributes
+            self.is_recursive |= part not in self.attributes
             return part
         part = _shared_functions.get(key)
         if part is None or part.old() is not old or part.code is not old.__code__:
@@ -192,11 +200,7 @@ class Closure:
             _shared_functions[key] = part
         self._parts[key] = part
         self.objects.append(old)
-        attributes = {name: self.take_apart(value) for name, value in vars(old).items()}
-        if old.__defaults__:
-            attributes["__defaults__"] = self.take_apart(old.__defaults__)
-        if old.__kwdefaults__:
-            attributes["__kwdefaults__"] = self.take_apart(_Attributes(old.__kwdefaults__))
+        attributes = {name: self.take_apart(value) for name, value in _attributes_of(old).items()}
         for cell in old.__closure__ or ():
             if id(cell) not in self.contents:
                 self._cells[id(cell)] = cell
@@ -205,11 +209,8 @@ class Closure:
                     self.contents[id(cell)] = self.take_apart(content)
             elif self.contents[id(cell)] is _EMPTY:  # this function is a part of what the cell holds
                 self.is_recursive = True
-        if part.cells or any(map(is_part, attributes.values())):
-            self.attributes[part] = attributes
-        else:
-            self._parts[key] = old
-        return self._parts[key]
+        self.attributes[part] = attributes
+        return part
 
     def flags(self) -> dict[int, types.CellType]:
         """The cells that hold a plain value: a context around a rerun may set a flag in one."""
@@ -271,8 +272,9 @@ class Rebuilder:
         for cell, key in zip(function.__closure__ or (), was.cells, strict=True):
             if not self._is(_content(cell), self._closure.contents[key], uses):
                 return False
-        attributes = self._closure.attributes[was].items()
-        return all(self._is(getattr(function, name, _EMPTY), part, uses) for name, part in attributes)
+        attributes = _attributes_of(function)
+        parts = self._closure.attributes[was].items()
+        return all(self._is(attributes.get(name, _EMPTY), part, uses) for name, part in parts)
 
     def _is(self, obj: Any, part: Any, uses: set[_Function]) -> bool:
         """Whether an object is what the part stands for, if the functions that it uses are."""
@@ -283,8 +285,8 @@ class Rebuilder:
             uses.add(part)
             return obj is part.old()
         if kind is _Made:
-            recipe = _recipe(obj) if obj is part.old() else None
-            if recipe is None or recipe[2].keys() != part.kwargs.keys():
+            recipe = _recipe(obj)
+            if recipe is None or not part.is_called_like(*recipe):
                 return False
             held = zip((*recipe[1], *recipe[2].values()), (*part.args, *part.kwargs.values()), strict=True)
             return all(self._is(o, p, uses) for o, p in held)
@@ -312,7 +314,12 @@ class Rebuilder:
 
     def clear(self) -> None:
         """Break the cycles of recursive functions. Others are left as they are: a hook may call them later."""
-        if self._closure.is_recursive:
-            for key, cell in self._cells.items():
-                if is_part(self._closure.contents[key]):
-                    del cell.cell_contents
+        if not self._closure.is_recursive:
+            return
+        for key, cell in self._cells.items():
+            if is_part(self._closure.contents[key]):
+                del cell.cell_contents
+        for part, function in self._functions.items():
+            if function is not part.old():
+                function.__defaults__ = function.__kwdefaults__ = None
+                vars(function).clear()

@@ -683,22 +683,6 @@ def is_compiled_function(fun: Any) -> bool:
     return is_compiled(fun) and str(getattr(fun, "__globals__", {}).get("__name__")).startswith("torch._dynamo.")
 
 
-def compiler_of(compiled: types.FunctionType) -> Callable[[Any], Any]:
-    """A decorator that compiles another function as this one was: it copies dynamo's wrapper (2.13)."""
-    cells = zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True)
-    held = {name: cell for name, cell in cells if cell.cell_contents is not compiled._torchdynamo_orig_callable}
-    return functools.partial(_compiled_again, compiled.__code__, compiled.__globals__, held)
-
-
-def _compiled_again(
-    code: types.CodeType, space: dict[str, Any], held: dict[str, types.CellType], fun: Any
-) -> types.FunctionType:
-    cells = [held.get(name) or types.CellType(fun) for name in code.co_freevars]
-    new = types.FunctionType(code, space, code.co_name, None, tuple(cells))
-    new._torchdynamo_orig_callable = fun
-    return new
-
-
 def uncompiled_module(module: Any) -> tuple[Any, dict[str, Any]]:
     """A module before `torch.compile` or `module.compile()`, and its attributes: its own dict, or a copy."""
     plain = uncompiled(module)

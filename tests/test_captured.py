@@ -1899,3 +1899,91 @@ def test_containers_with_methods_of_their_own_are_not_asked(ck: Decorator, where
     x = leaf(numbers(2, 3))
     ck(functions[where])(x, strange if where == "argument" else None).sum().backward()
     assert_same(x.grad, 2 * net.weight.detach().sum(0).expand(2, 3))
+
+
+def _keyword_defaults(a: Any) -> Any:
+    def fun(x: Tensor, *, a: Any = a) -> Tensor:
+        return (x * torch.from_numpy(a)).sin()
+
+    return fun, lambda a: setattr(fun, "__kwdefaults__", {"a": a})
+
+
+def _defaults(a: Any) -> Any:
+    def fun(x: Tensor, a: Any = a) -> Tensor:
+        return (x * torch.from_numpy(a)).sin()
+
+    return fun, lambda a: setattr(fun, "__defaults__", (a,))
+
+
+def _keywords_of_a_partial(a: Any) -> Any:
+    fun = functools.partial(lambda x, a: (x * torch.from_numpy(a)).sin(), a=a)
+    return fun, lambda a: fun.keywords.update(a=a)
+
+
+def _later_keywords_of_a_partial(a: Any) -> Any:
+    fun = functools.partial(lambda x, b=a, a=None: (x * torch.from_numpy(b if a is None else a)).sin())
+    return fun, lambda a: fun.keywords.update(a=a)
+
+
+def _a_closure_of_an_attribute(a: Any) -> Any:
+    def fun(x: Tensor) -> Tensor:
+        return x.sin()
+
+    def replace(new: Any) -> None:
+        nonlocal a
+        a = new
+
+    fun.helper = lambda x: x * torch.from_numpy(a)  # type: ignore[attr-defined]
+    return lambda x: fun(fun.helper(x)), replace  # type: ignore[attr-defined]
+
+
+CHECKPOINTS: dict[str, Any] = {
+    "remat": remat,
+    "non-reentrant": lambda fun: functools.partial(checkpoint, fun, use_reentrant=False),
+    "reentrant": lambda fun: functools.partial(checkpoint, fun, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_keyword_defaults, _defaults, _keywords_of_a_partial, _later_keywords_of_a_partial, _a_closure_of_an_attribute],
+)
+@pytest.mark.parametrize("ck", CHECKPOINTS)
+def test_constants_are_replaced_between_calls(ck: str, make: Any) -> None:
+    """A function closes over no tensor, and its constants are as at the call. No torch call shows the arrays."""
+
+    def gradient(ck: Any) -> Any:
+        x = leaf(numbers(3))
+        fun, replace = make(numbers(3, seed=1).numpy())
+        results = []
+        for seed in (2, 3):
+            results.append(ck(fun)(x))
+            replace(numbers(3, seed=seed).numpy())
+        sum(results).sum().backward()
+        return x.grad
+
+    assert_same(gradient(CHECKPOINTS[ck]), gradient(plain))
+
+
+@pytest.mark.parametrize("ck", CHECKPOINTS)
+def test_a_rerun_looks_functions_up_that_nobody_has_changed(ck: str) -> None:
+    k = 2.0
+
+    def with_keyword(x: Tensor, *, s: float = 2.0) -> Tensor:
+        return x.sin() * s * k
+
+    def with_function(x: Tensor, inner: Any = with_keyword) -> Tensor:
+        return inner(x)
+
+    in_a_tuple = with_keyword, with_function
+    names = {with_keyword: 3.0, with_function: 4.0}
+
+    def fun(x: Tensor) -> Tensor:
+        return sum(f(x) * names[f] for f in (with_keyword, with_function, *in_a_tuple))  # type: ignore[return-value]
+
+    gradients = []
+    for decorate in (CHECKPOINTS[ck], plain):
+        x = leaf(numbers(3))
+        decorate(fun)(x).sum().backward()
+        gradients.append(x.grad)
+    assert_same(*gradients)

@@ -1047,6 +1047,26 @@ def test_a_compiled_function_closes_over_a_loop_variable(ck: str, which: str, ar
     assert_same(gradients(CHECKPOINTS[ck]), gradients(plain), 1e-8)
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("ck", CHECKPOINTS)
+def test_a_compiled_function_that_calls_one_is_made_anew(ck: str, backend: str, fullgraph: bool) -> None:
+    """With its attributes: dynamo inlines the inner function by one."""
+
+    def gradient(ck: Any) -> Any:
+        s = 2.0
+        inner = torch.compile(lambda x: (x * s).sin(), backend=backend, fullgraph=fullgraph)
+        outer = torch.compile(lambda x: inner(x).cos() * s, backend=backend, fullgraph=fullgraph)
+        outer.scale = 3.0
+        x = leaf(X)
+        y = ck(lambda x: outer(x) * x * outer.scale)(x)
+        s = 5.0
+        y.sum().backward()
+        return x.grad
+
+    assert_same(gradient(CHECKPOINTS[ck]), gradient(plain), 1e-8)
+
+
 def test_hooks_of_a_compiled_module_are_called() -> None:
     """It has hooks of its own."""
     reader = Reader()
