@@ -158,9 +158,8 @@ def _in_reach(objects: Iterable[Any], depth: int, most: int) -> Iterator[tuple[P
 
 def _near(obj: Any) -> list[tuple[Place | None, Any]]:
     """The objects that one object holds or is made of, each with its place, if it can be given another value."""
-    module = obj.__globals__.get("__name__") if type(obj) is types.FunctionType else type(obj).__module__
-    if str(module).startswith("torch._dynamo."):  # what compiled functions close over leads far
-        return []
+    if internals.is_of_dynamo(obj):
+        return []  # what compiled functions close over leads far
     parts = [*parts_of(obj)]
     if isinstance(obj, (tuple, set, frozenset)):
         parts += _items(obj)

@@ -675,12 +675,13 @@ def uncompiled(fun: Any) -> Any:
         if is_compiled(fun) and not any(_hooks(vars(fun))):
             return uncompiled(fun._orig_mod)
         return fun if fun._compiled_call_impl is None else fun._call_impl
-    return uncompiled(fun._torchdynamo_orig_callable) if is_compiled_function(fun) else fun
+    return uncompiled(fun._torchdynamo_orig_callable) if is_compiled(fun) and is_of_dynamo(fun) else fun
 
 
-def is_compiled_function(fun: Any) -> bool:
-    """Whether dynamo has made a function. A copy by `functools.wraps` has the same attributes, but other globals."""
-    return is_compiled(fun) and str(getattr(fun, "__globals__", {}).get("__name__")).startswith("torch._dynamo.")
+def is_of_dynamo(obj: Any) -> bool:
+    """Whether dynamo has made a function, or defines the class of an object."""
+    module = obj.__globals__.get("__name__") if type(obj) is types.FunctionType else type(obj).__module__
+    return str(module).startswith("torch._dynamo.")
 
 
 def uncompiled_module(module: Any) -> tuple[Any, dict[str, Any]]:
