@@ -102,7 +102,6 @@ class Look(NestedLook):
         self.drew |= inner.drew
         self.wrapped_inside |= inner.wrapped_inside & self.outside.keys()
 
-    @internals.left_alone_by_dynamo
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         effects = effects_of(func)
         if self.undecided:

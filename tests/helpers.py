@@ -1,5 +1,6 @@
 """What the tests share: counting ops, comparing with the plain function, the transforms to compare under."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from torch.func import (
     vmap,
 )
 
+from remat import checkpoint, remat
 from remat._torch_internals import TorchDispatchMode, is_wrapper
 
 Fun = Callable[[Tensor], Tensor]
@@ -51,6 +53,13 @@ class Seen(deque[Any]):
 def plain(fun: Any) -> Any:
     """The decorator to compare `remat` with: none."""
     return fun
+
+
+CHECKPOINTS: dict[str, Callable[[Any], Any]] = {
+    "non-reentrant": lambda fun: functools.partial(checkpoint, fun, use_reentrant=False),
+    "reentrant": lambda fun: functools.partial(checkpoint, fun, use_reentrant=True),
+}
+DECORATORS: dict[str, Callable[[Any], Any]] = {"remat": remat, **CHECKPOINTS}
 
 
 def at_an_address_of(died: set[int], make: Callable[[], Tensor], is_one: bool = True) -> Tensor:

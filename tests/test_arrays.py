@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import TRANSFORMS, CountOps, Fun, Seen, assert_same, leaf, numbers
+from helpers import CHECKPOINTS, TRANSFORMS, CountOps, Fun, Seen, assert_same, leaf, numbers
 from torch import Tensor
 
 from remat import CheckpointError, RematError, checkpoint, policies, remat
@@ -224,16 +224,6 @@ POLICIES = {
 }
 
 
-def checkpointed(fun: Fun, ops: Any, use_reentrant: bool = False) -> Fun:
-    contexts = functools.partial(create_selective_checkpoint_contexts, ops, allow_cache_entry_mutation=True)
-    options = {"context_fn": contexts} if ops else {}
-    return lambda x: checkpoint(fun, x, use_reentrant=use_reentrant, **options)
-
-
-CHECKPOINTS: dict[str, Callable[[Fun], Fun]] = {
-    "non-reentrant": lambda f: checkpointed(f, None),
-    "reentrant": lambda f: checkpointed(f, None, use_reentrant=True),
-}
 FIRST = (".backward()", "double backward")
 
 

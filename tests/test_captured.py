@@ -18,6 +18,7 @@ import optree
 import pytest
 import torch
 from helpers import (
+    DECORATORS,
     SOME_TRANSFORMS,
     TRANSFORMS,
     Adjoint,
@@ -1937,18 +1938,11 @@ def _a_closure_of_an_attribute(a: Any) -> Any:
     return lambda x: fun(fun.helper(x)), replace  # type: ignore[attr-defined]
 
 
-CHECKPOINTS: dict[str, Any] = {
-    "remat": remat,
-    "non-reentrant": lambda fun: functools.partial(checkpoint, fun, use_reentrant=False),
-    "reentrant": lambda fun: functools.partial(checkpoint, fun, use_reentrant=True),
-}
-
-
 @pytest.mark.parametrize(
     "make",
     [_keyword_defaults, _defaults, _keywords_of_a_partial, _later_keywords_of_a_partial, _a_closure_of_an_attribute],
 )
-@pytest.mark.parametrize("ck", CHECKPOINTS)
+@pytest.mark.parametrize("ck", DECORATORS)
 def test_constants_are_replaced_between_calls(ck: str, make: Any) -> None:
     """A function closes over no tensor, and its constants are as at the call. No torch call shows the arrays."""
 
@@ -1962,10 +1956,10 @@ def test_constants_are_replaced_between_calls(ck: str, make: Any) -> None:
         sum(results).sum().backward()
         return x.grad
 
-    assert_same(gradient(CHECKPOINTS[ck]), gradient(plain))
+    assert_same(gradient(DECORATORS[ck]), gradient(plain))
 
 
-@pytest.mark.parametrize("ck", CHECKPOINTS)
+@pytest.mark.parametrize("ck", DECORATORS)
 def test_a_rerun_looks_functions_up_that_nobody_has_changed(ck: str) -> None:
     k = 2.0
 
@@ -1982,7 +1976,7 @@ def test_a_rerun_looks_functions_up_that_nobody_has_changed(ck: str) -> None:
         return sum(f(x) * names[f] for f in (with_keyword, with_function, *in_a_tuple))  # type: ignore[return-value]
 
     gradients = []
-    for decorate in (CHECKPOINTS[ck], plain):
+    for decorate in (DECORATORS[ck], plain):
         x = leaf(numbers(3))
         decorate(fun)(x).sum().backward()
         gradients.append(x.grad)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from helpers import TRANSFORMS, Seen, assert_same, leaf, numbers, plain
+from helpers import DECORATORS, TRANSFORMS, Seen, assert_same, leaf, numbers, plain
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
@@ -1023,17 +1023,10 @@ def test_what_compiled_code_inside_reads_is_right_or_an_error(what: str, transfo
     assert_same(results[2:], results[:2], 1e-6)
 
 
-CHECKPOINTS: dict[str, Any] = {
-    "remat": remat,
-    "non-reentrant": lambda fun: functools.partial(checkpoint, fun, use_reentrant=False),
-    "reentrant": lambda fun: functools.partial(checkpoint, fun, use_reentrant=True),
-}
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("around", [lambda fun: fun, lambda fun: lambda x: fun(x)], ids=["compiled", "calls compiled"])
 @pytest.mark.parametrize("which", ["constant", "leaf", "intermediate"])
-@pytest.mark.parametrize("ck", CHECKPOINTS)
+@pytest.mark.parametrize("ck", DECORATORS)
 def test_a_compiled_function_closes_over_a_loop_variable(ck: str, which: str, around: Any, backend: str) -> None:
     def gradients(ck: Any) -> Any:
         x, y = (x := leaf(X)), x
@@ -1044,12 +1037,12 @@ def test_a_compiled_function_closes_over_a_loop_variable(ck: str, which: str, ar
         y.sum().backward()
         return [t.grad for t in (x, *ws) if t.requires_grad]
 
-    assert_same(gradients(CHECKPOINTS[ck]), gradients(plain), 1e-8)
+    assert_same(gradients(DECORATORS[ck]), gradients(plain), 1e-8)
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("ck", CHECKPOINTS)
+@pytest.mark.parametrize("ck", DECORATORS)
 def test_a_compiled_function_that_calls_one_is_made_anew(ck: str, backend: str, fullgraph: bool) -> None:
     """With its attributes: dynamo inlines the inner function by one."""
 
@@ -1064,7 +1057,7 @@ def test_a_compiled_function_that_calls_one_is_made_anew(ck: str, backend: str, 
         y.sum().backward()
         return x.grad
 
-    assert_same(gradient(CHECKPOINTS[ck]), gradient(plain), 1e-8)
+    assert_same(gradient(DECORATORS[ck]), gradient(plain), 1e-8)
 
 
 def test_hooks_of_a_compiled_module_are_called() -> None:

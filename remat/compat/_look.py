@@ -135,7 +135,6 @@ class CheckpointLook(Look):
         # Whether no tensor has a stand-in, and FSDP2 gathers none.
         self._is_alone = outer is None and not self.is_rerun and not internals.uses_fully_shard()
 
-    @internals.left_alone_by_dynamo
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         # It does less than `Look`: to compare calls would take half of the time.
         effects = effects_of(func)
