@@ -428,7 +428,8 @@ class Call:
         if kept and self._reached:  # else the results still have the graph that leads to these
             raise RematError(_OWN_LEAF.format(self.name, list(kept[0].shape), kept[0].dtype))
         self.operands.let_go(look, self._reached)
-        if any(ref() is not None for ref in look.tail_results):  # a result of the tail is still alive, and may be read
+        # A hook of the user's, or what is still alive, may lead to results of the tail: they may be read.
+        if look.signature.shows_to_user or any(ref() is not None for ref in look.tail_results):
             look.signature.tail = None
         # A rerun of the outer function may read what this call keeps, and has to set the hooks again.
         has_hooks = look.sets_hooks or look.signature.shows_nodes

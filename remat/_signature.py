@@ -75,6 +75,11 @@ class Signature:
         self.hooks_of_torch: list[tuple[int, ...]] = []
         self._is_traced = internals.tracing() or internals.compiling()
 
+    @property
+    def shows_to_user(self) -> bool:
+        """Whether the user's code has put a hook on a tensor, or may have put one on a node."""
+        return self.shows_nodes or len(self.hooks) > len(self.hooks_of_torch)
+
     def hash_of(self, tensor: Tensor, plain: Iterable[str] = ()) -> int:
         """A hash of a tensor's shape and dtype, and of what is plain in the arguments of a call: see `plain_in`.
 

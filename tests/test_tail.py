@@ -287,6 +287,26 @@ def test_a_number_that_a_product_gives_is_read() -> None:
     assert_same(derivative(remat(fun)), derivative(fun))
 
 
+@pytest.mark.parametrize("kind", ["a product", "a call inside"])
+@pytest.mark.parametrize("of", ["a tensor", "a node"])
+@pytest.mark.parametrize("transform", [".backward()", "grad"])
+def test_a_hook_may_read_what_is_computed_later(transform: str, of: str, kind: str, args: list[Tensor]) -> None:
+    x, w, _ = args
+
+    def fun(x: Tensor, ck: Any) -> Tensor:
+        later = []
+        z = x.sin()
+        if of == "a tensor":
+            z.register_hook(lambda g: g * later[0].detach())
+        else:
+            z.grad_fn.register_prehook(lambda grads: (grads[0] * later[0].detach(),))
+        later.append(x.cos() @ w if kind == "a product" else ck(torch.tanh)(x))
+        return z + later[0]
+
+    actual, expected = (TRANSFORMS[transform](ck(lambda x, ck=ck: fun(x, ck)), x) for ck in (remat, plain))
+    assert_same(actual, expected)
+
+
 @KEEPS
 @pytest.mark.parametrize("end", [lambda x, y: x + y, lambda x, y: y, lambda x, y: (x, y), lambda x, y: y.view(-1)])
 @pytest.mark.parametrize("keep", [lambda x, y: y, lambda x, y: x + y, lambda x, y: y.view(-1), lambda x, y: y.mT - x])
