@@ -148,6 +148,7 @@ class Call:
                 out = fun(*args, **kwargs)
         finally:
             policy_around.reset(around)
+            self._closure.note_changes()
         with internals.DisableTorchFunction():
             if random is not None:
                 self.random = random.drawn_since(look.drew)
@@ -201,7 +202,7 @@ class Call:
         if self._result is None or self.random is not None or self.tape is not None or self._drew_from is not None:
             return None
         # The hooks of torch.utils.checkpoint count what they see.
-        if hooks_set_inside() or any(original.copied for original in self.operands.originals):
+        if hooks_set_inside() or self._closure.changed or any(o.copied for o in self.operands.originals):
             return None
         like = [r for r in self._like if r is not None]
         if len(like) < len(self._like):
@@ -363,7 +364,8 @@ class Call:
         keys = suspended() if self._drew_from is None and running() is not None else internals.NOTHING
         modes, replay = entered(self._modes), self._replay(operands, inputs)
         places, hooks = filled(plan.fill), hooks_unseen()
-        with together(self._ambient.restored(), random, draws, keys, modes, places, hooks, replay):
+        cells = rebuild.as_at_call()
+        with together(self._ambient.restored(), random, draws, keys, modes, places, hooks, cells, replay):
             args, kwargs = _tree.unflatten_call(self._spec, [rebuild(x) for x in self._leaves])
             fun = rebuild(self._fun)
             look.objects = fun, args, kwargs

@@ -5,20 +5,27 @@ defaults, partial arguments and bound `self`, and all functions in those. A reru
 operands in place of tensors. The parts do not hold the function itself. Its cells may later hold the result of the
 call, and that would be a reference cycle. A function that is still there, and closes over the very same objects as at
 the call, is called itself: a program may look it up by its identity.
+
+NOTE [variables that change]: a hook of a module may write to a variable that the function reads (`nonlocal scale`). So
+if the forward has changed a variable, it is the same in a rerun, with its value at the call. Afterwards it has its
+present value again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from remat import _torch_internals as internals
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type})
 _EMPTY: Any = object()
@@ -134,6 +141,13 @@ def _content(cell: types.CellType) -> Any:
         return _EMPTY
 
 
+def _fill(cell: types.CellType, content: Any) -> None:
+    """Make a cell hold an object, or nothing if that is `_EMPTY`."""
+    cell.cell_contents = content
+    if content is _EMPTY:
+        del cell.cell_contents
+
+
 def _reference(obj: Any) -> Callable[[], Any]:
     """A weak reference, which gives None where there can't be any: to a tuple."""
     try:
@@ -158,7 +172,10 @@ class Closure:
         self.contents: dict[int, Any] = {}
         self.is_recursive = False
         self.objects: list[Any] = []
+        self.changed: dict[int, types.CellType] = {}
+        """The cells that the forward has changed: NOTE [variables that change]."""
         self._cells: dict[int, types.CellType] = {}
+        self._before: list[tuple[int, types.CellType, Any]] = []
         self._parts: dict[int, Any] = {}
         """By identity of a function, what stands for it. `objects` keeps the function alive meanwhile."""
 
@@ -219,10 +236,20 @@ class Closure:
     def close(self) -> list[Any]:
         """Free what only `take_apart` needs. Returns the `objects`."""
         objects, self.objects = self.objects, []
+        self._before = [(key, cell, _content(cell)) for key, cell in self._cells.items()]
         self._cells.clear()
         self._parts.clear()
         del self._operand_of
         return objects
+
+    def note_changes(self) -> None:
+        """Called after the forward. Notes the cells that it has changed, if what they hold can't lead to the call."""
+        for key, cell, before in self._before:
+            content = _content(cell)
+            is_plain = type(content) in ATOMS or (isinstance(content, Tensor) and content.grad_fn is None)
+            if content is not before and is_plain:
+                self.changed[key] = cell
+        self._before = []
 
 
 class Rebuilder:
@@ -237,6 +264,23 @@ class Rebuilder:
     def keep(self, cells: dict[int, types.CellType]) -> None:
         """Use these existing cells, not new ones."""
         self._cells.update(cells)
+
+    def as_at_call(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which the variables that the forward has changed are as at the call."""
+        return self._restored() if self._closure.changed else internals.NOTHING
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
+        cells = self._closure.changed
+        now = {key: _content(cell) for key, cell in cells.items()}
+        self.keep(cells)
+        for key, cell in cells.items():
+            _fill(cell, self(self._closure.contents[key]))
+        try:
+            yield
+        finally:
+            for key, cell in cells.items():
+                _fill(cell, now[key])
 
     def __call__(self, part: Any) -> Any:
         """Make the object that `part` stands for."""
@@ -317,7 +361,7 @@ class Rebuilder:
         if not self._closure.is_recursive:
             return
         for key, cell in self._cells.items():
-            if is_part(self._closure.contents[key]):
+            if is_part(self._closure.contents[key]) and key not in self._closure.changed:
                 del cell.cell_contents
         for part, function in self._functions.items():
             if function is not part.old():

@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import pytest
 import stateful_programs
 import torch
 from helpers import (
+    DECORATORS,
     KEEPS,
     SOME_TRANSFORMS,
     TRANSFORMS,
@@ -128,6 +130,75 @@ def test_a_counter_in_a_cell(transform: str) -> None:
 
     agree(program, transform)
     assert_same(ends[1], ends[0])
+
+
+def scaled_by_a_hook(x: Tensor, ck: Decorator, of: str) -> tuple[Tensor, Any]:
+    """A hook of a module writes to a variable that the function reads. Two calls, each with its own scale."""
+    scale: Any = torch.tensor(2.0, dtype=x.dtype) if of == "a tensor" else 2.0
+    net = nn.Tanh()
+
+    def hook(module: nn.Module, args: Any, out: Tensor) -> None:
+        nonlocal scale
+        scale = out.detach().abs().max() if of == "a tensor" else scale + 1
+
+    net.register_forward_hook(hook)
+    y = ck(lambda x: (x * scale + net(x * scale) * scale).sin())(x)
+    y = ck(lambda x: (x * scale + net(x * scale) * scale).sin())(y)
+    return y, scale
+
+
+@pytest.mark.parametrize("of", ["a number", "a tensor"])
+@pytest.mark.parametrize("ck", DECORATORS.values(), ids=DECORATORS)
+def test_a_hook_that_writes_to_a_variable_of_the_function(ck: Decorator, of: str) -> None:
+    results = []
+    for way in (ck, plain):
+        x = leaf(numbers(3))
+        y, scale = scaled_by_a_hook(x, way, of)
+        y.sum().backward()
+        results.append((y, scale, x.grad))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("of", ["a number", "a tensor"])
+@pytest.mark.parametrize("transform", ["grad", "grad(grad)", "jvp(grad)", "hessian", "double backward"])
+def test_a_hook_that_writes_to_a_variable_under_transforms(transform: str, of: str) -> None:
+    actual, expected = (
+        TRANSFORMS[transform](lambda x, ck=ck: ck(lambda x: scaled_by_a_hook(x, remat, of)[0])(x), numbers(3))
+        for ck in (remat, plain)
+    )
+    assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("ck", DECORATORS.values(), ids=DECORATORS)
+def test_a_variable_that_a_call_counts_up(ck: Decorator) -> None:
+    """It counts once for each call, and each call has its own number."""
+
+    def run(ck: Decorator) -> tuple[int, Tensor]:
+        n, x = 0, leaf(numbers(3))
+
+        def fun(x: Tensor) -> Tensor:
+            nonlocal n
+            n += 1
+            return (x * n).sin()
+
+        ck(fun)(ck(fun)(x)).sum().backward()
+        return n, x.grad
+
+    assert_same(run(ck), run(plain))
+
+
+def test_a_variable_that_holds_a_result_does_not_keep_the_graph_alive(no_gc: None) -> None:
+    def run() -> weakref.ref[Tensor]:
+        out, net = None, nn.Tanh()
+
+        def hook(module: nn.Module, args: Any, result: Tensor) -> None:
+            nonlocal out
+            out = result
+
+        net.register_forward_hook(hook)
+        return weakref.ref(checkpoint(lambda x: (net(x), out)[0].sin(), leaf(numbers(3)), use_reentrant=False))
+
+    assert run()() is None
 
 
 def test_an_outside_tensor_that_is_written_in_a_nest_of_three() -> None:

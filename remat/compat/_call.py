@@ -164,6 +164,7 @@ class Call:
         """
         look, self.forward_look = self.forward_look, None
         assert look is not None
+        self._closure.note_changes()
         if self.random is not None:
             self.random = self.random.drawn_since(look.drew)
         if len(look.outside) > self.arguments or look.copies:
@@ -256,7 +257,8 @@ class Call:
         modes, rebuild = entered(self._modes), Rebuilder(self._closure, inputs)
         flags = [(key, cell, cell.cell_contents) for key, cell in self._flags.items()]
         try:
-            with together(self._ambient.restored(), OwnCasts(), draws, keys, modes, context, trace, filled(fill)):
+            ambient, cells, places = self._ambient.restored(), rebuild.as_at_call(), filled(fill)
+            with together(ambient, OwnCasts(), draws, keys, modes, cells, context, trace, places):
                 # The context may have set one, for the function to see.
                 rebuild.keep({key: cell for key, cell, before in flags if cell.cell_contents is not before})
                 args, kwargs = _tree.unflatten_call(self._spec, [*map(rebuild, self._leaves)])
