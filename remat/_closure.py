@@ -243,12 +243,8 @@ class Closure:
         return objects
 
     def note_changes(self) -> None:
-        """Called after the forward. Notes the cells that it has changed, if what they hold can't lead to the call."""
-        for key, cell, before in self._before:
-            content = _content(cell)
-            is_plain = type(content) in ATOMS or (isinstance(content, Tensor) and content.grad_fn is None)
-            if content is not before and is_plain:
-                self.changed[key] = cell
+        """Called after the forward. Notes the cells that it has changed."""
+        self.changed = {key: cell for key, cell, before in self._before if _content(cell) is not before}
         self._before = []
 
 

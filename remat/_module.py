@@ -21,6 +21,13 @@ How = Callable[[Any], Any]
 """Takes a `forward` and returns one that runs again. It must support == and pickle."""
 
 
+class _Quiet:
+    """A first base while a class is made, so that the user's `__init_subclass__`, of a registry say, is not called."""
+
+    def __init_subclass__(cls) -> None:
+        """Do nothing."""
+
+
 def _is_made_here(kind: type) -> bool:
     return "_remat_how" in vars(kind)
 
@@ -45,7 +52,8 @@ def _class_of(base: type[nn.Module], how: How) -> type[nn.Module]:
         "_remat_how": how,
         "forward": how(base.forward),
     }
-    made = type(base.__name__, (base,), namespace)
+    made = type(base.__name__, (_Quiet, base), namespace)
+    made.__bases__ = (base,)
     return made
 
 

@@ -395,6 +395,28 @@ def test_wrapping_again_changes_the_policy() -> None:
     assert type(remat_module(block)) is first
 
 
+@pytest.mark.parametrize("wrap", [remat, remat_module])
+def test_the_class_is_not_announced_to_a_registry(wrap: Any) -> None:
+    registry: dict[str, type] = {}
+
+    class Base(nn.Module):
+        def __init_subclass__(cls, *, key: str) -> None:
+            super().__init_subclass__()
+            registry[key] = cls
+
+    class Layer(Base, key="layer"):
+        __slots__ = ("width",)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin()
+
+    layer = Layer()
+    wrapped = wrap(layer) or layer
+    assert registry == {"layer": Layer}
+    assert type(wrapped).__mro__[1:4] == (Layer, Base, nn.Module)
+    assert_same(wrapped(numbers(3)), numbers(3).sin())
+
+
 def test_classes_go_with_their_modules() -> None:
     def make() -> weakref.ref[type]:
         class Local(nn.Linear):
