@@ -23,6 +23,8 @@ TRAINING = {"training": False, "use_input_stats": True}
 """Flags, without which statistics are only read, and their defaults in `torch.nn.functional`."""
 
 DETACH = torch.ops.aten.detach.default
+CHECKS = {torch.ops.aten._linalg_check_errors.default, torch.ops.aten._assert_async.default}
+"""Ops that only check a value and return nothing. A rerun need not check it again."""
 
 
 class OpFacts:

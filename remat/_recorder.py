@@ -26,7 +26,7 @@ from remat._layers import innermost, nodes_of, version_of
 from remat._names import Kept as KeptName
 from remat._names import current_name
 from remat._nested_mode import current_call
-from remat._ops import DETACH, FACTS, OpFacts, facts_of, flat, plain, storages, tensors
+from remat._ops import CHECKS, DETACH, FACTS, OpFacts, facts_of, flat, plain, storages, tensors
 from remat._saved import held_by, nodes_behind, packs, saves_output
 from remat._tape import KEEP, Kept, Tape
 from remat._values import CONSTANT, Changed, Content, Key, Op, OpMode, Value
@@ -208,7 +208,8 @@ class Recorder(OpMode):
             op.writes = (*op.writes, content.value)
         op.values = [*values, *op.writes] if changed else values
         op.is_view = 0 < aliases == len(outputs)
-        if not op.is_view and (aliases or (not op.values and all(x is None for x in found))):
+        returns_nothing = not op.values and all(x is None for x in found)
+        if not op.is_view and (aliases or (returns_nothing and op.facts.func not in CHECKS)):
             op.runs = True
 
     def _value(self, tensor: Tensor, storage: Any, decision: CheckpointPolicy) -> Value:

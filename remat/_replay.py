@@ -165,7 +165,7 @@ class Replay(OpMode):
                 self._protect(content)
                 bytes_of(t.untyped_storage()).copy_(bytes_of(kept[value].untyped_storage()))
             content.value, content.hollow = value, value not in kept
-        return op.returns(results) if op.returns in (list, tuple) else results[0]
+        return op.returns(results) if op.returns in (list, tuple) else next(iter(results), None)
 
     # Skipped ops.
 

@@ -268,6 +268,18 @@ def test_trailing_ops_are_not_computed(trailing: int, way: Any) -> None:
 
 
 @each_way
+def test_a_check_of_a_result_is_not_repeated(way: Any) -> None:
+    """`torch.linalg` looks at an error code that its op returns."""
+
+    def fun(x: Tensor) -> Tensor:
+        gram = x.detach()[:, None] * x.detach() + 2 * torch.eye(3, dtype=x.dtype)
+        return x.sin() + torch.linalg.cholesky(gram).sum() + torch.linalg.inv(gram.exp()).sum()
+
+    for op in ("linalg_cholesky_ex", "linalg_inv_ex", "_linalg_check_errors", "exp"):
+        assert again(lambda decorator: way(decorator(fun)), op) == 0
+
+
+@each_way
 def test_only_the_needed_branch_is_computed(way: Any) -> None:
     """`test_remat_partial_dce`: of two results the loss reads one."""
 

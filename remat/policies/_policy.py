@@ -231,7 +231,9 @@ def as_policy(value: PolicyLike) -> Policy:
     if isinstance(value, (str, *internals.OP_KINDS)):
         if policy := _written(value):
             raise TypeError(f"remat: {value!r} is the name of a policy. Write policy={policy}.")
-        if close := difflib.get_close_matches(str(value), policies.__all__, n=1, cutoff=0.8):
+        name = str(value).lower()
+        short = [f"{name}_saveable"] if f"{name}_saveable" in policies.__all__ else []
+        if close := short or difflib.get_close_matches(name, policies.__all__, n=1, cutoff=0.8):
             raise TypeError(f"remat: there is no policy {value!r}. Did you mean policy={_written(close[0])}?")
         _ops.spell("remat: policy", value)  # raises where it is no op that a policy can name
         raise TypeError(f"remat: {value!r} is one op, not a policy. Write [{value!r}].")
