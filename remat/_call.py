@@ -269,6 +269,7 @@ class Call:
             if leaves[i] is None:
                 return None
         self._look = look
+        self._closure.note_changes()
         operands.is_skipped = True
         operands.survivors = [*forward.survivors]
         self.signature, self._followed = forward.signature, forward.followed
@@ -431,7 +432,7 @@ class Call:
             raise RematError(_OWN_LEAF.format(self.name, list(kept[0].shape), kept[0].dtype))
         self.operands.let_go(look, self._reached)
         # A hook of the user's, or what is still alive, may lead to results of the tail: they may be read.
-        if look.signature.shows_to_user or any(ref() is not None for ref in look.tail_results):
+        if look.signature.hooked_by_user or any(ref() is not None for ref in look.tail_results):
             look.signature.tail = None
         # A rerun of the outer function may read what this call keeps, and has to set the hooks again.
         has_hooks = look.sets_hooks or look.signature.shows_nodes

@@ -76,7 +76,7 @@ class Signature:
         self._is_traced = internals.tracing() or internals.compiling()
 
     @property
-    def shows_to_user(self) -> bool:
+    def hooked_by_user(self) -> bool:
         """Whether the user's code has put a hook on a tensor, or may have put one on a node."""
         return self.shows_nodes or len(self.hooks) > len(self.hooks_of_torch)
 

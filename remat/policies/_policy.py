@@ -231,9 +231,7 @@ def as_policy(value: PolicyLike) -> Policy:
     if isinstance(value, (str, *internals.OP_KINDS)):
         if policy := _written(value):
             raise TypeError(f"remat: {value!r} is the name of a policy. Write policy={policy}.")
-        name = str(value).lower()
-        short = [f"{name}_saveable"] if f"{name}_saveable" in policies.__all__ else []
-        if close := short or difflib.get_close_matches(name, policies.__all__, n=1, cutoff=0.8):
+        if close := difflib.get_close_matches(str(value).lower(), policies.__all__, n=1, cutoff=0.8):
             raise TypeError(f"remat: there is no policy {value!r}. Did you mean policy={_written(close[0])}?")
         _ops.spell("remat: policy", value)  # raises where it is no op that a policy can name
         raise TypeError(f"remat: {value!r} is one op, not a policy. Write [{value!r}].")
@@ -256,6 +254,6 @@ def _written(value: Any) -> str | None:
     """The expression for a policy that was given by name or in a list; None if it is no policy."""
     if isinstance(value, Policy):
         return repr(value)
-    if not isinstance(value, str) or value not in policies.__all__:
+    if (name := next((n for n in (value, f"{value}_saveable") if n in policies.__all__), None)) is None:
         return None
-    return f"remat.policies.{value}" + ("" if isinstance(getattr(policies, value), Policy) else "(...)")
+    return f"remat.policies.{name}" + ("" if isinstance(getattr(policies, name), Policy) else "(...)")
