@@ -9,6 +9,7 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,7 @@ class Derived:
     - `is_vjp`: whether it computes a gradient. If so, its runs make leaves of their own.
     - `is_whole`: whether it computes all results of the call, and no derivative of them.
     - `since`: all autograd nodes with higher sequence numbers were made in its run, or later.
+    - `cut`: positions of operands that it is given detached, as `Link.cut`: it does not depend on them.
     """
 
     call: Call
@@ -63,10 +65,11 @@ class Derived:
     since: int
     is_vjp: bool = False
     is_whole: bool = True
+    cut: AbstractSet[int] = frozenset()
 
     def then(self, run: Callable[..., list[Any]], is_vjp: bool = False, is_whole: bool = False) -> Derived:
         """Derive a function from this one. `run` computes it."""
-        return Derived(self.call, run, self.since, self.is_vjp or is_vjp, self.is_whole and is_whole)
+        return Derived(self.call, run, self.since, self.is_vjp or is_vjp, self.is_whole and is_whole, self.cut)
 
     def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor]) -> Container[int]:
         """Check that values depend on operands only. Raises `Stranger`, or `RematError` if this is a vjp.
@@ -97,7 +100,7 @@ class Link:
         self.count = len(operands)
         self.leaves = fn.call.leaves.union([i for i, t in enumerate(operands) if t.requires_grad])
         """Positions of differentiated operands. Each rerun differentiates them, for the forward's signature."""
-        self.cut: Container[int] = ()
+        self.cut: AbstractSet[int] = fn.cut
         """Positions of differentiated operands that the node saves detached: its values do not depend on them."""
         self.thread = threading.get_ident()
         self.versions = [*map(version_of, operands)] if level else []
@@ -171,7 +174,9 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], records: bool, batc
                 raise RematError(_ACCUMULATES.format(call.name, list(t.shape), t.dtype))
         return [None if g is None else _detached(g) for g in grads] if keep and not is_read else grads
 
-    return fn.then(pullback, is_vjp=True)
+    derived = fn.then(pullback, is_vjp=True)
+    derived.cut = link.cut
+    return derived
 
 
 def _rerun(

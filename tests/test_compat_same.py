@@ -672,11 +672,16 @@ def mismatch(api: Any, forward: Any, rerun: Any, **options: Any) -> Any:
     return api.checkpoint(calls, leaf(numbers(3)), use_reentrant=False, **options).sum()
 
 
+OTHER_METADATA = (
+    r"different metadata than during the forward pass\.\ntensor at position \d:\n"
+    r"saved metadata: {'shape': torch.Size\(\[3\]\), 'dtype': torch.float64, 'device': device\(type='cpu'\)}\n"
+    r"recomputed metadata: {'shape': "
+)
 DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "fewer": (lambda x: x.sin().cos(), lambda x: x.sin(), "different number of tensors"),
-    "shape": (lambda x: x.sin().exp(), lambda x: x[:2].sin().exp(), "different metadata"),
-    "dtype": (lambda x: x.sin().exp(), lambda x: x.float().sin().exp(), "different metadata"),
-    "device": (lambda x: x.sin().exp(), lambda x: x.to("meta").sin().exp(), "different metadata"),
+    "shape": (lambda x: x.sin().exp(), lambda x: x[:2].sin().exp(), OTHER_METADATA),
+    "dtype": (lambda x: x.sin().exp(), lambda x: x.float().sin().exp(), OTHER_METADATA),
+    "device": (lambda x: x.sin().exp(), lambda x: x.to("meta").sin().exp(), OTHER_METADATA),
 }
 
 

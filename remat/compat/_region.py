@@ -274,9 +274,9 @@ class Region:
         lines = []
         for i, (entry, forward) in enumerate(zip(saved, self._metas, strict=True)):
             if entry is not None and (rerun := _meta_of(entry[0])) != forward:
-                pairs = zip(("shape", "dtype", "device"), forward, rerun, strict=True)
-                parts = [f"{name} {f} in the forward, {r} in the rerun" for name, f, r in pairs if f != r]
-                lines.append(f"tensor at position {i}: " + "; ".join(parts))
+                names = "shape", "dtype", "device"
+                before, now = (dict(zip(names, meta, strict=True)) for meta in (forward, rerun))
+                lines.append(f"tensor at position {i}:\nsaved metadata: {before}\nrecomputed metadata: {now}")
         if lines:
             raise self._error("\n".join([_DIFFERENT, *lines, _TIP]))
 
