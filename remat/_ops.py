@@ -37,12 +37,12 @@ class OpFacts:
     - `draws`: whether it draws random numbers.
     - `is_view`: whether it computes nothing, and its results lie in the memory of its arguments.
     - `is_inplace_view`: whether it changes only the shape, as `squeeze_` does. Torch counts that as a write.
-    - `writes`: whether it writes to arguments.
+    - `writes`, `writes_statistics`: whether it writes to arguments; whether to running statistics, as BatchNorm does.
     - `counts_writes`: whether torch increments the version counters of these arguments under a mode.
     - `is_opaque`: whether it is a higher-order op, such as `torch.cond`, of which nothing else is known.
     """
 
-    draws = is_view = is_inplace_view = writes = False
+    draws = is_view = is_inplace_view = writes = writes_statistics = False
     is_custom = counts_writes = True
     is_opaque = False
 
@@ -61,6 +61,7 @@ class OpFacts:
         self._written = [(i, a.name) for i, a in arguments if is_written(func, a)]
         self._flag = next(((i, a.name) for i, a in arguments if a.name in TRAINING), None)
         self.writes = bool(self._written)
+        self.writes_statistics = any(name in STATISTICS for _, name in self._written)
 
     def written(self, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors that a call writes to."""

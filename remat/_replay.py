@@ -165,6 +165,9 @@ class Replay(OpMode):
                 self._protect(content)
                 bytes_of(t.untyped_storage()).copy_(bytes_of(kept[value].untyped_storage()))
             content.value, content.hollow = value, value not in kept
+            if content.hollow and op.facts.writes_statistics and value not in self._tape.read:
+                bytes_of(content.storage()).fill_(255)  # NaN: the graph saves new statistics, but does not read them
+                content.hollow = False
         return op.returns(results) if op.returns in (list, tuple) else next(iter(results), None)
 
     # Skipped ops.

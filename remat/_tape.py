@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -98,6 +99,11 @@ class Tape:
     def matched(self) -> bool:
         """Whether the policy allows any value of the run to be kept."""
         return any(value.is_saveable for op in self.ops for value in op.values)
+
+    @functools.cached_property
+    def read(self) -> set[Value]:
+        """The values that ops of the run have read."""
+        return {value for op in self.ops for value in op.reads}
 
     def held(self) -> dict[Any, tuple[Value, Op]]:
         """By the storages that are held, the values in them and the ops that computed them."""

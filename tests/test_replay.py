@@ -537,3 +537,36 @@ def test_every_op_of_torch(part: int) -> None:
     run = subprocess.run([sys.executable, script, str(part), "4"], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert int(run.stdout.split()[0]) > 1_000
+
+
+def by_checkpoint(fun: Any, policy: Any) -> Any:
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy, allow_cache_entry_mutation=True)
+    return functools.partial(checkpoint, fun, use_reentrant=False, context_fn=contexts)
+
+
+NORMALIZED: dict[str, Callable[[nn.BatchNorm1d, Tensor], Tensor]] = {
+    "alone": lambda norm, x: norm(x).relu(),
+    "with its new mean": lambda norm, x: norm(x) * norm.running_mean,
+    "with a number": lambda norm, x: norm(x) * norm.running_var.sum().item(),
+    "twice": lambda norm, x: norm(norm(x).relu()),
+}
+
+
+@pytest.mark.parametrize("policy", [everything_saveable, dots_saveable, nothing_saveable])
+@pytest.mark.parametrize(
+    "way", [lambda fun, policy: remat(fun, policy=policy), by_checkpoint], ids=["remat", "checkpoint"]
+)
+@pytest.mark.parametrize("fun", NORMALIZED.values(), ids=NORMALIZED)
+def test_batchnorm_in_training(fun: Any, way: Any, policy: Any) -> None:
+    """The graph saves the new statistics, and the backward does not read them."""
+    results = []
+    for ck in (way, lambda fun, policy: fun):
+        norm, x = nn.BatchNorm1d(3).double(), leaf(numbers(5, 3))
+        with CountOps() as ops:
+            (first,) = torch.autograd.grad(ck(lambda x: fun(norm, x.sin()), policy)(x).square().sum(), x)
+        (grads,) = torch.autograd.grad(ck(lambda x: fun(norm, x), policy)(x).square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(grads.square().sum(), x)
+        results.append((first, second, norm.running_mean, norm.running_var))
+        if fun is NORMALIZED["alone"] and policy is everything_saveable:
+            assert ops["native_batch_norm"] == 1
+    assert_same(*results)
