@@ -25,8 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat import _torch_internals as internals
-
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type})
 _EMPTY: Any = object()
 
@@ -261,12 +259,9 @@ class Rebuilder:
         """Use these existing cells, not new ones."""
         self._cells.update(cells)
 
-    def as_at_call(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which the variables that the forward has changed are as at the call."""
-        return self._restored() if self._closure.changed else internals.NOTHING
-
     @contextlib.contextmanager
-    def _restored(self) -> Iterator[None]:
+    def as_at_call(self) -> Iterator[None]:
+        """A context in which the variables that the forward has changed are as at the call."""
         cells = self._closure.changed
         now = {key: _content(cell) for key, cell in cells.items()}
         self.keep(cells)
