@@ -673,8 +673,8 @@ def mismatch(api: Any, forward: Any, rerun: Any, **options: Any) -> Any:
 
 
 OTHER_METADATA = (
-    r"different metadata than during the forward pass\.\ntensor at position \d:\n"
-    r"saved metadata: {'shape': torch.Size\(\[3\]\), 'dtype': torch.float64, 'device': device\(type='cpu'\)}\n"
+    r"different metadata than during the forward pass\.\ntensor at position \d:\s"
+    r"saved metadata: {'shape': torch.Size\(\[3\]\), 'dtype': torch.float64, 'device': device\(type='cpu'\)}(\n|; )"
     r"recomputed metadata: {'shape': "
 )
 DIFFERENT: dict[str, tuple[Any, Any, str]] = {

@@ -615,7 +615,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"must return a pair, \(carry, y\); got a tensor",
     ),
     "no function": (lambda: remat.scan(C, fine, XS), TypeError, r"f must be a function; got a tensor"),
-    "unknown policy": (lambda: remat.scan(fine, C, XS, policy="dots"), ValueError, r"no op .dots."),
+    "unknown policy": (lambda: remat.scan(fine, C, XS, policy="nosuch"), ValueError, r"no op .nosuch."),
     "y is a str": (lambda: remat.scan(lambda c, x: (c, "a"), C, XS), TypeError, r"leaves of y must be .* got str 'a'"),
     "y changes": (
         lambda: remat.scan(lambda c, x: (c + 1, {"y": C if c < 2 else C.int()}), 0, XS),

@@ -276,7 +276,7 @@ class Region:
             if entry is not None and (rerun := _meta_of(entry[0])) != forward:
                 names = "shape", "dtype", "device"
                 before, now = (dict(zip(names, meta, strict=True)) for meta in (forward, rerun))
-                lines.append(f"tensor at position {i}:\nsaved metadata: {before}\nrecomputed metadata: {now}")
+                lines.append(f"tensor at position {i}: saved metadata: {before}; recomputed metadata: {now}")
         if lines:
             raise self._error("\n".join([_DIFFERENT, *lines, _TIP]))
 
