@@ -172,8 +172,8 @@ class Closure:
         self.objects: list[Any] = []
         self.changed: dict[int, types.CellType] = {}
         """The cells that the forward has changed: NOTE [variables that change]."""
-        self._cells: dict[int, types.CellType] = {}
-        self._before: list[tuple[int, types.CellType, Any]] = []
+        self._cells: dict[int, tuple[types.CellType, Any]] = {}
+        """By identity, cells and what they hold at the call."""
         self._parts: dict[int, Any] = {}
         """By identity of a function, what stands for it. `objects` keeps the function alive meanwhile."""
 
@@ -218,9 +218,10 @@ class Closure:
         attributes = {name: self.take_apart(value) for name, value in _attributes_of(old).items()}
         for cell in old.__closure__ or ():
             if id(cell) not in self.contents:
-                self._cells[id(cell)] = cell
                 self.contents[id(cell)] = _EMPTY
-                if (content := _content(cell)) is not _EMPTY:
+                content = _content(cell)
+                self._cells[id(cell)] = cell, content
+                if content is not _EMPTY:
                     self.contents[id(cell)] = self.take_apart(content)
             elif self.contents[id(cell)] is _EMPTY:  # this function is a part of what the cell holds
                 self.is_recursive = True
@@ -229,21 +230,19 @@ class Closure:
 
     def flags(self) -> dict[int, types.CellType]:
         """The cells that hold a plain value: a context around a rerun may set a flag in one."""
-        return {key: cell for key, cell in self._cells.items() if type(self.contents[key]) in ATOMS}
+        return {key: cell for key, (cell, _) in self._cells.items() if type(self.contents[key]) in ATOMS}
 
     def close(self) -> list[Any]:
         """Free what only `take_apart` needs. Returns the `objects`."""
         objects, self.objects = self.objects, []
-        self._before = [(key, cell, _content(cell)) for key, cell in self._cells.items()]
-        self._cells.clear()
         self._parts.clear()
         del self._operand_of
         return objects
 
     def note_changes(self) -> None:
         """Called after the forward. Notes the cells that it has changed."""
-        self.changed = {key: cell for key, cell, before in self._before if _content(cell) is not before}
-        self._before = []
+        self.changed = {key: cell for key, (cell, before) in self._cells.items() if _content(cell) is not before}
+        self._cells.clear()
 
 
 class Rebuilder:
@@ -265,9 +264,9 @@ class Rebuilder:
         cells = self._closure.changed
         now = {key: _content(cell) for key, cell in cells.items()}
         self.keep(cells)
-        for key, cell in cells.items():
-            _fill(cell, self(self._closure.contents[key]))
         try:
+            for key, cell in cells.items():
+                _fill(cell, self(self._closure.contents[key]))
             yield
         finally:
             for key, cell in cells.items():

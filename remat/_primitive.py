@@ -250,7 +250,7 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
     if internals.saved_tensors_hooks() is not None and any(unpack_dual(t).tangent is not None for t in saved):
         raise RematError(_HOOKED_TANGENTS.format(fn.call.name))
     with internals.forward_ad_disabled():  # for the node, the tangents of its operands are constants
-        link.cut = fn.cut | {i for i, (t, s) in enumerate(zip(operands, saved, strict=True)) if t is not s}
+        link.cut |= {i for i, (t, s) in enumerate(zip(operands, saved, strict=True)) if t is not s}
         nodes = RematNode.apply(link, [v.detach() for v in kept], sharing_memory(kept, operands), *saved)
     return _replace(values, outs, nodes)
 

@@ -887,30 +887,19 @@ def test_a_backward_that_adds_to_the_grad_of_a_weight_below_a_leaf_made_inside(o
     assert_same(gradients(remat), gradients(lambda fun: fun))
 
 
-class SineOfOldStyle(torch.autograd.Function):
-    """Without `setup_context`: it can't be called inside a transform of `torch.func`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * ctx.saved_tensors[0].cos()
-
-
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "fun",
     [
-        lambda x, b: SineOfOldStyle.apply(x),
-        lambda x, b: SineOfOldStyle.apply(x) + b,
-        lambda x, b: (SineOfOldStyle.apply(x) * 2, b * b),
-        lambda x, b: SineOfOldStyle.apply(x * b) + b.sin(),
+        lambda x, b: ReadsTwice.apply(x),
+        lambda x, b: ReadsTwice.apply(x) + b,
+        lambda x, b: (ReadsTwice.apply(x) * 2, b * b),
+        lambda x, b: ReadsTwice.apply(x * b) + b.sin(),
     ],
 )
 def test_an_argument_that_higher_derivatives_do_not_depend_on(fun: Fun, order: int) -> None:
+    """`ReadsTwice` has no `setup_context`, so reruns can't go inside a transform."""
+
     def derivative(ck: Any) -> list[Tensor]:
         args = leaf(numbers(3)), leaf(numbers(3, seed=1))
         results = ck(fun)(*args)

@@ -615,6 +615,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"must return a pair, \(carry, y\); got a tensor",
     ),
     "no function": (lambda: remat.scan(C, fine, XS), TypeError, r"f must be a function; got a tensor"),
+    "name of a policy": (lambda: remat.scan(fine, C, XS, policy="dots"), TypeError, r".dots. is the name of a policy"),
     "unknown policy": (lambda: remat.scan(fine, C, XS, policy="nosuch"), ValueError, r"no op .nosuch."),
     "y is a str": (lambda: remat.scan(lambda c, x: (c, "a"), C, XS), TypeError, r"leaves of y must be .* got str 'a'"),
     "y changes": (

@@ -678,7 +678,7 @@ def test_a_collection_of_ops(collection: Any) -> None:
         (save_ops, r"save_ops is a function that makes a policy: call it"),
         ("dots_saveable", r"'dots_saveable' is the name of a policy. Write policy=remat.policies.dots_saveable\."),
         ("save_ops", r"'save_ops' is the name of a policy. Write policy=remat.policies.save_ops\(\.\.\.\)\."),
-        ("dots", r".dots. is the name of a policy. Write policy=remat.policies.dots_saveable."),
+        ("dots", r"'dots' is the name of a policy. Write policy=remat.policies.dots_saveable\."),
         ("DOTS_SAVEABLE", r"there is no policy .DOTS_SAVEABLE.\. Did you mean policy=remat.policies.dots_saveable\?"),
         ("dots_savable", r"there is no policy .dots_savable.\. Did you mean policy=remat.policies.dots_saveable\?"),
         (
