@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from remat import _torch_internals as internals
+
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type})
 _EMPTY: Any = object()
 
@@ -258,10 +260,12 @@ class Rebuilder:
         """Use these existing cells, not new ones."""
         self._cells.update(cells)
 
-    @contextlib.contextmanager
-    def as_at_call(self) -> Iterator[None]:
+    def as_at_call(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the variables that the forward has changed are as at the call."""
-        cells = self._closure.changed
+        return self._with_cells(self._closure.changed) if self._closure.changed else internals.NOTHING
+
+    @contextlib.contextmanager
+    def _with_cells(self, cells: dict[int, types.CellType]) -> Iterator[None]:
         now = {key: _content(cell) for key, cell in cells.items()}
         self.keep(cells)
         try:

@@ -258,7 +258,7 @@ class Call:
         flags = [(key, cell, cell.cell_contents) for key, cell in self._flags.items()]
         try:
             ambient, cells, places = self._ambient.restored(), rebuild.as_at_call(), filled(fill)
-            with together(ambient, OwnCasts(), draws, keys, modes, cells, context, trace, places):
+            with OwnCasts(), together(ambient, draws, keys, modes, cells, context, trace, places):
                 # The context may have set one, for the function to see.
                 rebuild.keep({key: cell for key, cell, before in flags if cell.cell_contents is not before})
                 args, kwargs = _tree.unflatten_call(self._spec, [*map(rebuild, self._leaves)])
