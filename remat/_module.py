@@ -102,6 +102,11 @@ def wrapped_twin(module: M, how: How) -> M:
             f"remat: fully_shard has sharded this {name}, and would not know its twin. Write remat_module(module), "
             "which changes the module itself, or remat(module) before fully_shard."
         )
+    if isinstance(object.__getstate__(module), tuple):  # it has attributes besides its `__dict__`
+        raise ValueError(
+            f"remat: {name} has attributes in __slots__, which a twin can't share. Write remat_module(module), which "
+            "changes the module itself, or remat(lambda x: module(x))."
+        )
     twin = object.__new__(type(module))  # `__new__` of a GraphModule makes another class
     twin.__dict__ = attributes
     wrap(twin, how)

@@ -816,3 +816,25 @@ def test_a_compiled_module_is_run_op_by_op(compiled: Callable[[Any], Any]) -> No
     with CountOps() as ops:
         twin(torch.ones(2, 3)).sum().backward()
     assert ops["addmm"] == 2
+
+
+class Slotted(nn.Module):
+    """A module with an attribute that is not in its `__dict__`."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x.sin()
+
+
+def test_a_module_with_slots_has_no_twin() -> None:
+    module, x = Slotted(), torch.ones(3, requires_grad=True)
+    with pytest.raises(ValueError, match=r"Slotted has attributes in __slots__, .* Write remat_module\(module\)"):
+        remat(module)
+    for fun in (remat(lambda x: module(x)), remat_module(module)):
+        (g,) = torch.autograd.grad(fun(x).sum(), x)
+        torch.testing.assert_close(g, 2.0 * x.cos())
