@@ -50,21 +50,24 @@ def is_rerunning() -> bool:
 class Variables:
     """The context variables at a call.
 
-    A variable that holds a list, dict or set is left out, because it may collect what the function makes: Transformers
-    collects outputs in one. To hold it would hold those. A rerun finds what it holds in the backward pass.
+    A variable that holds a list, dict or set may collect what the function makes: Transformers collects outputs in
+    one. To hold that would hold the outputs. So a rerun finds what the variable holds in the backward pass, or an empty
+    one if it holds nothing then.
     """
 
     def __init__(self) -> None:
-        values = contextvars.copy_context()
-        self._values = {variable: value for variable, value in values.items() if not isinstance(value, _MUTABLE)}
-        self._left_out = values.keys() - self._values.keys()
+        self._context = contextvars.copy_context()
+        found = [(variable, value) for variable, value in self._context.items() if isinstance(value, _MUTABLE)]
+        self._left_out = [variable for variable, _ in found]
+        for variable, value in found:
+            self._context.run(variable.set, next(kind() for kind in _MUTABLE if isinstance(value, kind)))
 
     def run(self, fun: Callable[..., T], *args: Any) -> T:
         """Call a function with them."""
-        context, now = contextvars.Context(), contextvars.copy_context()
-        left_out = {variable: now[variable] for variable in self._left_out if variable in now}
-        for variable, value in (self._values | left_out).items():
-            context.run(variable.set, value)
+        context, now = self._context.copy(), contextvars.copy_context()
+        for variable in self._left_out:
+            if variable in now:
+                context.run(variable.set, now[variable])
         return context.run(fun, *args)
 
 

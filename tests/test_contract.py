@@ -10,10 +10,10 @@ import gc
 import itertools
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import optree
@@ -403,6 +403,26 @@ def test_what_a_context_variable_collects_is_not_held(ck: Decorator, collect: An
     z = x.detach().requires_grad_()
     (z.sin().cos() * 3).sum().backward()
     assert_same(x.grad, z.grad)
+
+
+@pytest.mark.parametrize("ck", [remat, lambda fun: functools.partial(checkpoint, fun, use_reentrant=False)])
+@pytest.mark.parametrize("holds", [[], {}, set(), OrderedDict()])
+def test_a_context_variable_that_is_empty_in_the_backward_pass_can_be_read(ck: Decorator, holds: Any) -> None:
+    variable: contextvars.ContextVar[Any] = contextvars.ContextVar("callbacks")
+
+    def fun(x: Tensor) -> Tensor:
+        for _ in variable.get():  # no default
+            x = x.exp()
+        return x.sin()
+
+    x = leaf(numbers(3))
+
+    def forward() -> Tensor:
+        variable.set(holds)
+        return cast(Tensor, ck(fun)(x))
+
+    contextvars.copy_context().run(forward).sum().backward()  # nothing has set it there
+    assert_same(x.grad, x.detach().cos())
 
 
 def test_a_context_variable_that_the_function_sets_stays_in_the_rerun() -> None:
