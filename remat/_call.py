@@ -18,7 +18,7 @@ from remat import _tree
 from remat._closure import ATOMS, Closure, Operand, Rebuilder
 from remat._context import Ambient, OwnCasts, RandomState, Variables, entered, modes_of_user, rerunning, together
 from remat._errors import PURITY, CheckpointError, RematError, note_rerun
-from remat._graph import Stranger, prove
+from remat._graph import UnknownInput, prove
 from remat._layers import innermost, layers, requires_grad_at_any_level, requires_grad_below, unwrap_dead
 from remat._look import Look
 from remat._nested_mode import current_look, hooks_unseen
@@ -194,8 +194,8 @@ class Call:
             self.leaves = frozenset([i for i, t in enumerate(operands) if requires_grad_at_any_level(t, lowest)])
             try:
                 return attach(results.tensors, operands)
-            except Stranger as stranger:
-                self.operands.add_stranger(stranger, look)
+            except UnknownInput as unknown:
+                self.operands.add_unknown(unknown, look)
 
     def remembered(self, outer: Look) -> Remembered | None:
         """The record with which a rerun of the outer function can skip this call. None if the call must run there."""
@@ -276,7 +276,7 @@ class Call:
         return _tree.unflatten(spec, leaves)
 
     def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor], since: int) -> set[int]:
-        """Check that the results of the forward depend on operands only. Raises `Stranger`.
+        """Check that the results of the forward depend on operands only. Raises `UnknownInput`.
 
         **Returns:** the positions of the operands that they may depend on.
         """
@@ -357,7 +357,7 @@ class Call:
         inputs = [*operands]
         plan = self.operands.plan(inputs)
         look = RerunLook(self.name, self.signature, plan, inputs, self.level)
-        look.spares_tail = self.tape is None and not internals.tracing()
+        look.skips_tail = self.tape is None and not internals.tracing()
         rebuild = Rebuilder(self._closure, inputs)
         self._reruns.append((look, rebuild))
         random = internals.NOTHING if self.random is None else self.random.replayed()

@@ -15,7 +15,7 @@ from remat import _tree
 from remat._closure import Operand
 from remat._effects import tensors_in
 from remat._errors import RematError, shown
-from remat._graph import Stranger, prove
+from remat._graph import UnknownInput, prove
 from remat._layers import layers
 from remat._names import keep
 from remat._remat import name_of_global, remat
@@ -190,8 +190,8 @@ class custom_remat(Generic[P, R]):  # noqa: N801
             values, given = ([x for t in tensors_in(_tree.flatten(tree)[0]) for x in layers(t)] for tree in (out, args))
             try:
                 prove(values, given, since, lambda _: False)
-            except Stranger as stranger:
-                raise RematError(_CAPTURED.format(self, stranger)) from None
+            except UnknownInput as unknown:
+                raise RematError(_CAPTURED.format(self, unknown)) from None
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

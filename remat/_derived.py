@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 from remat import _torch_internals as internals
 from remat._call import Call
 from remat._errors import HOOKED, RematError
-from remat._graph import Proof, Stranger, prove
+from remat._graph import Proof, UnknownInput, prove
 from remat._layers import innermost, unpack_dual, version_of
 from remat._places import still_filled
 from remat._sealed import hand_on, seal, unseal
@@ -72,7 +72,7 @@ class Derived:
         return Derived(self.call, run, self.since, self.is_vjp or is_vjp, self.is_whole and is_whole, self.cut)
 
     def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor]) -> Container[int]:
-        """Check that values depend on operands only. Raises `Stranger`, or `RematError` if this is a vjp.
+        """Check that values depend on operands only. Raises `UnknownInput`, or `RematError` if this is a vjp.
 
         **Returns:** the positions of the operands that they may depend on.
         """
@@ -85,8 +85,8 @@ class Derived:
         """Check that the values of a rerun depend on its inputs only."""
         try:
             return prove(values, inputs, since, (lambda leaf: True) if self.is_vjp else self.call.made_by_rerun)
-        except Stranger as stranger:
-            raise RematError(_UNSEEN.format(self.call.name, stranger)) from None
+        except UnknownInput as unknown:
+            raise RematError(_UNSEEN.format(self.call.name, unknown)) from None
 
 
 class Link:

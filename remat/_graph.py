@@ -2,8 +2,8 @@
 
 NOTE [the proof]: remat drops the graph of a run, and a rerun replaces it. That is right if each edge that leaves the
 graph leads to an operand. So the graph is walked from the results to nodes older than the run, at each level of the
-stack where a node is attached. If an edge leads to another tensor, `Stranger` is raised: the function has captured a
-tensor, and no torch call was seen to read it. So no captured tensor is missed silently.
+stack where a node is attached. If an edge leads to another tensor, `UnknownInput` is raised: the function has captured
+a tensor, and no torch call was seen to read it. So no captured tensor is missed silently.
 
 An older node has a lower sequence number. Each thread counts its own. The node of a leaf, which adds to its `.grad`,
 has the highest number.
@@ -26,7 +26,7 @@ from remat._errors import HOOKED, OTHER_GRAPH, RematError
 from remat._layers import layers, unpack_dual
 
 
-class Stranger(Exception):  # noqa: N818  # always caught, and raised again as another
+class UnknownInput(Exception):  # noqa: N818  # always caught, and raised again as another
     """The results of a run depend on a tensor that is not an operand.
 
     **Attributes:**
@@ -111,8 +111,8 @@ class Proof(NamedTuple):
     """Whether a node of `once_differentiable` is in the graph. It raises, but is on no path to an operand."""
 
 
-def _raise(stranger: Stranger) -> None:
-    raise stranger
+def _raise(unknown: UnknownInput) -> None:
+    raise unknown
 
 
 def prove(
@@ -120,14 +120,14 @@ def prove(
     operands: Sequence[Tensor],
     since: int,
     is_own: Callable[[Tensor], bool],
-    met: Callable[[Stranger], None] = _raise,
+    on_unknown: Callable[[UnknownInput], None] = _raise,
 ) -> Proof:
-    """Check that values depend on operands only. Raises `Stranger`: see NOTE [the proof].
+    """Check that values depend on operands only. Raises `UnknownInput`: see NOTE [the proof].
 
     **Arguments:**
 
     - `is_own`: tells whether the run made a leaf itself.
-    - `met`: if given, called with each `Stranger`. Then none is raised.
+    - `on_unknown`: if given, called with each `UnknownInput`. Then none is raised.
     """
     ends: dict[Any, int] = {}
     """The positions of operands by their edges; those of leaves also by identity."""
@@ -154,7 +154,7 @@ def prove(
         elif id(v) in ends:
             reached.add(ends[id(v)])
         elif v.requires_grad and not is_own(v):
-            met(Stranger((None, 0), None, v))
+            on_unknown(UnknownInput((None, 0), None, v))
     sequence_number, leaf_number = internals.sequence_number, internals.LEAF_NUMBER
     seen: set[Any] = {None}
     nodes: list[Any] = []
@@ -170,7 +170,7 @@ def prove(
                 continue
             number = sequence_number(node)
             if number < since:
-                met(Stranger(edge, reader))
+                on_unknown(UnknownInput(edge, reader))
                 continue
             seen.add(node)
             if number < leaf_number:
@@ -186,7 +186,7 @@ def prove(
                 elif is_own(leaf):
                     own.append(leaf)
                 else:
-                    met(Stranger(edge, reader))
+                    on_unknown(UnknownInput(edge, reader))
     return Proof(nodes, reached, ambiguous, own, once_differentiable)
 
 

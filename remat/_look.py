@@ -217,9 +217,9 @@ class Look(NestedLook):
             return args
         with internals.DisableTorchFunction():
             self._reader = func
-            return tuple([self.read(a) if isinstance(a, Tensor) else map_in(self._take, a) for a in args])
+            return tuple([self.read(a) if isinstance(a, Tensor) else map_in(self._read_leaf, a) for a in args])
 
-    def _take(self, arg: Any) -> Any:
+    def _read_leaf(self, arg: Any) -> Any:
         if isinstance(arg, Tensor):
             return self.read(arg)
         self.notice(arg)

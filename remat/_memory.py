@@ -35,7 +35,7 @@ def memory_of(tensor: Tensor) -> int:
     return plain.untyped_storage()._cdata if has_storage else id(plain)
 
 
-def _stretch(tensor: Tensor) -> tuple[int, int]:
+def _byte_range(tensor: Tensor) -> tuple[int, int]:
     """Where a tensor begins and ends in its storage."""
     plain = innermost(tensor)
     if plain.layout != torch.strided or plain.is_nested:
@@ -48,7 +48,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of the same storage lie in the same stretch of it."""
     if one is other:
         return True
-    (begin, end), (other_begin, other_end) = _stretch(one), _stretch(other)
+    (begin, end), (other_begin, other_end) = _byte_range(one), _byte_range(other)
     return begin <= other_end and other_begin <= end
 
 

@@ -128,7 +128,7 @@ class NestedLook:
         """Called when a nested run has ended."""
         raise NotImplementedError
 
-    def spared_call(self) -> Any:
+    def call_to_skip(self) -> Any:
         """The record of a nested call, if it can be skipped here. None: the call must run."""
         return None
 

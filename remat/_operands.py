@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from remat import _torch_internals as internals
 from remat._closure import Operand
 from remat._errors import CheckpointError, RematError, changes, not_replaced
-from remat._graph import Stranger, edges_of, is_from_before, is_made_since, layers_and_tangents
+from remat._graph import UnknownInput, edges_of, is_from_before, is_made_since, layers_and_tangents
 from remat._labels import Read, Survivor
 from remat._layers import requires_grad_at_any_level, unpack_dual, unwrap_dead, version_of
 from remat._look import Look
@@ -323,9 +323,9 @@ class Operands:
             found.append(value.clone() if value.is_inference() else value)  # an inference tensor can't be saved
         return found
 
-    def add_stranger(self, stranger: Stranger, look: Look) -> None:
+    def add_unknown(self, unknown: UnknownInput, look: Look) -> None:
         """Make an operand of a tensor that no torch call was seen to read."""
-        tensor, edge = stranger.leaf, stranger.edge
+        tensor, edge = unknown.leaf, unknown.edge
         if tensor is None:
             found = (t for t, _ in search(self.objects))
             reaching = (t for t in found if any(edge in edges_of(x, look.since) for x in layers_and_tangents(t)))
@@ -334,7 +334,7 @@ class Operands:
         if scripted is not None:
             raise RematError(_SCRIPTED.format(self.name, scripted.original_name))
         if tensor is None or self._stand_ins.get(id(tensor), id(tensor)) in self._index:
-            raise RematError(_NOT_FOUND.format(self.name, stranger)) from None
+            raise RematError(_NOT_FOUND.format(self.name, unknown)) from None
         self.add(tensor)
         self._must_have_place(id(tensor), look)
 

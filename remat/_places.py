@@ -110,13 +110,13 @@ def places_in_modules(objects: Iterable[Any], tensors: Iterable[Tensor]) -> dict
 def _modules_near(objects: Iterable[Any]) -> Iterator[torch.nn.Module]:
     """The outermost modules among the objects and among those that these hold."""
     for obj in objects:
-        for near in (obj,) if isinstance(obj, torch.nn.Module) else (obj, *(held for _, held in _near(obj))):
+        for near in (obj,) if isinstance(obj, torch.nn.Module) else (obj, *(held for _, held in _children(obj))):
             if isinstance(near, torch.jit.ScriptModule):
                 continue  # its tensors are not in Python
             if isinstance(near, torch.nn.Module):
                 yield near
             elif isinstance(near, _CONTAINERS):
-                yield from (held for _, held in _near(near)[:_MOST_NEAR] if isinstance(held, torch.nn.Module))
+                yield from (held for _, held in _children(near)[:_MOST_NEAR] if isinstance(held, torch.nn.Module))
 
 
 def search(
@@ -153,10 +153,10 @@ def _in_reach(objects: Iterable[Any], depth: int, most: int) -> Iterator[tuple[P
         is_leaf = isinstance(obj, (Tensor, type, types.ModuleType))
         if depth and len(todo) < most and not is_leaf and id(obj) not in seen:
             seen.add(id(obj))
-            todo += [(near, held, depth - 1) for near, held in _near(obj)]
+            todo += [(near, held, depth - 1) for near, held in _children(obj)]
 
 
-def _near(obj: Any) -> list[tuple[Place | None, Any]]:
+def _children(obj: Any) -> list[tuple[Place | None, Any]]:
     """The objects that one object holds or is made of, each with its place, if it can be given another value."""
     if internals.is_of_dynamo(obj):
         return []  # what compiled functions close over leads far

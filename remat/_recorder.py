@@ -107,7 +107,7 @@ class Recorder(OpMode):
         self._since = internals.next_sequence_number()
         self._ops: list[Op] = []
         self._by_key: dict[Key, list[Op]] = {}
-        self._held: list[Any] = []
+        self._needed_by_ops: list[Any] = []
         """What the recorded ops need to run again: `_need` of what they read. It is held until the end of the run."""
         self._needs = weakref.WeakKeyDictionary[Any, list[Any]]()
         """What ops need to run again, while nothing is differentiated yet: nothing may ever be. By the storage of the
@@ -157,7 +157,7 @@ class Recorder(OpMode):
             needs = [need for content in reads if (need := self._need(content))]
             self._is_differentiated = self._is_differentiated or any(t.requires_grad for t in tensors(args, kwargs))
             if op.runs or self._is_differentiated:
-                self._held += needs
+                self._needed_by_ops += needs
                 return out
             for t in (*outputs, *changed) if needs else ():
                 if isinstance(t, Tensor) and not _may_be_kept(content := self._content(t.untyped_storage())):
@@ -231,7 +231,7 @@ class Recorder(OpMode):
 
     def _read(self, content: Content) -> None:
         self._ops.append(Op(_NO_OP, (), [content.value], runs=True))
-        self._held.append(self._need(content))
+        self._needed_by_ops.append(self._need(content))
 
     def _given_away(self, content: Content, key: Key) -> Value:
         content.value.is_replaced = True
@@ -315,11 +315,11 @@ class Recorder(OpMode):
         storage = content.storage()
         return (content.value, storage) if _may_be_kept(content) else self._needs.get(storage, [])
 
-    def _held_for_ops(self) -> dict[Value, Any]:
+    def _saved_for_ops(self) -> dict[Value, Any]:
         """The values that may be kept and that ops need to run again, with their storages."""
         found: dict[Value, Any] = {}
         seen: set[int] = set()
-        todo = [self._held, *self._needs.values(), *(self._saved or {}).values()]
+        todo = [self._needed_by_ops, *self._needs.values(), *(self._saved or {}).values()]
         while todo:
             need = todo.pop()
             if isinstance(need, tuple):
@@ -346,14 +346,14 @@ class Recorder(OpMode):
             if needed is None:
                 alone = self._only_returned(results)
                 needed = [v for v, s in memory.items() if internals.storage_uses(s._cdata) > 1 and v not in alone]
-            memory |= self._held_for_ops()
+            memory |= self._saved_for_ops()
             raw = [r for r in map(innermost, results) if plain(r)]
             with internals.no_transforms(), torch.no_grad(), ops_of_remat():
                 for value in self._walk(needed, memory):
                     aliases = [t.detach() for t in raw if t.untyped_storage() is memory[value]]
                     kept[value] = Kept(value, memory[value], aliases)
         self._needs.clear()
-        self._held, self._saved = [], None
+        self._needed_by_ops, self._saved = [], None
         return Tape(self._ops, self._by_key, self._outsides, kept)
 
     def _walk(self, needed: Iterable[Value], memory: dict[Value, Any]) -> Iterable[Value]:

@@ -104,8 +104,8 @@ class Remat(Generic[P, R]):
                     leaves = given
                     args, kwargs = _tree.unflatten_call(spec, leaves)
             call = Call(fun, self._name, leaves, spec)
-            spared = None if outer is None else outer.spared_call()
-            out: Any = None if spared is None else call.skipped(spared, outer)
+            to_skip = None if outer is None else outer.call_to_skip()
+            out: Any = None if to_skip is None else call.skipped(to_skip, outer)
         see = None
         if out is None:
             where = None if watch is None else call_site

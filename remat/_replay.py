@@ -42,7 +42,7 @@ class Replay(OpMode):
         self._times: defaultdict[int, int] = defaultdict(int)
         """How often each key has been met so far, by the identity of the list of its ops."""
         self._fills = False
-        self._held: dict[Value, Any] = {}
+        self._read_memory: dict[Value, Any] = {}
         """The storages that skipped ops would have read."""
         self._before: dict[int, RandomState] = {}
         """The states of the generators before each skipped draw, by the number of the op."""
@@ -66,7 +66,7 @@ class Replay(OpMode):
         """Compute the hollow memory that the rerun's graph holds. Called when only the graph is left of the results."""
         self._fill(self._contents.values())
         self._contents.clear()
-        self._held.clear()
+        self._read_memory.clear()
 
     def _read(self, content: Content) -> None:
         self._fill([content])
@@ -174,12 +174,12 @@ class Replay(OpMode):
 
     def _hold(self, content: Content, storage: Any) -> None:
         content.held = content.value
-        self._held[content.value] = storage
+        self._read_memory[content.value] = storage
 
     def _protect(self, content: Content) -> None:
         """Before a write to the memory, copy it for the skipped ops that would have read it."""
         if content.held is not None:
-            self._held[content.held] = bytes_of(content.storage()).clone().untyped_storage()
+            self._read_memory[content.held] = bytes_of(content.storage()).clone().untyped_storage()
             content.held = None
 
     def _fill(self, contents: Iterable[Content]) -> None:
@@ -209,10 +209,10 @@ class Replay(OpMode):
         todo = [*wanted]
         while todo:
             value = todo.pop()
-            if value not in self._held and value.op not in numbers:
+            if value not in self._read_memory and value.op not in numbers:
                 numbers.add(value.op)
                 todo += self._tape.ops[value.op].reads
-        memory = self._held.copy()
+        memory = self._read_memory.copy()
         for number in sorted(numbers):
             _compute(self._tape.ops[number], memory, self._before.get(number))
         return memory
@@ -247,7 +247,7 @@ def _from(x: Any, memory: dict[Value, Any]) -> Any:
 
 
 @functools.cache
-def _conspicuous(dtype: torch.dtype) -> Any:
+def _loud_value(dtype: torch.dtype) -> Any:
     if dtype.is_floating_point or dtype.is_complex:
         return torch.nan
     return True if dtype is torch.bool else torch.iinfo(dtype).max
@@ -257,8 +257,8 @@ def _hollow(value: Value) -> Tensor:
     """A tensor full of NaN, in place of a value that is not computed."""
     layout = value.layout
     size, stride, offset, dtype, is_conj, is_neg = layout
-    full = torch.full(size, _conspicuous(dtype), dtype=dtype, device=value.device)
+    full = torch.full(size, _loud_value(dtype), dtype=dtype, device=value.device)
     if full.stride() == stride and full.nbytes == value.nbytes and not is_conj and not is_neg:
         return full
-    full = torch.full((-(-value.nbytes // dtype.itemsize),), _conspicuous(dtype), dtype=dtype, device=value.device)
+    full = torch.full((-(-value.nbytes // dtype.itemsize),), _loud_value(dtype), dtype=dtype, device=value.device)
     return layout.flagged(full.as_strided(size, stride, offset))

@@ -56,7 +56,7 @@ _KEPT = (
     "remat: {} has kept a tensor that it computed (self.aux_loss = ...), and a rerun has put its own there, whose "
     "graph ends at the inputs of the function. Return the tensor, or add it to what is differentiated first."
 )
-_STRANGER = (
+_UNKNOWN_READ = (
     "remat: the rerun of {} reads a tensor of shape {}, {} from outside at {}, which its forward did not read. {}{}"
 )
 
@@ -77,11 +77,11 @@ class RerunLook(Look):
     **Attributes:**
 
     - `objects`: the function and its arguments: where to search for tensors that it has not made.
-    - `spares_tail`: whether the product or nested call that begins the tail may be skipped.
+    - `skips_tail`: whether the product or nested call that begins the tail may be skipped.
     """
 
     is_rerun = True
-    spares_tail = False
+    skips_tail = False
     objects: Iterable[Any] = ()
 
     def __init__(
@@ -121,7 +121,7 @@ class RerunLook(Look):
         if key in self._plan.survivors:
             value = below_grad_levels(tensor)
             if internals.is_wrapper(value) and level_of(value) not in (level for level, *_ in internals.vmap_levels()):
-                raise CheckpointError(self._stranger(tensor))
+                raise CheckpointError(self._unknown_read(tensor))
             self.labels.note_plain(value, *self._plan.survivors[key])
             return value
         if key not in self._plan.labels:
@@ -130,10 +130,10 @@ class RerunLook(Look):
         self.labels.note(operand, self._plan.labels[key])
         return operand
 
-    def _stranger(self, tensor: Tensor) -> str:
+    def _unknown_read(self, tensor: Tensor) -> str:
         hint = MADE_INSIDE if isinstance(tensor, torch.nn.Parameter) else _CACHE_OR_STATE
         shape = "nested" if tensor.is_nested else list(tensor.shape)
-        return _STRANGER.format(self.name, shape, tensor.dtype, call_site(), PURITY, hint)
+        return _UNKNOWN_READ.format(self.name, shape, tensor.dtype, call_site(), PURITY, hint)
 
     def _read_other(self, tensor: Tensor, is_inner: bool) -> Tensor:
         """Handle a read of a tensor that the forward was not seen to read."""
@@ -150,7 +150,7 @@ class RerunLook(Look):
         is_kept = kept.get(key) is tensor and not self.labels.has(tensor)  # else a nested call has returned it
         is_found = not (is_inner or is_new) and is_in_reach(tensor, self.objects)
         if is_above or is_old or is_kept or is_found:
-            raise CheckpointError(self._stranger(tensor))
+            raise CheckpointError(self._unknown_read(tensor))
         if wraps:
             inner = internals.unwrapped(tensor)
             value = self.read(inner, wrapped_inside=True)
@@ -158,7 +158,7 @@ class RerunLook(Look):
                 raise not_replaced(self.name, name_of(self._reader), inner)
             return tensor if value is inner else value
         if not is_new:
-            self._suspects[key] = weakref.ref(tensor), self._stranger(tensor)
+            self._suspects[key] = weakref.ref(tensor), self._unknown_read(tensor)
         self.labels.note(tensor, None)
         return tensor
 
@@ -171,7 +171,7 @@ class RerunLook(Look):
 
     @property
     def _at_tail(self) -> bool:
-        return self.spares_tail and self.position == self._forward.tail
+        return self.skips_tail and self.position == self._forward.tail
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         at_product = self._at_tail and self._forward.tail_call is None
@@ -181,7 +181,7 @@ class RerunLook(Look):
                 return without_products(func, args, kwargs)
         return self._do(func, args, kwargs)
 
-    def spared_call(self) -> Any:
+    def call_to_skip(self) -> Any:
         is_last = self.signature.nests + 1 == self._forward.nests
         return self._forward.tail_call if self._at_tail and is_last else None
 

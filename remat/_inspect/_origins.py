@@ -111,10 +111,10 @@ def _reachable(root: Any, path: str) -> Iterator[tuple[Tensor, str, str]]:
             yield obj, name, owner
         elif id(obj) not in seen and len(seen) < 10_000:
             seen.add(id(obj))
-            todo += _near(obj, name, owner)
+            todo += _children(obj, name, owner)
 
 
-def _near(obj: Any, path: str, owner: str) -> Iterator[tuple[Any, str, str]]:
+def _children(obj: Any, path: str, owner: str) -> Iterator[tuple[Any, str, str]]:
     """The contents of an object, each as (content, its name, the function that holds it)."""
     if isinstance(obj, types.FunctionType):
         for name, value in _variables(obj).items():

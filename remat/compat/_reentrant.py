@@ -12,7 +12,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._derived import is_bare_leaf
 from remat._errors import RematError, warn
-from remat._graph import Stranger, prove
+from remat._graph import UnknownInput, prove
 from remat._places import item, still_filled
 from remat.compat._call import Call
 
@@ -161,14 +161,14 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
         raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
     outputs, given = [o for o, _ in pairs], [c for _, c in pairs]
     targets = [t for t in own if t is not None and t.requires_grad]
-    strangers: list[Stranger] = []
+    unknown: list[UnknownInput] = []
     is_own = look.has_made if look and not accumulates else lambda _: False
-    reached = prove(outputs, targets, since, is_own, strangers.append).reached
+    reached = prove(outputs, targets, since, is_own, unknown.append).reached
     # Those that an autograd.Function has got: no mode sees that below all transforms.
-    unseen = {key: t for key, t in ctx.captured.items() if any(s.stands_for(t) for s in strangers)}
-    others = {s.edge: s for s in strangers if not any(s.stands_for(t) for t in unseen.values())}
-    if (strangers if create_graph else others) and not accumulates:  # with create_graph, stand-ins lead to leaves
-        raise RematError(_OUT_OF_SIGHT.format(call.name, next(iter(others.values()), strangers[0])))
+    unseen = {key: t for key, t in ctx.captured.items() if any(s.stands_for(t) for s in unknown)}
+    others = {s.edge: s for s in unknown if not any(s.stands_for(t) for t in unseen.values())}
+    if (unknown if create_graph else others) and not accumulates:  # with create_graph, stand-ins lead to leaves
+        raise RematError(_OUT_OF_SIGHT.format(call.name, next(iter(others.values()), unknown[0])))
     ids = {id(targets[i]) for i in reached}
     fill = [
         (place, t)
@@ -182,14 +182,14 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
             torch.autograd.backward(outputs, given)
             return [None if t is None else t.grad for t in own]
         wrt = [*targets, *unseen.values(), *(s.target for s in others.values())]
-        with _without_hooks(s.leaf for s in strangers):
+        with _without_hooks(s.leaf for s in unknown):
             found = iter(torch.autograd.grad(outputs, wrt, given, allow_unused=True, create_graph=create_graph))
     gradients = [next(found) if t is not None and t.requires_grad else None for t in own]
     for key in unseen:
         i = len(arguments) + [*stand_ins].index(key)
         parts = [g for g in (gradients[i], next(found)) if g is not None]
         gradients[i] = sum(parts[1:], parts[0]) if parts else None
-    for stranger, gradient in zip(others.values(), found, strict=True):
+    for other, gradient in zip(others.values(), found, strict=True):
         if gradient is not None:
-            torch.autograd.backward(stranger.target, gradient)
+            torch.autograd.backward(other.target, gradient)
     return gradients
