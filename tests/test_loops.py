@@ -470,8 +470,8 @@ def test_python_objects_do_not_grow_with_the_steps(no_gc: None) -> None:
 
 @pytest.fixture
 def many_variables() -> Iterator[None]:
-    """Hundreds of context variables, as torch's compiler has them, one with a list."""
-    variables = [contextvars.ContextVar[Any](f"v{i}") for i in range(500)]
+    """Many context variables, one with a list. torch's compiler has hundreds."""
+    variables = [contextvars.ContextVar[Any](f"v{i}") for i in range(2000)]
     tokens = [variable.set([] if i == 0 else i) for i, variable in enumerate(variables)]
     yield
     for variable, token in zip(variables, tokens, strict=True):
@@ -503,7 +503,7 @@ def test_python_objects_at_the_peak_grow_with_the_checkpoints_only(n: int, k: in
     (calls, nodes, objects), (most_calls, most_nodes, most_objects) = found[0], map(max, zip(*found, strict=True))
     levels = k + _schedule.repeats(n, k)
     assert most_calls - calls <= levels
-    assert most_nodes - nodes <= 10 * levels  # a copy of the variables takes some 100
+    assert most_nodes - nodes <= 25 * levels  # contexts share most of them: one of its own has hundreds
     assert most_objects - objects <= 200 * levels
 
 
