@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,7 +42,11 @@ def current_call() -> tuple[Any, Any, Any] | None:
 
 
 class _ActiveMode(TorchFunctionMode):
-    """Hands torch calls to a look. All looks have modes of one class: under another, dynamo would compile code anew."""
+    """Hands torch calls to a look. All looks have modes of one class: under another, dynamo would compile code anew.
+
+    The user's modes and tensor subclasses handle a call first. The mode is active meanwhile: what they call is what
+    the look has to see.
+    """
 
     def __init__(self, look: Any) -> None:
         self.look = look
@@ -50,7 +55,39 @@ class _ActiveMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_dynamo_compiling():  # dynamo traces what is compiled inside, with the active modes
             return func(*args, **(kwargs or {}))
+        if internals.function_modes_active() and is_of_user(type(mode := internals.top_function_mode())):
+            with self._in_place_of(mode):
+                return mode.__torch_function__(func, types, args, kwargs or {})
+        if types and internals.subclasses_active() and any(map(_has_handler, types)):
+            for kind in types:
+                with self:
+                    out = kind.__torch_function__(func, types, args, kwargs or {})
+                if out is not NotImplemented:
+                    return out
         return self.look.on_call(func, args, kwargs)
+
+    @contextlib.contextmanager
+    def _in_place_of(self, mode: TorchFunctionMode) -> Iterator[None]:
+        internals.pop_function_mode()
+        try:
+            with self:
+                yield
+        finally:
+            internals.push_function_mode(mode)
+
+
+_DEFAULT_HANDLER = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+
+def is_of_user(kind: type) -> bool:
+    """Whether a class of modes is the user's own, and not remat's, or one of torch's meters and tools."""
+    return not kind.__module__.startswith(("remat.", "torch.utils.", "torch.distributed."))
+
+
+def _has_handler(kind: type) -> bool:
+    """Whether a class of tensors has a `__torch_function__` of the user's."""
+    handler = getattr(kind.__torch_function__, "__func__", None)  # type: ignore[attr-defined]
+    return handler is not _DEFAULT_HANDLER and not kind.__module__.startswith("torch.")
 
 
 class Blind:

@@ -283,12 +283,16 @@ def traced_by_jit() -> bool:
     return torch._C._get_tracing_state() is not None
 
 
+# Whether tensor subclasses handle torch calls: inside of `super().__torch_function__` they do not.
+subclasses_active: Callable[[], bool] = torch._C._is_torch_function_enabled
+
+
 def with_subclasses(run: Callable[[], T]) -> T:
     """Call a function, with `__torch_function__` of tensor subclasses active.
 
     It is not active in a backward pass that a subclass started: `super().__torch_function__` turns it off (2.13).
     """
-    if torch._C._is_torch_function_enabled() or torch._C._is_torch_function_all_disabled():
+    if subclasses_active() or torch._C._is_torch_function_all_disabled():
         return run()
     with torch._C._EnableTorchFunction():
         return run()

@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import optree
@@ -349,6 +349,98 @@ def test_modes_around_the_forward_alone(mode: Any, depth: int) -> None:
         grads.append(x.grad)
     assert_same(*grads)
     assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0
+
+
+Handle = Callable[[Any, Any], Any]
+
+
+class Handles(TorchFunctionMode):
+    """Does more with the result of each torch call."""
+
+    def __init__(self, handle: Handle) -> None:
+        super().__init__()
+        self.handle = handle
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.handle(func, func(*args, **(kwargs or {})))
+
+
+class Handled(Tensor):
+    """A class that does so itself."""
+
+    handle: ClassVar[Any]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return cls.handle(func, out) if isinstance(out, Tensor) else out
+
+
+def reads_the_product() -> tuple[Handle, Tensor]:
+    return lambda func, out: out.tanh() if func is F.linear else out, torch.ones(1)
+
+
+def draws() -> tuple[Handle, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+
+    def handle(func: Any, out: Any) -> Any:
+        return out * torch.rand(128, 128, generator=generator, dtype=out.dtype) if func is Tensor.sin else out
+
+    return handle, torch.ones(1)
+
+
+def writes() -> tuple[Handle, Tensor]:
+    scale = numbers(1)
+
+    def handle(func: Any, out: Any) -> Any:
+        return out * scale.mul_(0.9).add_(0.1).clone() if func is Tensor.sin else out
+
+    return handle, scale
+
+
+def handled(make: Any, by: str, states: list[Tensor]) -> Callable[[Decorator], Any]:
+    """A program whose torch calls a mode or a class handles."""
+
+    def program(ck: Decorator) -> Any:
+        handle, state = make()
+        states.append(state)
+        w = numbers(128, 128, seed=1)
+        if by == "class":
+            Handled.handle = staticmethod(handle)
+            w = w.as_subclass(Handled)
+        block = ck(lambda x: F.linear((x + w).sin(), w) + x)
+
+        def fun(x: Tensor) -> Tensor:
+            with contextlib.ExitStack() as modes:
+                for _ in range({"mode": 1, "modes": 2}.get(by, 0)):
+                    modes.enter_context(Handles(handle))
+                return cast(Tensor, block(x)).as_subclass(Tensor)
+
+        return fun
+
+    return program
+
+
+BY = pytest.mark.parametrize("by", ["mode", "class", "modes"])
+
+
+@EACH_SETTING
+@BY
+@pytest.mark.parametrize("make", [reads_the_product, draws])
+def test_what_a_mode_or_a_class_does_with_a_result_belongs_to_the_function(make: Any, by: str, setting: Any) -> None:
+    if setting is SETTINGS["vmap(grad)"]:
+        setting = lambda f, x: vmap(grad(lambda x: f(x).sum()), randomness="same")(torch.stack([x, x.cos()]))  # noqa: E731
+    same(setting, handled(make, by, []), 128, 128)
+
+
+@BY
+@pytest.mark.parametrize("ck", [remat, lambda fun: functools.partial(checkpoint, fun, use_reentrant=False)])
+def test_what_a_mode_or_a_class_writes_to_is_written_once(ck: Decorator, by: str) -> None:
+    states: list[Tensor] = []
+    program = handled(writes, by, states)
+    grads = [SETTINGS[".backward()"](program(way), numbers(128, 128)) for way in (ck, plain)]
+    assert_same(*grads)
+    assert_same(*states)
 
 
 VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
