@@ -224,11 +224,11 @@ _fillings_lock = threading.Lock()
 @contextlib.contextmanager
 def _filling(fill: Sequence[tuple[Place, Tensor]], lock: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
     with lock:
-        with _fillings_lock:
-            for (names, key), tensor in fill:
-                _fillings.setdefault((id(names), key), [item(names, key)]).append(tensor)
-                _put((names, key), tensor)
         try:
+            with _fillings_lock:
+                for (names, key), tensor in fill:
+                    _fillings.setdefault((id(names), key), [item(names, key)]).append(tensor)
+                    _put((names, key), tensor)
             yield
         finally:
             with _fillings_lock:
@@ -238,11 +238,9 @@ def _filling(fill: Sequence[tuple[Place, Tensor]], lock: contextlib.AbstractCont
 
 def _take_out(names: Any, key: Any, tensor: Tensor) -> None:
     """Put back what was in a place before this tensor, unless something else is there by now."""
-    values = _fillings[id(names), key]
-    last = len(values) - 1
-    while values[last] is not tensor:
-        last -= 1
-    if item(names, key) is values.pop(last):  # else the function, or a rerun of another thread, has replaced it
+    values = _fillings.get((id(names), key), [])
+    found = [i for i, value in enumerate(values) if value is tensor]  # none if Ctrl-C came first
+    if found and item(names, key) is values.pop(found[-1]):  # else the function, or another thread, has replaced it
         _put((names, key), values[-1])
     if len(values) == 1:
         del _fillings[id(names), key]

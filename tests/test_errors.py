@@ -821,3 +821,31 @@ def test_lazy_modules(layer: nn.Module) -> None:
     with torch.no_grad():
         model(x)
     remat(model)(x).sum().backward()
+
+
+class Interrupted(dict[str, Any]):
+    """Parameters: Ctrl-C comes as a rerun sets this one of them."""
+
+    at: str | None = None
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == self.at:
+            self.at = None
+            raise KeyboardInterrupt
+        super().__setitem__(key, value)
+
+
+@pytest.mark.parametrize("at", ["weight", "bias"])
+def test_ctrl_c_while_a_rerun_fills_a_module_leaves_its_parameters(at: str) -> None:
+    module, x = nn.Linear(3, 3).double(), numbers(2, 3)
+    parameters = dict(module.named_parameters())
+    module._parameters = Interrupted(module._parameters)  # type: ignore[assignment]
+    for p in parameters.values():
+        p.register_hook(lambda g: g)  # so the rerun has a stand-in for each
+    y = remat(lambda x: module(x).tanh())(x).sum()
+    module._parameters.at = at  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        y.backward()
+    assert all(getattr(module, name) is p for name, p in parameters.items())
+    results = [ck(lambda x: module(x).tanh())(x).sum() for ck in (remat, plain)]
+    assert_same(*[torch.autograd.grad(y, [*parameters.values()]) for y in results])
