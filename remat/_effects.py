@@ -70,7 +70,13 @@ def _named(names: str) -> frozenset[Any]:
     return frozenset(getattr(space, name) for space in spaces for name in names.split() if hasattr(space, name))
 
 
-_PRODUCTS = _named("linear matmul __matmul__ mm bmm addmm baddbmm conv1d conv2d conv3d")
+_CONVOLUTIONS = _named("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d")
+_PRODUCTS = _named("linear matmul __matmul__ mm bmm addmm baddbmm") | _CONVOLUTIONS
+_LINEAR = _named("""
+    neg __neg__ mul __mul__ __rmul__ div __truediv__ to float double half bfloat16 clone cat concat concatenate stack
+    dropout
+""")
+"""Functions of one tensor, or of a list, with a derivative that reads none of its values, if the rest are numbers."""
 _SUMS = _named("add __add__ __radd__ sub __sub__ rsub __rsub__ view_as")
 _METADATA = _named("""
     __len__ dim ndimension size numel nelement stride storage_offset is_floating_point is_complex is_contiguous
@@ -122,11 +128,12 @@ class Effects:
         """One of the above is true of it."""
         self.multiplies = func in _PRODUCTS
         """It is a matrix product or a convolution."""
+        self.convolves = func in _CONVOLUTIONS
         self.is_metadata = func in _METADATA
         """It tells shape, dtype and the like."""
         self.gives_alias = _is_view(func) or func in (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
         """It returns a tensor over the same memory."""
-        self.operands = 2 if func in _SUMS else int(_is_view(func))
+        self.operands = 2 if func in _SUMS else int(_is_view(func) or func in _LINEAR)
         """How many of the first arguments may hold any values: neither the derivative nor the caller reads them. It is
         2 for a sum, 1 for a view. The others must be numbers."""
 
@@ -145,16 +152,16 @@ def is_of_torch(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
-def reads_no_value(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> bool:
+def reads_no_value(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether neither the derivative of a call nor what the caller learns depends on values."""
     if effects.shows_graph or effects.sets_hook:  # what a hook of the user's reads is unknown until it runs
         return True
     if not effects.operands:
         return False
-    numbers = args[effects.operands :]
-    if kwargs:
-        numbers = (*numbers, *(v for k, v in kwargs.items() if k not in ("input", "other")))
-    for x in numbers:
+    if effects.draws and argument(1, "p", args, kwargs, 0.5) and argument(2, "training", args, kwargs, True):
+        return False  # a dropout that does nothing returns its argument
+    given = (v for k, v in kwargs.items() if k not in ("input", "other"))
+    for x in (*args[effects.operands :], *given):
         if isinstance(x, Tensor) or (isinstance(x, (list, tuple)) and any(isinstance(n, Tensor) for n in x)):
             return False
     return True

@@ -193,7 +193,7 @@ class Look(NestedLook):
         if signature.tail is not None and not (reads_no_value(effects, args, kwargs) and torch.is_grad_enabled()):
             signature.tail = None
         out = self._do(func, args, kwargs)
-        begins = effects.multiplies and is_large(out, args) and not self._is_in_jvp()
+        begins = effects.multiplies and is_large(out, args, effects.convolves) and not self._is_in_jvp()
         if begins and requires_grad_at_any_level(out):
             self._begin_tail(position, None, out)
         elif signature.tail is not None:

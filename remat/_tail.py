@@ -22,7 +22,7 @@ from remat._dispatch_mode import DispatchMode
 from remat._labels import Survivor
 from remat._layers import batched_at, requires_grad_at_any_level
 from remat._ops import plain, tensors
-from remat._saved import saves_tensors
+from remat._saved import saves_a_number, saves_tensors
 from remat._signature import Signature
 
 _LEAST, _LEAST_RESULTS = 2**20, 2**8
@@ -33,11 +33,20 @@ _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.bad
 """The last two arguments of each but the convolution are the matrices."""
 
 
-def is_large(product: Any, args: Any) -> bool:
-    """Whether a product is large enough to skip. `args`: the arguments that it was computed from."""
+def is_large(product: Any, args: Any, convolves: bool) -> bool:
+    """Whether a product is large enough to skip.
+
+    **Arguments:**
+
+    - `args`: the arguments that it was computed from.
+    - `convolves`: whether it is a convolution.
+    """
     if not isinstance(product, Tensor) or product.numel() < _LEAST_RESULTS:
         return False
-    widths = [t.shape[-1] for t in args[:3] if isinstance(t, Tensor) and t.dim() > 1]
+    if convolves:
+        widths = [t.numel() // len(t) for t in args[1:2]]  # the weight of one channel
+    else:
+        widths = [t.shape[-1] for t in args[:3] if isinstance(t, Tensor) and t.dim() > 1]
     return bool(widths) and product.numel() * min(widths) >= _LEAST
 
 
@@ -63,8 +72,8 @@ def without_products(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def keep_no_tensors(nodes: Iterable[Any]) -> bool:
-    """Whether none of these autograd nodes saves a tensor."""
-    return not any(map(saves_tensors, {type(node) for node in nodes}))
+    """Whether none of these autograd nodes saves a tensor, but for a number that multiplies."""
+    return not any(saves_tensors(type(node)) and not saves_a_number(node) for node in nodes)
 
 
 class Returned(NamedTuple):

@@ -78,6 +78,10 @@ def test_the_last_product_runs_once(setting: Fun, args: list[Tensor]) -> None:
         lambda y, w: torch.addmm(w, y, w).mT.unflatten(0, (2, -1)).flatten(0, 1),
         lambda y, w: torch.bmm(y.unsqueeze(0), w.unsqueeze(0)).squeeze(0),
         lambda y, w: torch.add(y.matmul(w), y, alpha=2),
+        lambda y, w: y - 0.5 * -(y @ w).div(3) * 2,
+        lambda y, w: torch.cat([y, F.dropout(y @ w, 0.5, training=False).clone()], 1).float().to(y.dtype),
+        lambda y, w: torch.stack((torch.dropout(y @ w, 0.0, True), y)).sum(0) * w,  # it reads the sum
+        lambda y, w: (y @ w) * y,  # it reads both
     ],
 )
 @SETTINGS
@@ -88,12 +92,30 @@ def test_ends(end: Fun, setting: Fun, args: list[Tensor]) -> None:
     assert_same(setting(remat(fun))(*args), setting(fun)(*args))
 
 
-def test_as_many_flops_as_with_torchs_checkpoint() -> None:
-    block = nn.Sequential(nn.Linear(N, N), nn.GELU(), nn.Linear(N, N))
+MLP = nn.Sequential(nn.Linear(N, N), nn.GELU(), nn.Linear(N, N))
+CONVOLUTIONS = nn.Conv2d(N, N, 3, padding=1), nn.ConvTranspose2d(N, N, 3, padding=1)
+ENCODER = nn.TransformerEncoderLayer(N, 4, N, dropout=0.0, batch_first=True, norm_first=True)
 
+
+@pytest.mark.parametrize(
+    ("block", "shape"),
+    [
+        (MLP, (N, N)),
+        (lambda x: x + 0.5 * MLP(x), (N, N)),
+        (lambda x: x - -MLP(x), (N, N)),
+        (lambda x: x + F.dropout(MLP(x), 0.0), (N, N)),
+        (lambda x: x + nn.Dropout().eval()(MLP(x)), (N, N)),
+        (lambda x: torch.cat([x, MLP(x)], -1), (N, N)),
+        (lambda x: (x + MLP(x)).to(torch.float64), (N, N)),
+        (lambda x: x + CONVOLUTIONS[0](x.sin()), (2, N, 9, 9)),
+        (lambda x: x + CONVOLUTIONS[1](x.sin()), (2, N, 9, 9)),
+        (ENCODER, (2, N, N)),
+    ],
+)
+def test_as_many_flops_as_with_torchs_checkpoint(block: Any, shape: tuple[int, ...]) -> None:
     def flops(ck: Fun) -> int:
         with FlopCounterMode(display=False) as counter:
-            ck(block)(torch.randn(N, N, requires_grad=True)).sum().backward()
+            ck(block)(torch.randn(shape, requires_grad=True)).sum().backward()
         return counter.get_total_flops()
 
     checkpoint: Any = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
