@@ -911,3 +911,19 @@ def test_an_argument_that_higher_derivatives_do_not_depend_on(fun: Fun, order: i
         return found
 
     assert_same(derivative(remat), derivative(plain))
+
+
+def test_a_hook_of_the_function_is_not_called_with_none() -> None:
+    mean, var = numbers(4, seed=1), numbers(4, seed=2).square()
+
+    def fun(x: Tensor) -> Tensor:
+        h = x * 1.0
+        h.register_hook(lambda g: g * 0.5)
+        return F.batch_norm(h, mean, var)  # its second derivative by h is None
+
+    def second(ck: Decorator) -> Tensor:
+        x = leaf(numbers(3, 4))
+        (g,) = torch.autograd.grad(torch.asinh(ck(fun)(x)).sum(), x, create_graph=True)
+        return torch.autograd.grad(g.sin().sum(), x)[0]
+
+    assert_same(second(remat), second(plain))
