@@ -1,10 +1,11 @@
 """Skip the last product of a function in a rerun, if no backward reads its value.
 
 A transformer block ends in a product and a sum: `x + linear(h)`. The backward of a product reads its operands. The
-backward of a sum reads nothing. So a rerun needs the graph of both but the values of neither: these calls are the
-*tail*. In a rerun its product returns memory filled with NaN, so that a mistake would be loud. The forward notes, call
-by call, whether anything after a product reads values, and its graph confirms it. The function must not keep a value of
-the tail either: none is alive after the call. A nested call at the end of a function is skipped in the same way.
+backward of a sum reads nothing, nor does that of a cast. So a rerun needs the graph of these calls but no values of
+theirs: they are the *tail*. In a rerun its product returns memory filled with NaN, so that a mistake would be loud. The
+forward notes, call by call, whether anything after a product reads values, and its graph confirms it. The function must
+not keep a value of the tail either: none is alive after the call. A nested call at the end of a function is skipped in
+the same way.
 """
 
 from __future__ import annotations
