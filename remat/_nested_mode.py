@@ -55,9 +55,11 @@ class _ActiveMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_dynamo_compiling():  # dynamo traces what is compiled inside, with the active modes
             return func(*args, **(kwargs or {}))
-        if internals.function_modes_active() and is_of_user(type(mode := internals.top_function_mode())):
-            with self._in_place_of(mode):
-                return mode.__torch_function__(func, types, args, kwargs or {})
+        if internals.function_modes_active() and any(is_of_user(type(mode)) for mode in internals.function_modes()):
+            mode = internals.top_function_mode()
+            if not type(mode).__module__.startswith("remat."):  # `keyed` is one call for each draw
+                with self._in_place_of(mode):
+                    return mode.__torch_function__(func, types, args, kwargs or {})
         if types and internals.subclasses_active() and any(map(_has_handler, types)):
             for kind in types:
                 with self:

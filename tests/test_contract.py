@@ -414,6 +414,7 @@ def handled(make: Any, by: str, states: list[Tensor]) -> Callable[[Decorator], A
             with contextlib.ExitStack() as modes:
                 for _ in range({"mode": 1, "modes": 2}.get(by, 0)):
                     modes.enter_context(Handles(handle))
+                    modes.enter_context(torch.device("cpu"))
                 return cast(Tensor, block(x)).as_subclass(Tensor)
 
         return fun
