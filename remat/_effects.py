@@ -12,7 +12,7 @@ from torch import Tensor
 
 from remat import _torch_internals as internals
 from remat._ops import STATISTICS, TRAINING, argument, is_written
-from remat._signature import HOLDER, kind_of
+from remat._signature import HOLDER, is_of_torch, kind_of
 
 _FIRST = ((0, "input"),)
 """What a function writes to whose name ends in `_`, or a collective."""
@@ -147,9 +147,9 @@ def _is_view(func: Any) -> bool:
     return func in _VIEWS or func in _METADATA
 
 
-def is_of_torch(hook: Any) -> bool:
-    """Whether a hook is one of torch's tools, such as meters. They change no gradients."""
-    return str(getattr(hook, "__module__", "")).startswith("torch.")
+def unless_none(hook: Any) -> Any:
+    """A hook that is called for gradients only. For a derivative of another order, torch may call it with None."""
+    return hook if is_of_torch(hook) else lambda g: None if g is None else hook(g)
 
 
 def reads_no_value(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

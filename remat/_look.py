@@ -23,7 +23,7 @@ from remat import _torch_internals as internals
 from remat._context import RandomState
 from remat._copies import Copies
 from remat._dispatch_mode import tell_of_access
-from remat._effects import Effects, as_given, effects_of, is_of_torch, map_in, reads_no_value, tensors_in, written_by
+from remat._effects import Effects, as_given, effects_of, map_in, reads_no_value, tensors_in, unless_none, written_by
 from remat._errors import DATA_OF_A_LEVEL, LAZY, SHARDED, TAKEN_APART, RematError, changes, not_replaced
 from remat._graph import inputs_reached, is_from_before
 from remat._labels import FIXED, Labels, Read, combined, in_nested, in_order, of_outside, of_result
@@ -141,6 +141,13 @@ class Look(NestedLook):
                 self.add_results(func, args[0] if out is None and effects.writes else out, args, labels, effects)
         return out
 
+    def handled(self, func: Any, out: Any) -> Any:
+        with internals.DisableTorchFunction():
+            if not all(self.labels.has(self.stand_in(t)) for t in tensors_in(out)):  # an alias, by `as_subclass`
+                self.signature.tail = None
+                self.add_results(func, out)
+        return out
+
     def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any, given: tuple[Any, Any]) -> Any:
         """Make a call that has keyword arguments or effects. `given`: `args` and `kwargs` as the user passed them."""
         if effects.moves_hooks:
@@ -162,7 +169,8 @@ class Look(NestedLook):
             if effects.reads_memory:
                 tell_of_access(func, args, kwargs)
             if effects.sets_hook:
-                args = self._with_hook(args)
+                tensor, hook = self._with_hook(args)
+                args = tensor, unless_none(hook) if self.in_rerun and not self.in_checkpoint else hook
             if effects.retains_grad and self.in_rerun:  # with create_graph=True, it would hold the rerun's graph
                 args = (internals.leaf_of_nothing(),)
             before = self._before_draw(func) if effects.draws else None
@@ -405,9 +413,7 @@ class Look(NestedLook):
         if id(args[0]) not in self.outside:
             level = max(internals.level_of(args[0]), 0)
             level = ELSEWHERE if given is not args else NO_LEVEL if level > self.depth else level
-            self.signature.hooks.append((position, level))
-            if is_of_torch(args[1]):
-                self.signature.hooks_of_torch.append(position)
+            self.signature.add_hook(position, level, args[1])
         return given
 
     def originals(self) -> list[tuple[Tensor, int]]:

@@ -59,13 +59,14 @@ class _ActiveMode(TorchFunctionMode):
             mode = internals.top_function_mode()
             if not type(mode).__module__.startswith("remat."):  # `keyed` is one call for each draw
                 with self._in_place_of(mode):
-                    return mode.__torch_function__(func, types, args, kwargs or {})
+                    out = mode.__torch_function__(func, types, args, kwargs or {})
+                return self.look.handled(func, out)
         if types and internals.subclasses_active() and any(map(_has_handler, types)):
             for kind in types:
                 with self:
                     out = kind.__torch_function__(func, types, args, kwargs or {})
                 if out is not NotImplemented:
-                    return out
+                    return self.look.handled(func, out)
         return self.look.on_call(func, args, kwargs)
 
     @contextlib.contextmanager
@@ -99,6 +100,9 @@ class Blind:
         if func in READS_MEMORY:
             tell_of_access(func, args, kwargs)
         return func(*args, **(kwargs or {}))
+
+    def handled(self, func: Any, out: Any) -> Any:
+        return out
 
 
 _BLIND: Any = Blind()
@@ -157,6 +161,10 @@ class NestedLook:
 
     def on_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Called for each torch call of the run. Makes it."""
+        raise NotImplementedError
+
+    def handled(self, func: Any, out: Any) -> Any:
+        """Called with what a mode or class of the user's has made of a call. Returns it."""
         raise NotImplementedError
 
     def begin(self, outer: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
-from remat._effects import Effects, is_of_torch, tensors_in
+from remat._effects import Effects, tensors_in
 from remat._errors import PURITY, CheckpointError, RematError, call_site, not_replaced
 from remat._graph import is_made_since
 from remat._labels import kept
@@ -202,7 +202,7 @@ class RerunLook(Look):
             if args[0].grad_fn is not None:
                 self.unhooked.add(internals.sequence_number(args[0].grad_fn))
             return (internals.leaf_of_nothing(), *args[1:])  # the hook must not be called here
-        return args if is_of_torch(hook := args[1]) else (args[0], lambda g: None if g is None else hook(g))
+        return args
 
     def _note(self, func: Any, shape: int, given: int | None) -> None:
         if self._is_in_jvp():

@@ -80,6 +80,12 @@ class Signature:
         """Whether the user's code has put a hook on a tensor, or may have put one on a node."""
         return self.shows_nodes or len(self.hooks) > len(self.hooks_of_torch)
 
+    def add_hook(self, position: tuple[int, ...], level: int, hook: Any) -> None:
+        """Note a hook that the function sets. `position`, `level`: as in `hooks`."""
+        self.hooks.append((position, level))
+        if is_of_torch(hook):
+            self.hooks_of_torch.append(position)
+
     def hash_of(self, tensor: Tensor, plain: Iterable[str] = ()) -> int:
         """A hash of a tensor's shape and dtype, and of what is plain in the arguments of a call: see `plain_in`.
 
@@ -87,6 +93,11 @@ class Signature:
         """
         shape = None if self._is_traced or tensor.is_nested else tensor.shape
         return hash((shape, tensor.dtype, *filter(None, plain)))
+
+
+def is_of_torch(hook: Any) -> bool:
+    """Whether a hook is one of torch's tools, such as meters. They change no gradients."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
 def plain_in(arg: Any) -> str:
