@@ -444,6 +444,22 @@ def test_what_a_mode_or_a_class_writes_to_is_written_once(ck: Decorator, by: str
     assert_same(*states)
 
 
+def test_a_function_may_keep_what_a_class_returns() -> None:
+    kept = []
+
+    def fun(x: Tensor) -> Tensor:
+        positive = x > 0
+        kept.append(positive)
+        return torch.where(positive, x.sin(), x * 2).cos()
+
+    def program(ck: Decorator) -> Any:
+        Handled.handle = staticmethod(lambda func, out: out)
+        return lambda x: cast(Tensor, ck(fun)(x.as_subclass(Handled))).as_subclass(Tensor)
+
+    same(SETTINGS[".backward()"], program)
+    assert all(isinstance(mask, Handled) for mask in kept)
+
+
 VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
 
 
