@@ -291,8 +291,8 @@ class Call:
         if self.tape is not None:
             self.tape.skips = not look.reads_unseen
         if look.signature.tail is not None:
-            later = [n for n in nodes if internals.sequence_number(n) >= look.tail_number]
-            if not keep_no_tensors(later):
+            later = {n for n in nodes if internals.sequence_number(n) >= look.tail_number}
+            if not keep_no_tensors(later - look.tail_nodes):
                 look.signature.tail = None
         if look.sets_hooks and not internals.tracing():  # hooks may hold the graph
             forget_saved(nodes)
@@ -425,6 +425,7 @@ class Call:
     def let_go(self, out: Any) -> None:
         """Called after the derivative is attached, when the forward's graph is freed. `out`: what the call returns."""
         look = self._look
+        look.tail_nodes.clear()
         if not self._returned:
             return
         kept = [leaf for ref in self._own_leaves if (leaf := ref()) is not None]

@@ -137,6 +137,20 @@ class Effects:
         """How many of the first arguments may hold any values: neither the derivative nor the caller reads them. It is
         2 for a sum, 1 for a view. The others must be numbers."""
 
+    def reads_no_value(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether neither the derivative of a call nor what the caller learns depends on values."""
+        if self.shows_graph or self.sets_hook:  # what a hook of the user's reads is unknown until it runs
+            return True
+        if not self.operands:
+            return False
+        if self.draws and argument(1, "p", args, kwargs, 0.5) and argument(2, "training", args, kwargs, True):
+            return False  # a dropout that does nothing returns its argument
+        given = (v for k, v in kwargs.items() if k not in ("input", "other"))
+        for x in (*args[self.operands :], *given):
+            if isinstance(x, Tensor) or (isinstance(x, (list, tuple)) and any(isinstance(n, Tensor) for n in x)):
+                return False
+        return True
+
 
 effects_of = functools.lru_cache(maxsize=10_000)(Effects)  # custom functions may be made anew for each call
 
@@ -150,21 +164,6 @@ def _is_view(func: Any) -> bool:
 def unless_none(hook: Any) -> Any:
     """A hook that is called for gradients only. For a derivative of another order, torch may call it with None."""
     return hook if is_of_torch(hook) else lambda g: None if g is None else hook(g)
-
-
-def reads_no_value(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether neither the derivative of a call nor what the caller learns depends on values."""
-    if effects.shows_graph or effects.sets_hook:  # what a hook of the user's reads is unknown until it runs
-        return True
-    if not effects.operands:
-        return False
-    if effects.draws and argument(1, "p", args, kwargs, 0.5) and argument(2, "training", args, kwargs, True):
-        return False  # a dropout that does nothing returns its argument
-    given = (v for k, v in kwargs.items() if k not in ("input", "other"))
-    for x in (*args[effects.operands :], *given):
-        if isinstance(x, Tensor) or (isinstance(x, (list, tuple)) and any(isinstance(n, Tensor) for n in x)):
-            return False
-    return True
 
 
 def _written_arguments(func: Any, ops: list[Any]) -> tuple[tuple[int, str], ...]:
@@ -210,6 +209,13 @@ def written_by(effects: Effects, args: Sequence[Any], kwargs: dict[str, Any]) ->
     else:
         found = [argument(i, name, args, kwargs) for i, name in writes]
     return tensors_in([*found, kwargs.get("out")])  # `_foreach_add_` takes lists
+
+
+def acts_on(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors that a call writes to or puts a hook on, and the generators that it is given."""
+    effects = effects_of(func)
+    generators = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
+    return [*written_by(effects, args, kwargs), *(args[:1] if effects.sets_hook else ()), *generators]
 
 
 def as_given(out: Any, written: Sequence[Tensor], effects: Effects, given: tuple[Any, Any]) -> Any:

@@ -44,6 +44,11 @@ DATA_OF_A_LEVEL = (
     "remat: {} sets the .data of a tensor of shape {}, {} from outside to a tensor of a transform of torch.func, which "
     "torch can't read later. Write in place: self.mean.copy_(...)."
 )
+OUT_OF_SIGHT = (
+    "remat: {} calls {}, and a torch-function mode or a class of tensors handles it out of sight, as under "
+    "torch._C.DisableTorchFunction(). It writes to a tensor from outside, sets a hook or draws from a generator, and a "
+    "rerun would do so again. Write torch._C.DisableTorchFunctionSubclass() there."
+)
 LAZY = (
     "remat: {} calls a lazy module that has yet to make its parameters, and a rerun would begin after that. Call it "
     "once before, in torch.no_grad()."

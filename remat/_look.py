@@ -23,11 +23,11 @@ from remat import _torch_internals as internals
 from remat._context import RandomState
 from remat._copies import Copies
 from remat._dispatch_mode import tell_of_access
-from remat._effects import Effects, as_given, effects_of, map_in, reads_no_value, tensors_in, unless_none, written_by
-from remat._errors import DATA_OF_A_LEVEL, LAZY, SHARDED, TAKEN_APART, RematError, changes, not_replaced
+from remat._effects import Effects, acts_on, as_given, effects_of, map_in, tensors_in, unless_none, written_by
+from remat._errors import DATA_OF_A_LEVEL, LAZY, OUT_OF_SIGHT, SHARDED, TAKEN_APART, RematError, changes, not_replaced
 from remat._graph import inputs_reached, is_from_before
 from remat._labels import FIXED, Labels, Read, combined, in_nested, in_order, of_outside, of_result
-from remat._layers import layers, layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
+from remat._layers import layers, layers_up_to, nodes_of, requires_grad_at_any_level, unwrap_dead, version_of
 from remat._memory import is_over
 from remat._nested_mode import NestedLook, watched
 from remat._saved import is_of_user
@@ -55,6 +55,7 @@ class Look(NestedLook):
     - `since`: all autograd nodes with higher sequence numbers were made in the run, or later.
     - `position`: how many calls of the signature it has made so far.
     - `tail_number`, `tail_results`: of the tail: the sequence number after its first call, and its results.
+    - `tail_nodes`: the nodes of these, but of the first.
     """
 
     position = 0
@@ -73,6 +74,7 @@ class Look(NestedLook):
         self.copies = Copies()
         self.signature = Signature()
         self.tail_results: list[weakref.ref[Tensor]] = []
+        self.tail_nodes: set[Any] = set()
         self._given = given
         self.labels = Labels(self.depth)
         self._swaps: dict[int, tuple[Tensor, Tensor]] = {}
@@ -141,8 +143,10 @@ class Look(NestedLook):
                 self.add_results(func, args[0] if out is None and effects.writes else out, args, labels, effects)
         return out
 
-    def handled(self, func: Any, out: Any) -> Any:
+    def handled(self, func: Any, args: Any, kwargs: Any, out: Any, is_seen: bool) -> Any:
         with internals.DisableTorchFunction():
+            if not is_seen and not all(map(self.has_made, acts_on(func, args, kwargs or {}))):
+                raise RematError(OUT_OF_SIGHT.format(self.name, name_of(func)))
             if not all(self.labels.has(self.stand_in(t)) for t in tensors_in(out)):  # an alias, by `as_subclass`
                 self.signature.tail = None
                 self.add_results(func, out)
@@ -196,9 +200,8 @@ class Look(NestedLook):
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function, and note whether it begins or ends the tail: see `_tail.py`."""
-        signature = self.signature
-        position = self.position
-        if signature.tail is not None and not (reads_no_value(effects, args, kwargs) and torch.is_grad_enabled()):
+        signature, position = self.signature, self.position
+        if signature.tail is not None and not (effects.reads_no_value(args, kwargs) and torch.is_grad_enabled()):
             signature.tail = None
         out = self._do(func, args, kwargs)
         begins = effects.multiplies and is_large(out, args, effects.convolves) and not self._is_in_jvp()
@@ -206,6 +209,7 @@ class Look(NestedLook):
             self._begin_tail(position, None, out)
         elif signature.tail is not None:
             self.tail_results += map(weakref.ref, tensors_in(out))
+            self.tail_nodes.update(n for t in tensors_in(out) for n in nodes_of(t))
         return out
 
     def _do(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -217,7 +221,7 @@ class Look(NestedLook):
     def _begin_tail(self, position: int, call: Any, out: Any) -> None:
         self.signature.tail, self.signature.tail_call = position, call
         self.tail_number = internals.next_sequence_number()
-        self.tail_results = [*map(weakref.ref, tensors_in(out))]
+        self.tail_results, self.tail_nodes = [*map(weakref.ref, tensors_in(out))], set()
 
     def _seen(self, func: Any, args: Iterable[Any]) -> Any:
         """The arguments of a call, with operands in place of originals."""
@@ -297,10 +301,9 @@ class Look(NestedLook):
 
     def notice(self, generator: torch.Generator) -> None:
         """The run is about to draw from an explicit generator."""
-        if self.random is not None:
-            self.random.notice(generator)
-        if self.outer is not None:
-            self.outer.notice(generator)
+        for other in (self.random, self.outer):
+            if other is not None:
+                other.notice(generator)
 
     def _set_data(self, tensor: Tensor, data: Tensor) -> None:
         """The run is about to do `tensor.data = data`."""
@@ -343,8 +346,7 @@ class Look(NestedLook):
 
         `remembered`: the record with which a rerun can skip the call; None if the call must run.
         """
-        signature = self.signature
-        position = self.position
+        signature, position = self.signature, self.position
         signature.nests, signature.tail = signature.nests + 1, None
         calls = () if inner is None else inner.calls
         func = name, hash(tuple([(f, shape) for f, shape, _ in calls]))

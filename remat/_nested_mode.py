@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,33 +49,45 @@ class _ActiveMode(TorchFunctionMode):
 
     def __init__(self, look: Any) -> None:
         self.look = look
+        self._seen: set[Any] | None = None
+        """The functions that were called while a handler runs."""
 
     @internals.left_alone_by_dynamo
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_dynamo_compiling():  # dynamo traces what is compiled inside, with the active modes
             return func(*args, **(kwargs or {}))
-        if internals.function_modes_active() and any(is_of_user(type(mode)) for mode in internals.function_modes()):
-            mode = internals.top_function_mode()
-            if not type(mode).__module__.startswith("remat."):  # `keyed` is one call for each draw
-                with self._in_place_of(mode):
-                    out = mode.__torch_function__(func, types, args, kwargs or {})
-                return self.look.handled(func, out)
+        if internals.function_modes_active() and _mode_handles():
+            return self._by_mode(func, types, args, kwargs)
         if types and internals.subclasses_active() and any(map(_has_handler, types)):
-            for kind in types:
-                with self:
-                    out = kind.__torch_function__(func, types, args, kwargs or {})
+            for kind in types if all(issubclass(kind, Tensor) for kind in types) else ():
+                out = self._by(kind, func, types, args, kwargs)
                 if out is not NotImplemented:
-                    return self.look.handled(func, out)
+                    return out
+        if self._seen is not None:
+            self._seen.add(func)
         return self.look.on_call(func, args, kwargs)
 
-    @contextlib.contextmanager
-    def _in_place_of(self, mode: TorchFunctionMode) -> Iterator[None]:
-        internals.pop_function_mode()
+    def _by_mode(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Let the mode on top handle a call."""
+        mode = internals.pop_function_mode()
         try:
-            with self:
-                yield
+            if isinstance(mode, _ActiveMode):  # of a run around, which does not look now
+                return self.__torch_function__(func, types, args, kwargs)
+            return self._by(mode, func, types, args, kwargs)
         finally:
             internals.push_function_mode(mode)
+
+    def _by(self, handler: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Let a mode or a class handle a call, and see what it calls."""
+        around, self._seen = self._seen, set()
+        try:
+            with self:
+                out = handler.__torch_function__(func, types, args, *(() if kwargs is None else (kwargs,)))
+        finally:
+            seen, self._seen = self._seen, around
+        if around is not None:
+            around |= seen
+        return out if out is NotImplemented else self.look.handled(func, args, kwargs, out, func in seen)
 
 
 _DEFAULT_HANDLER = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
@@ -87,10 +98,16 @@ def is_of_user(kind: type) -> bool:
     return not kind.__module__.startswith(("remat.", "torch.utils.", "torch.distributed."))
 
 
+def _mode_handles() -> bool:
+    """Whether a mode of the user's is active, and none of `keyed` on top of it: a draw from a key is one call."""
+    keyed = type(internals.top_function_mode()).__module__.startswith("remat.random.")
+    return not keyed and any(is_of_user(type(mode)) for mode in internals.function_modes())
+
+
 def _has_handler(kind: type) -> bool:
-    """Whether a class of tensors has a `__torch_function__` of the user's."""
+    """Whether a class of tensors has a `__torch_function__` of the user's, a class method."""
     handler = getattr(kind.__torch_function__, "__func__", None)  # type: ignore[attr-defined]
-    return handler is not _DEFAULT_HANDLER and not kind.__module__.startswith("torch.")
+    return handler not in (None, _DEFAULT_HANDLER) and not kind.__module__.startswith("torch.")
 
 
 class Blind:
@@ -101,7 +118,7 @@ class Blind:
             tell_of_access(func, args, kwargs)
         return func(*args, **(kwargs or {}))
 
-    def handled(self, func: Any, out: Any) -> Any:
+    def handled(self, func: Any, args: Any, kwargs: Any, out: Any, is_seen: bool) -> Any:
         return out
 
 
@@ -163,8 +180,11 @@ class NestedLook:
         """Called for each torch call of the run. Makes it."""
         raise NotImplementedError
 
-    def handled(self, func: Any, out: Any) -> Any:
-        """Called with what a mode or class of the user's has made of a call. Returns it."""
+    def handled(self, func: Any, args: Any, kwargs: Any, out: Any, is_seen: bool) -> Any:
+        """Called with what a mode or class of the user's has made of a call. Returns it.
+
+        `is_seen`: whether the look has seen a torch call meanwhile.
+        """
         raise NotImplementedError
 
     def begin(self, outer: Any) -> None:

@@ -55,13 +55,6 @@ def saves_tensors(kind: type) -> bool:
     return _is_opaque(kind) or hasattr(kind, "saved_tensors") or bool(_saved_names(kind, "_raw_saved_"))
 
 
-def saves_a_number(node: Any) -> bool:
-    """Whether a node is that of a product or quotient of a tensor and a Python number, and saves only the number."""
-    if type(node).__name__ not in ("MulBackward0", "DivBackward0"):
-        return False
-    return all(t is None or t.dim() == 0 for t in (node._saved_self, node._saved_other))
-
-
 def is_of_user(function: type) -> bool:
     """Whether an autograd.Function is one of the user's: not one of ours, nor one that torch makes for a custom op."""
     return not function.__module__.startswith(("remat._", "remat.random.", "torch._library."))

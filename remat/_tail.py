@@ -23,7 +23,7 @@ from remat._dispatch_mode import DispatchMode
 from remat._labels import Survivor
 from remat._layers import batched_at, requires_grad_at_any_level
 from remat._ops import plain, tensors
-from remat._saved import saves_a_number, saves_tensors
+from remat._saved import saves_tensors
 from remat._signature import Signature
 
 _LEAST, _LEAST_RESULTS = 2**20, 2**8
@@ -56,6 +56,8 @@ class _WithoutProducts(DispatchMode):
         given = tensors(args, kwargs)
         if func not in _PRODUCTS or not all(map(plain, given)):
             return func(*args, **kwargs)
+        if func is _aten.convolution.default and not all(map(_is_in_order, given)):  # the kernel knows the strides
+            return func(*args, **kwargs)
         like = given[0]
         if func is _aten.convolution.default:
             with internals.DisableTorchDispatch():  # unseen by meters: nothing is computed
@@ -66,6 +68,12 @@ class _WithoutProducts(DispatchMode):
         return out.fill_(float("nan"))
 
 
+def _is_in_order(tensor: Tensor) -> bool:
+    """Whether a tensor has the strides of a new one. `is_contiguous` allows others where there is one channel."""
+    with internals.DisableTorchDispatch():
+        return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+
+
 def without_products(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function, but fill its products with NaN and do not compute them."""
     with _WithoutProducts():
@@ -73,8 +81,8 @@ def without_products(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def keep_no_tensors(nodes: Iterable[Any]) -> bool:
-    """Whether none of these autograd nodes saves a tensor, but for a number that multiplies."""
-    return not any(saves_tensors(type(node)) and not saves_a_number(node) for node in nodes)
+    """Whether none of these autograd nodes saves a tensor."""
+    return not any(map(saves_tensors, {type(node) for node in nodes}))
 
 
 class Returned(NamedTuple):

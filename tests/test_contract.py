@@ -444,6 +444,86 @@ def test_what_a_mode_or_a_class_writes_to_is_written_once(ck: Decorator, by: str
     assert_same(*states)
 
 
+class OutOfSight(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("ck", [remat, lambda fun: functools.partial(checkpoint, fun, use_reentrant=False)])
+@pytest.mark.parametrize("what", ["write", "draw", "hook", "nothing"])
+def test_a_mode_that_handles_calls_out_of_sight(ck: Decorator, what: str) -> None:
+    count, x = numbers(3), leaf(numbers(3))
+
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin()
+        if what == "write":
+            count.add_(1)
+        elif what == "hook":
+            x.register_hook(lambda g: g * 2)
+        elif what == "draw":
+            y = y * torch.rand(3, generator=torch.Generator())
+        return y.add_(1).cos()  # its own may be written to
+
+    with OutOfSight():
+        if what != "nothing":
+            with pytest.raises(RematError, match=r"handles it out of sight.*DisableTorchFunctionSubclass\(\) there"):
+                ck(fun)(x)
+            return
+        y = ck(fun)(x)
+    y.sum().backward()
+    assert_same(x.grad, *torch.autograd.grad(fun(x).sum(), x))
+
+
+class Adds(TorchFunctionMode):
+    """Adds a number to sines, counts them, and says nothing about empty keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.count = leaf(numbers(1)), torch.zeros(1)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert kwargs is None or kwargs
+        out = func(*args, **(kwargs or {}))
+        return out + self.number * self.count.add_(1) ** 0 if func is Tensor.sin else out
+
+
+@pytest.mark.parametrize("ck", [remat, lambda fun: functools.partial(checkpoint, fun, use_reentrant=False)])
+def test_a_mode_around_a_mode_in_the_function(ck: Decorator) -> None:
+    def run(ck: Decorator) -> list[Any]:
+        x = leaf(numbers(3))
+
+        def outer(x: Tensor) -> Tensor:
+            with Handles(lambda func, out: out):
+                return cast(Tensor, ck(lambda h: h.sin().cos())(x)).sin()
+
+        with Adds() as adds:
+            y = ck(outer)(x)
+        y.sum().backward()
+        return [x.grad, adds.number.grad, adds.count]
+
+    assert_same(run(ck), run(plain))
+
+
+class ByInstance(Tensor):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Duck:
+    """Not a tensor, but torch asks it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(numbers(3) if isinstance(a, Duck) else a for a in args), **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:Defining your `__torch_function__` as a plain method")
+def test_handlers_that_are_methods_of_objects() -> None:
+    same(SETTINGS[".backward()"], lambda ck: lambda x: ck(lambda x: torch.add(Duck(), x.sin()).cos())(x))
+    same(SETTINGS[".backward()"], lambda ck: lambda x: ck(lambda x: x.as_subclass(ByInstance).sin().cos())(x))
+
+
 def test_a_function_may_keep_what_a_class_returns() -> None:
     kept = []
 

@@ -122,6 +122,35 @@ def test_as_many_flops_as_with_torchs_checkpoint(block: Any, shape: tuple[int, .
     assert flops(remat) == flops(lambda fun: functools.partial(checkpoint, fun))
 
 
+@torch.jit.script
+def normalized(y: Tensor) -> Tensor:
+    return y / y.detach().abs().max()
+
+
+@pytest.mark.parametrize("setting", [by_backward, by_grad])
+def test_a_number_that_is_computed_out_of_sight(setting: Fun, args: list[Tensor]) -> None:
+    def fun(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        y = torch.tanh(x @ v) @ w
+        with torch._C.DisableTorchFunction():
+            return y * (2.0 if y.max() > 0 else 3.0)
+
+    assert_same(setting(remat(fun))(*args), setting(fun)(*args))
+    scripted = lambda x, v, w: normalized(torch.tanh(x @ v) @ w)  # noqa: E731
+    assert_same(by_backward(remat(scripted))(*args), by_backward(scripted)(*args))
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(16, 64, 3), nn.Conv2d(1, 256, 8, 8), nn.ConvTranspose2d(16, 64, 3)])
+def test_strides_of_the_last_convolution(layer: Any) -> None:
+    layer = layer.double().to(memory_format=torch.channels_last)
+    x = leaf(numbers(4, layer.in_channels, 64, 64).to(memory_format=torch.channels_last))
+
+    def fun(x: Tensor) -> Tensor:
+        return layer(x).permute(0, 2, 3, 1).view(-1, layer.out_channels)  # a view of channels_last only
+
+    results = [torch.autograd.grad(ck(fun)(x).square().sum(), [x, layer.weight]) for ck in (remat, plain)]
+    assert_same(*results)
+
+
 # Somebody reads the values after all.
 
 
