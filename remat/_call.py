@@ -425,7 +425,7 @@ class Call:
     def let_go(self, out: Any) -> None:
         """Called after the derivative is attached, when the forward's graph is freed. `out`: what the call returns."""
         look = self._look
-        look.tail_nodes.clear()
+        look.tail_nodes.clear()  # they hold the graph
         if not self._returned:
             return
         kept = [leaf for ref in self._own_leaves if (leaf := ref()) is not None]

@@ -135,7 +135,7 @@ class Effects:
         """It returns a tensor over the same memory."""
         self.operands = 2 if func in _SUMS else int(_is_view(func) or func in _LINEAR)
         """How many of the first arguments may hold any values: neither the derivative nor the caller reads them. It is
-        2 for a sum, 1 for a view. The others must be numbers."""
+        2 for a sum, 1 for a view or one of `_LINEAR`. The others must be numbers."""
 
     def reads_no_value(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether neither the derivative of a call nor what the caller learns depends on values."""
@@ -145,7 +145,7 @@ class Effects:
             return False
         if self.draws and argument(1, "p", args, kwargs, 0.5) and argument(2, "training", args, kwargs, True):
             return False  # a dropout that does nothing returns its argument
-        given = (v for k, v in kwargs.items() if k not in ("input", "other"))
+        given = (v for k, v in kwargs.items() if k not in ("input", "other")[: self.operands])
         for x in (*args[self.operands :], *given):
             if isinstance(x, Tensor) or (isinstance(x, (list, tuple)) and any(isinstance(n, Tensor) for n in x)):
                 return False

@@ -58,11 +58,10 @@ class _ActiveMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if internals.function_modes_active() and _mode_handles():
             return self._by_mode(func, types, args, kwargs)
-        if types and internals.subclasses_active() and any(map(_has_handler, types)):
-            for kind in types if all(issubclass(kind, Tensor) for kind in types) else ():
-                out = self._by(kind, func, types, args, kwargs)
-                if out is not NotImplemented:
-                    return out
+        for kind in types if types and _classes_handle(types) else ():
+            out = self._by(kind, func, types, args, kwargs)
+            if out is not NotImplemented:
+                return out
         if self._seen is not None:
             self._seen.add(func)
         return self.look.on_call(func, args, kwargs)
@@ -102,6 +101,12 @@ def _mode_handles() -> bool:
     """Whether a mode of the user's is active, and none of `keyed` on top of it: a draw from a key is one call."""
     keyed = type(internals.top_function_mode()).__module__.startswith("remat.random.")
     return not keyed and any(is_of_user(type(mode)) for mode in internals.function_modes())
+
+
+def _classes_handle(types: Any) -> bool:
+    """Whether classes of tensors handle a call, and one of them is the user's."""
+    all_tensors = internals.subclasses_active() and all(issubclass(kind, Tensor) for kind in types)
+    return all_tensors and any(map(_has_handler, types))
 
 
 def _has_handler(kind: type) -> bool:
@@ -183,7 +188,7 @@ class NestedLook:
     def handled(self, func: Any, args: Any, kwargs: Any, out: Any, is_seen: bool) -> Any:
         """Called with what a mode or class of the user's has made of a call. Returns it.
 
-        `is_seen`: whether the look has seen a torch call meanwhile.
+        `is_seen`: whether that made the call, seen by the look.
         """
         raise NotImplementedError
 

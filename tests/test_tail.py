@@ -82,6 +82,8 @@ def test_the_last_product_runs_once(setting: Fun, args: list[Tensor]) -> None:
         lambda y, w: torch.cat([y, F.dropout(y @ w, 0.5, training=False).clone()], 1).float().to(y.dtype),
         lambda y, w: torch.stack((torch.dropout(y @ w, 0.0, True), y)).sum(0) * w,  # it reads the sum
         lambda y, w: (y @ w) * y,  # it reads both
+        lambda y, w: torch.mul(input=y @ w, other=y),
+        lambda y, w: torch.sub(input=y @ w, other=y).mul(other=2.0),
     ],
 )
 @SETTINGS
