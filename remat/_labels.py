@@ -95,6 +95,14 @@ class Labels(dict[int, Known]):
         self[id(out)] = ref, -4 * position - 4, FIXED  # as `of_result` says
         self.results.append(ref)
 
+    def note_alias(self, tensor: Tensor, outside: Container[int]) -> bool:
+        """Note what `as_subclass` has made, unseen, of a tensor that the run has made. False for any other tensor."""
+        base = tensor._base
+        if base is None or id(base) in outside or not self.has(base):
+            return False
+        self.note(tensor, None)
+        return True
+
     def has(self, tensor: Tensor) -> bool:
         """Whether the run knows this tensor."""
         return (entry := self.get(id(tensor))) is not None and entry[0]() is tensor

@@ -148,8 +148,8 @@ class Look(NestedLook):
             if not is_seen and not all(map(self.has_made, acts_on(func, args, kwargs or {}))):
                 raise RematError(OUT_OF_SIGHT.format(self.name, name_of(func)))
             if not all(self.labels.has(self.stand_in(t)) for t in tensors_in(out)):  # an alias, by `as_subclass`
-                self.signature.tail = None
                 self.add_results(func, out)
+            self.signature.tail = None  # the handler may keep the result
         return out
 
     def _call(self, effects: Effects, func: Any, args: Any, kwargs: Any, given: tuple[Any, Any]) -> Any:
@@ -247,7 +247,7 @@ class Look(NestedLook):
         value = self.stand_in(tensor)  # in an outer rerun, which may run below the original's level
         if value is tensor and stack_depth() > self.depth and self._is_wrapped_inside(tensor):
             return tensor
-        if not self.labels.has(unwrap_dead(value)):
+        if not (self.labels.has(unwrap_dead(value)) or self.labels.note_alias(value, self.outside)):
             if self.outer is not None:
                 self.outer._reader = self._reader
                 value = self.outer.read(tensor, wrapped_inside)

@@ -444,6 +444,62 @@ def test_what_a_mode_or_a_class_writes_to_is_written_once(ck: Decorator, by: str
     assert_same(*states)
 
 
+def halves_the_gradient(y: Any) -> Any:
+    if y.requires_grad:
+        y.register_hook(lambda g: g * 0.5)
+    return y
+
+
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "hook": halves_the_gradient,
+    "shape": lambda y: (y.shape, y)[1],
+    "norm": lambda y: (y.norm(), y)[1],
+    "sum": lambda y: y + 1,
+    "plain": lambda y: y.as_subclass(Tensor) * 2,
+    "in place": lambda y: y.mul_(2),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("nest", ["remat", "remat in remat", "remat in checkpoint"])
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_class_that_uses_its_results(look: str, nest: str, order: int) -> None:
+    Handled.handle = staticmethod(lambda func, out: LOOKS[look](out) if func is F.linear else out)
+    w = leaf(numbers(3, 3, seed=1))
+    outer = functools.partial(functools.partial, checkpoint, use_reentrant=False)
+
+    def derivative(ck: Decorator, outer: Any = plain) -> Any:
+        x = leaf(numbers(3, 3).as_subclass(Handled))
+        y = outer(lambda x: ck(lambda x: F.linear(x, w).sin())(x))(x).as_subclass(Tensor)
+        wrt = [x, w]
+        grads = torch.autograd.grad(y.sin().sum(), wrt, create_graph=order == 2)
+        if order == 2:
+            grads = torch.autograd.grad(grads[0].as_subclass(Tensor).square().sum(), wrt)
+        return [g.as_subclass(Tensor).detach() for g in grads]
+
+    around = {"remat": plain, "remat in remat": remat, "remat in checkpoint": outer}[nest]
+    assert_same(derivative(remat, around), derivative(plain))
+
+
+def test_memory_under_a_class_that_looks_at_its_results() -> None:
+    Handled.handle = staticmethod(lambda func, out: (func is F.linear and out.shape, out)[1])
+    w = leaf(numbers(64, 64, seed=1))
+
+    def fun(x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = F.linear(x, w).sin()
+        return x
+
+    def held(ck: Decorator) -> int:
+        x = leaf(numbers(64, 64).as_subclass(Handled))
+        with LiveBytes() as meter:
+            y = ck(fun)(x)
+        assert y.requires_grad
+        return meter.current
+
+    assert held(remat) * 4 < held(plain)
+
+
 class OutOfSight(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():
