@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from remat import _torch_internals as internals
-from remat._nested_mode import is_of_user
+from remat._nested_mode import is_mode_of_user
 from remat._ops import tensors
 from remat.random._generators import global_state, same_state, set_global_state
 
@@ -253,7 +253,7 @@ def modes_of_user() -> tuple[Any, ...]:
     if not (internals.function_modes_active() or internals.dispatch_modes_active()):
         return ()
     active = (*internals.dispatch_mode_stack(), *internals.function_modes())
-    return tuple(mode for mode in active if is_of_user(type(mode)))
+    return tuple(filter(is_mode_of_user, active))
 
 
 def entered(modes: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:

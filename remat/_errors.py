@@ -46,8 +46,8 @@ DATA_OF_A_LEVEL = (
 )
 OUT_OF_SIGHT = (
     "remat: {} calls {}, and a torch-function mode or a class of tensors handles it out of sight, as under "
-    "torch._C.DisableTorchFunction(). It writes to a tensor from outside, sets a hook or draws from a generator, and a "
-    "rerun would do so again. Write torch._C.DisableTorchFunctionSubclass() there."
+    "DisableTorchFunction(). It writes to a tensor from outside, sets a hook or draws from a generator, and a rerun "
+    "would do so again. Write DisableTorchFunctionSubclass() there."
 )
 LAZY = (
     "remat: {} calls a lazy module that has yet to make its parameters, and a rerun would begin after that. Call it "

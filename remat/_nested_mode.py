@@ -92,15 +92,15 @@ class _ActiveMode(TorchFunctionMode):
 _DEFAULT_HANDLER = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
-def is_of_user(kind: type) -> bool:
-    """Whether a class of modes is the user's own, and not remat's, or one of torch's meters and tools."""
-    return not kind.__module__.startswith(("remat.", "torch.utils.", "torch.distributed."))
+def is_mode_of_user(mode: Any) -> bool:
+    """Whether a mode is the user's own, and not remat's, or one of torch's meters and tools."""
+    return not type(mode).__module__.startswith(("remat.", "torch.utils.", "torch.distributed."))
 
 
 def _mode_handles() -> bool:
     """Whether a mode of the user's is active, and none of `keyed` on top of it: a draw from a key is one call."""
     keyed = type(internals.top_function_mode()).__module__.startswith("remat.random.")
-    return not keyed and any(is_of_user(type(mode)) for mode in internals.function_modes())
+    return not keyed and any(map(is_mode_of_user, internals.function_modes()))
 
 
 def _classes_handle(types: Any) -> bool:

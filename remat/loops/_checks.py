@@ -23,7 +23,7 @@ def kinds_of(leaves: Iterable[Any], skip: int = 0) -> list[Any]:
         return [(tuple(x.shape[skip:]), x.dtype) if isinstance(x, Tensor) else type(x) for x in leaves]
 
 
-def text_of(kind: Any) -> str:
+def named(kind: Any) -> str:
     return f"{list(kind[0])}, {kind[1]}" if isinstance(kind, tuple) else f"of type {kind.__name__}"
 
 
@@ -62,7 +62,7 @@ class CarryCheck:
                 is_tensor_now = isinstance(new, tuple) and not isinstance(kind, tuple)
                 hint = " Begin with a tensor: torch.tensor(...)." if is_tensor_now else ""
                 raise TypeError(
-                    f"{self._must} shapes and dtypes of init. {path} is {text_of(kind)} in init, and {text_of(new)} in "
+                    f"{self._must} shapes and dtypes of init. {path} is {named(kind)} in init, and {named(new)} in "
                     f"the result of {self._what}.{hint}"
                 )
         return carry

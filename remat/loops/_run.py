@@ -20,7 +20,7 @@ from remat._errors import RematError, function_name
 from remat._layers import innermost
 from remat._look import Look
 from remat._remat import remat
-from remat.loops._checks import differ, kinds_of, paths, structure, text_of
+from remat.loops._checks import differ, kinds_of, named, paths, structure
 from remat.loops._schedule import checkpoints_for, parts_of
 from remat.policies._policy import PolicyLike
 from remat.random._keyed import resumed, running
@@ -82,9 +82,7 @@ def _joined(who: str, parts: list[Any], reverse: bool) -> Any:
             raise TypeError(f"{who}: y is {structure(spec)} in one step, and {structure(other)} in another.")
         for i, (a, b) in enumerate(zip(kinds, kinds_of(others, 1), strict=True)):
             if a != b:
-                raise TypeError(
-                    f"{who}: {paths(spec, 'y')[i]} is {text_of(a)} in one step, and {text_of(b)} in another."
-                )
+                raise TypeError(f"{who}: {paths(spec, 'y')[i]} is {named(a)} in one step, and {named(b)} in another.")
     rows = zip(*(others for others, _ in (flat[::-1] if reverse else flat)), strict=True)
     return _tree.unflatten(spec, [None if row[0] is None else torch.cat(row) for row in rows])
 
