@@ -62,10 +62,11 @@ class Remat(Generic[P, R]):
     __wrapped__: Callable[P, R]
 
     def __init__(self, fun: Callable[P, R], options: _Options) -> None:
-        # Dynamo can't copy a dict of attributes (2.11), name a builtin, or inspect a signature.
         traced = _compile.tracing()
-        has_attributes = isinstance(fun, types.FunctionType) and not traced
-        functools.update_wrapper(self, fun, updated=("__dict__",) if has_attributes else ())
+        if traced:  # dynamo can't copy attributes of functions (2.11), name a builtin, or inspect a signature
+            self.__wrapped__ = fun
+        else:
+            functools.update_wrapper(self, fun, updated=("__dict__",) if isinstance(fun, types.FunctionType) else ())
         self._options = options
         self._name = "a function" if traced else function_name(fun)
         self._policy = None if options.policy is None or traced else as_policy(options.policy)
