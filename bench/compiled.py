@@ -77,7 +77,7 @@ STEPS: dict[str, tuple[Callable[..., Run], dict[str, Any]]] = {
 
 def profiled(step: Run) -> tuple[int, int]:
     """The peak of a step beyond the gradients, in bytes, and how many products it computes."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         gradients = step()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")

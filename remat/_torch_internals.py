@@ -770,15 +770,17 @@ def is_sharded(module: Any) -> bool:
     return module in _module_state_mapping
 
 
-def _states_of_fully_shard() -> list[Any]:
+def _groups_of_fully_shard() -> list[tuple[Any, Any]]:
+    """The states of FSDP2's modules (2.13), each with its groups of parameters: before torch 2.12, it has one."""
     states = {ref() for ref in list(_module_state_mapping.values())}
-    return [state for state in states if getattr(state, "_fsdp_param_groups", None)]
+    pairs = [(s, getattr(s, "_fsdp_param_groups", [getattr(s, "_fsdp_param_group", None)])) for s in states]
+    return [(state, groups) for state, groups in pairs if any(groups)]
 
 
 def gathered_by_fully_shard() -> set[int]:
     """By identity, the parameters that FSDP2's modules (2.13) have while their shards are gathered."""
-    groups = (group for state in _states_of_fully_shard() for group in state._fsdp_param_groups)
-    return {id(p._unsharded_param) for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")}
+    sharded = (p for _, groups in _groups_of_fully_shard() for group in groups for p in group.fsdp_params)
+    return {id(p._unsharded_param) for p in sharded if hasattr(p, "_unsharded_param")}
 
 
 def begin_forward_of_fully_shard() -> None:
@@ -787,8 +789,8 @@ def begin_forward_of_fully_shard() -> None:
     Until the whole backward pass is over, they take a call for a part of their backward. Then they register none of the
     hooks that reduce gradients and free gathered parameters.
     """
-    for state in _states_of_fully_shard():
-        done = all(group._training_state.name == "POST_BACKWARD" for group in state._fsdp_param_groups)
+    for state, groups in _groups_of_fully_shard():
+        done = all(group._training_state.name == "POST_BACKWARD" for group in groups)
         if done and state._training_state.name == "PRE_BACKWARD":
             state._training_state = type(state._training_state).IDLE
 

@@ -318,6 +318,9 @@ COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "scatter": lambda y, x: dist.scatter(y[0], [*x.unbind()] if dist.get_rank() == 0 else None),
 }
 """What they write to comes first."""
+if torch.__version__ < (2, 12):  # torch shows these to no mode: docs/distributed.md
+    for unseen in ("broadcast", "gather", "reduce", "reduce_scatter", "scatter"):
+        del COLLECTIVES[unseen]
 KEEPS = {
     "no policy": remat,
     "dots": remat(policy=policies.dots_saveable),
