@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from remat import _torch_internals as internals
 from remat._layers import innermost, layers
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -31,7 +32,7 @@ def memory_of(tensor: Tensor) -> int:
         plain = plain._values()
     elif plain.layout in _COMPRESSED:
         plain = plain.values()
-    has_storage = plain.layout == torch.strided and not is_lazy(plain)
+    has_storage = plain.layout == torch.strided and not (is_lazy(plain) or internals.is_legacy_batched(plain))
     return plain.untyped_storage()._cdata if has_storage else id(plain)
 
 

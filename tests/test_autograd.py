@@ -927,3 +927,20 @@ def test_a_hook_of_the_function_is_not_called_with_none() -> None:
         return torch.autograd.grad(g.sin().sum(), x)[0]
 
     assert_same(second(remat), second(plain))
+
+
+@pytest.mark.parametrize("order", ["position first", "token first"])
+def test_gradients_over_the_same_memory_are_accumulated_apart(order: str) -> None:
+    patches = numbers(3, 3)
+
+    def embed(position: Tensor, token: Tensor) -> Tensor:
+        return (position + torch.cat([patches, token])).sin()  # the gradient of `token` is a part of the other
+
+    def accumulated(ck: Decorator) -> list[Tensor | None]:
+        position, token = leaf(numbers(4, 3)), leaf(numbers(1, 3))
+        fun = ck(embed) if order == "position first" else lambda p, t: ck(lambda t, p: embed(p, t))(t, p)
+        for _ in range(2):
+            fun(position, token).sum().backward()
+        return [position.grad, token.grad]
+
+    assert_same(accumulated(remat), accumulated(plain))
