@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from remat import _torch_internals as internals
+from remat import _tree
 from remat._context import RandomState
 from remat._copies import Copies
 from remat._dispatch_mode import tell_of_access
@@ -350,11 +351,12 @@ class Look(NestedLook):
         signature.nests, signature.tail = signature.nests + 1, None
         calls = () if inner is None else inner.calls
         func = name, hash(tuple([(f, shape) for f, shape, _ in calls]))
-        self.add_results(func, out, (), [given for *_, given in calls])
+        results, _ = _tree.flatten(out)
+        self.add_results(func, results, (), [given for *_, given in calls])
         for write in () if inner is None else inner.writes:
             self._note_write(func, combined((hash(name), write)))
         if remembered is not None and self.position > position:
-            self._begin_tail(position, remembered, out)
+            self._begin_tail(position, remembered, results)
 
     def add_results(
         self, func: Any, out: Any, args: Iterable[Any] = (), labels: Any = (), effects: Effects | None = None
@@ -419,10 +421,7 @@ class Look(NestedLook):
         return given
 
     def originals(self) -> list[tuple[Tensor, int]]:
-        """In an outer rerun, the tensors that the run may find instead of a stand-in, and the identity of that.
-
-        The run may find the stand-in in a module, say, and the original in a list.
-        """
+        """In an outer rerun: tensors that a list, say, may hold instead of stand-ins, and the identities of these."""
         return [(t, id(stand_in)) for t, stand_in in self._swaps.values()]
 
     def stand_in(self, tensor: Tensor) -> Tensor:

@@ -587,3 +587,25 @@ def test_a_tensor_that_the_function_keeps_with_its_graph_is_warned_about(
             y = function(x, torch.clone)
         assert [w.filename for w in warned] == [__file__]
         y.sum().backward()
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("around", [plain, remat, checkpoint(use_reentrant=False)], ids=["plain", "remat", "checkpoint"])
+def test_a_nested_call_that_returns_a_dataclass(around: Decorator, order: int, several: bool) -> None:
+    def gradients(ck: Decorator, around: Decorator) -> list[Tensor | None]:
+        x, w, v, unused = numbers(3), *(leaf(numbers(3)) for _ in range(3))
+        inner = ck(lambda: Output(x * v))
+
+        def middle(a: Tensor) -> tuple[Tensor, ...]:
+            y = inner().loss.sin()
+            return (y, a * unused) if several else (y,)
+
+        y = around(lambda w: (w.mean() + ck(middle)(x)[0]) ** 3)(w).sum()
+        if order == 2:
+            (gradient,) = torch.autograd.grad(y, w, create_graph=True)
+            y = gradient.square().sum()
+        y.backward()
+        return [t.grad for t in (w, v, unused)]
+
+    assert_same(gradients(remat, around), gradients(plain, plain))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
 from remat import _torch_internals as internals
+from remat import _tree
 from remat._effects import Effects, effects_of, tensors_in, written_by
 from remat._errors import CheckpointError, call_site
 from remat._labels import kept
@@ -262,7 +263,7 @@ class CheckpointLook(Look):
 
     def add_call(self, name: str, out: Any, inner: Any = None, remembered: Any = None) -> None:
         self.signature.nests += 1
-        self.add_results(name, out)
+        self.add_results(name, _tree.flatten(out)[0])
 
     def add_results(self, func: Any, out: Any, *_: Any, **__: Any) -> None:
         for t in tensors_in(out):
@@ -328,7 +329,7 @@ class CheckpointLook(Look):
 
     def keep(self, out: Any) -> None:
         """Note which differentiated tensors the run has made and somebody keeps, besides its results."""
-        results = {*map(id, tensors_in(out))}
+        results = {*map(id, tensors_in(_tree.flatten(out)[0]))}
         for key, (ref, *_) in self.labels.items():
             if (t := ref()) is not None and t.grad_fn is not None and key not in results and self.has_made(t):
                 kept_by_runs[key] = t
