@@ -88,8 +88,9 @@ def _named(name: str, leaves: Iterable[Any]) -> list[Any]:
     token = _current.set(name)
     try:
         # The op runs in the forward and in the rerun, with or without a policy, because the two are compared call by
-        # call.
-        return [torch.ops.aten.alias.default(t) if isinstance(t, Tensor) else t for t in leaves]
+        # call. Also in no_grad, an alias is differentiated as the tensor is.
+        with torch.enable_grad():
+            return [torch.ops.aten.alias.default(t) if isinstance(t, Tensor) else t for t in leaves]
     finally:
         _current.reset(token)
 
@@ -98,7 +99,8 @@ def _named(name: str, leaves: Iterable[Any]) -> list[Any]:
 
 
 def _same(x: Any) -> Any:
-    return internals.tree_map(lambda t: t.view_as(t) if isinstance(t, Tensor) else t, x)
+    with torch.enable_grad():
+        return internals.tree_map(lambda t: t.view_as(t) if isinstance(t, Tensor) else t, x)
 
 
 def _when_the_op_runs(name: str, graph: Any) -> Callable[..., Any]:

@@ -717,8 +717,8 @@ def _node_of(tensor: Tensor) -> Any:
 
 
 def mark(tensor: Tensor, decision: Any) -> None:
-    """Mark the op that AOTAutograd has recorded for the value of a tensor, if it records."""
-    if (node := _node_of(tensor)) is not None:
+    """Mark the op that AOTAutograd has recorded for the value of a tensor, if it records, and the value has an op."""
+    if (node := _node_of(tensor)) is not None and node.op != "placeholder":
         node.meta["recompute"] = decision
 
 

@@ -387,6 +387,19 @@ def test_policies_by_name(kept: bool) -> None:
     assert_same(compiled(grad(lambda w: saving(w, X).sum()))(WS[0]), grad(lambda w: fun(w, X).sum())(WS[0]))
 
 
+@pytest.mark.parametrize("policy", [None, policies.save_only_these_names("a")])
+def test_a_name_of_an_argument(policy: Any) -> None:
+    def fun(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            named = checkpoint_name(x, "a")
+        return (named.tanh() * x).sum()
+
+    decorated = remat(fun, policy=policy)
+    assert_same(
+        backward(compiled(lambda ws, x: decorated(ws[0])))(WS[:1], X), backward(lambda ws, x: fun(ws[0]))(WS[:1], X)
+    )
+
+
 def test_a_policy_is_made_outside() -> None:
     with pytest.raises(Exception, match="make a policy outside the function that is compiled"):
         compiled(lambda x: remat(torch.sin, policy=policies.save_at_most(4))(x))(X)

@@ -1,5 +1,6 @@
 """checkpoint_name: no change of a value, and a name that a policy can see, wherever it is given."""
 
+import contextlib
 import threading
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch.func import functional_call, grad, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from remat import remat
 from remat._names import checkpoint_name, current_name
 from remat._torch_internals import TorchDispatchMode
 from remat.policies import save_only_these_names
@@ -211,3 +213,16 @@ def test_a_name_is_a_string(name: Any) -> None:
     message = r"got a tensor of shape \[3\] and dtype torch.float64. The order is checkpoint_name\(x, name\)\.$"
     with pytest.raises(TypeError, match=message):
         checkpoint_name("x", numbers(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", [None, save_only_these_names("y")])
+@pytest.mark.parametrize("where", [contextlib.nullcontext, torch.no_grad])
+def test_a_name_changes_no_derivative(where: Any, policy: Any) -> None:
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin()
+        with where():
+            y = checkpoint_name(y, "y")
+        return (y.tanh() * x).sum()
+
+    for derivative in (grad(fun), grad(lambda x: remat(fun, policy=policy)(x)), grad(remat(remat(fun, policy=policy)))):
+        assert_same(derivative(numbers(3)), grad(lambda x: (x.sin().tanh() * x).sum())(numbers(3)))

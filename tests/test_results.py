@@ -591,7 +591,9 @@ def test_a_tensor_that_the_function_keeps_with_its_graph_is_warned_about(
 
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("around", [plain, remat, checkpoint(use_reentrant=False)], ids=["plain", "remat", "checkpoint"])
+@pytest.mark.parametrize(
+    "around", [plain, remat, checkpoint(use_reentrant=False)], ids=["plain", "remat", "checkpoint"]
+)
 def test_a_nested_call_that_returns_a_dataclass(around: Decorator, order: int, several: bool) -> None:
     def gradients(ck: Decorator, around: Decorator) -> list[Tensor | None]:
         x, w, v, unused = numbers(3), *(leaf(numbers(3)) for _ in range(3))
