@@ -260,7 +260,7 @@ class Recorder(OpMode):
 
     def _elements(self) -> Iterable[Content]:
         """The tensors that torch may have read, without an op, to make a new one of their numbers, as of a list."""
-        asked, self._asked = self._asked, []
+        asked, self._asked = [c for c in self._asked if c.storage() is not None], []
         _, args, kwargs = current_call() or (None, (), {})
         lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))]
         return [*asked, *map(self._content, storages(innermost(t) for t in tensors_in(lists) if t.numel() == 1))]

@@ -477,6 +477,9 @@ NUMBERS_IN_LISTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "FloatTensor": lambda h, d: h / torch.FloatTensor([d[0, 0], d[1, 1], d.sum()])[:, None],
     "LongTensor": lambda h, d: h.exp()[:, torch.LongTensor([r.argmax() for r in d])],
     "FloatTensor after a number": lambda h, d: h * float(d[0, 0]) * torch.FloatTensor([2.0, d.sum()]).sum(),
+    "a constant after a number": lambda h, d: (
+        h * float(d.sum().detach()) * torch.tensor(torch.autograd.grad((h * h).sum(), h)[0].numel())
+    ),
 }
 """Torch reads the elements without an op."""
 UNDER_POLICIES: dict[str, Callable[[Fun], Fun]] = {
