@@ -23,6 +23,7 @@ from remat._call import Call
 from remat._errors import HOOKED, RematError
 from remat._graph import Proof, UnknownInput, prove
 from remat._layers import innermost, unpack_dual, version_of
+from remat._memory import is_over
 from remat._places import still_filled
 from remat._sealed import hand_on, seal, unseal
 
@@ -106,10 +107,19 @@ class Link:
         self.versions = [*map(version_of, operands)] if level else []
         """How often operands had been written to. None are listed below all transforms, where autograd checks that."""
 
-    def hooked(self) -> list[int]:
-        """Positions of leaves with hooks. What hooks on saved tensors have made of such a leaf tells of none."""
+    def original(self, i: int) -> Tensor | None:
+        """The tensor that the forward found in the place of an operand, if it is still there."""
         originals = self.fn.call.operands.originals
-        return [i for i, original in enumerate(originals) if (t := original.ref()) is not None and t._backward_hooks]
+        return originals[i].ref() if i < len(originals) else None
+
+    def bare_leaf(self, i: int, operand: Tensor) -> Tensor | None:
+        """The leaf without hooks that an operand is, or that a checkpoint around has saved as this alias of it."""
+        original = self.original(i)
+        if not is_bare_leaf(operand) or (original is not None and original._backward_hooks):
+            return None
+        if original is None or original is operand or internals.is_wrapper(original) or not is_bare_leaf(original):
+            return operand
+        return original if is_over(operand, original) else operand
 
 
 def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], records: bool, batches: Sequence[Batch]) -> Derived:
@@ -154,7 +164,7 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], records: bool, batc
         if at_base:
             # Faster than a functorch level, and an autograd.Function needs no functorch support.
             with internals.no_transforms(), torch.enable_grad():
-                inputs = _leaves(operands, leaves, record, link.hooked())
+                inputs = _leaves(operands, leaves, record, link)
                 edges, own = _rerun(fn, inputs, outs, hands_on)
         else:
             if record and is_read and level == 0 and 0 in call.hooked:
@@ -169,8 +179,8 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], records: bool, batc
         keep = record and at_base
         # In `.backward()`, an autograd.Function on the way to a leaf made inside may add to the `.grad` of others.
         grads = gradients(edges, inputs, own if internals.accumulates_into_all_leaves() else [], keep)
-        for t, operand in zip(inputs, operands, strict=True) if at_base else ():
-            if t is not operand and t.is_leaf and t.grad is not None:
+        for i, t in enumerate(inputs) if at_base else ():
+            if t.is_leaf and t.grad is not None and t is not operands[i] and t is not link.original(i):
                 raise RematError(_ACCUMULATES.format(call.name, list(t.shape), t.dtype))
         return [None if g is None else _detached(g) for g in grads] if keep and not is_read else grads
 
@@ -242,11 +252,12 @@ def _may_run_at_base(call: Call, operands: Sequence[Tensor], cotangents: Sequenc
     return call.random is not None or not any(map(internals.is_wrapper, cotangents))
 
 
-def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool, hooked: Collection[int]) -> list[Tensor]:
+def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool, link: Link) -> list[Tensor]:
     """The inputs of a rerun: leaves of its graph. If it is recorded: aliases that lead to the graphs of the operands.
 
-    An operand that is a leaf without hooks is its own input: then the rerun need not swap it. (Hooks would be called
-    twice.) A recorded rerun always takes an alias, because other operands may depend on the leaf.
+    An operand that is a leaf without hooks is its own input: then the rerun need not swap it, and other threads may use
+    the module that holds it. (Hooks would be called twice.) A recorded rerun always takes an alias, because other
+    operands may depend on the leaf.
     """
     inputs: list[Tensor] = []
     repeated = len({*map(id, operands)}) < len(operands)  # below a transform, two operands may be the same
@@ -255,8 +266,8 @@ def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool, h
             inputs.append(t if record else _detached(t))
         elif record:
             inputs.append(_alias(t) if t.requires_grad else _detached(t, leaf=True))
-        elif not repeated and i not in hooked and is_bare_leaf(t):
-            inputs.append(t)
+        elif not repeated and (bare := link.bare_leaf(i, t)) is not None:
+            inputs.append(bare)
         else:
             inputs.append(_detached(t, leaf=True))
     return inputs

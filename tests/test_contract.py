@@ -1437,3 +1437,29 @@ def test_a_generator_that_the_function_makes_and_seeds(transform: str) -> None:
     assert_same(run(remat(drawing(same)), numbers(3)), run(drawing(same), numbers(3)))
     with pytest.raises(CheckpointError, match="was given other tensors"):
         run(remat(drawing(itertools.count())), numbers(3))
+
+
+@pytest.mark.parametrize("around", ["nothing", "remat", "checkpoint"])
+def test_other_threads_may_use_the_module_of_a_function(around: str) -> None:
+    """A rerun puts nothing into it that is not there already: checkpoints save aliases of parameters."""
+    module, held = nn.Linear(3, 3).double(), []
+
+    def look(x: Tensor) -> Tensor:
+        held.append(module.weight is weight)
+        return x
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return look(x).clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            return look(gradient)
+
+    fun = remat(lambda x: Looks.apply(module(x)).tanh())
+    outer = {"nothing": lambda f: f, "remat": remat, "checkpoint": checkpoint(use_reentrant=False)}[around]
+    weight = module.weight
+    outer(lambda x: fun(x).sin() + fun(x * 2))(leaf(numbers(3))).sum().backward()
+    assert len(held) >= 6
+    assert all(held)
