@@ -94,10 +94,12 @@ def _as_op(
             raise RematError(_SHARED)
         inputs = [_copied(a) if changes else a for a, changes in zip(args, changed, strict=True)]
         out = internals.run_marked(graph, inputs, _marking(decides.start()))
+        given: dict[int, Any] = {}
         for before, after in zip(args, inputs, strict=True):
             if after is not before:
                 before.copy_(after)
-        return out
+                given[id(after)] = before
+        return internals.tree_map(lambda x: given.get(id(x), x), out)  # the function may return what it changes
 
     return run
 

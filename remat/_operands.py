@@ -306,7 +306,8 @@ class Operands:
         originals = [t for t, stand_in in self._stand_ins.items() if stand_in in keys]
         found = []
         for tensor, place in search(self.objects, {*keys, *originals}, far):
-            original = self.originals[self._index[self._stand_ins.get(id(tensor), id(tensor))]]
+            key = id(tensor)  # perhaps of an original that is an operand itself: a transform has wrapped it
+            original = self.originals[self._index[key if key in self._index else self._stand_ins[key]]]
             original.add_places([place])
             found.append(original)
         return found

@@ -692,6 +692,27 @@ def test_two_tensors_over_memory_that_changes(backend: str) -> None:
         results(lambda fun: compiled(remat(fun), backend))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable])
+def test_a_tensor_that_a_function_changes_and_returns(policy: Any, backend: str) -> None:
+    def layer(x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin() @ x, cache.add_(x.detach().mean())
+
+    def results(compiles: Any, ck: Any) -> list[Tensor]:
+        x, cache = leaf(numbers(4, 4)), numbers(4)
+
+        def fun(x: Tensor, cache: Tensor) -> Tensor:
+            x, cache = ck(layer)(*ck(layer)(x, cache))
+            return x * cache
+
+        y = compiles(fun)(x, cache)
+        y.sum().backward()
+        return [y, x.grad, cache]
+
+    ours = results(functools.partial(compiled, backend=backend), remat(policy=policy))
+    assert_same(ours, results(plain, plain), 1e-8)
+
+
 def compiled_for_any_shape(fun: Any, *args: Any) -> Any:
     return compiled(fun, dynamic=True)(*args)
 
