@@ -1755,3 +1755,15 @@ def test_buffers_are_written_once_where_a_backward_runs_inside(more: bool, depth
     expected = run(depth, None)
     assert_same(run(depth, remat.compat), expected)
     assert run(depth, torch.utils.checkpoint)[4] > 1  # torch writes again
+
+
+def test_reentrant_around_a_function_under_remat_with_a_transform_of_a_captured_tensor() -> None:
+    v, x = torch.randn(4, requires_grad=True), torch.ones((), requires_grad=True)
+
+    def fun(x: Tensor) -> Tensor:
+        torch.func.jacrev(torch.sin)(v)
+        remat.remat(lambda: torch.func.jacfwd(lambda q: q * v)(v))()
+        return (v * v).sum() + x
+
+    remat.checkpoint(fun, x, use_reentrant=True).backward()
+    assert_same([x.grad, v.grad], [torch.ones(()), 2 * v.detach()])
