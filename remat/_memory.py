@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,19 @@ def two_that_share_memory(tensors: Iterable[Tensor]) -> tuple[Tensor, Tensor] | 
                 return other, tensor
         others.append(tensor)
     return None
+
+
+def apart(gradients: list[Any], of_leaves: Sequence[bool]) -> list[Any]:
+    """Gradients, with a copy for each leaf whose gradient shares memory with another one.
+
+    Torch takes what a node returns for a leaf as its `.grad`, and adds the next one to it in place.
+    """
+    seen: dict[int, Tensor] = {}
+    for i in sorted(range(len(gradients)), key=of_leaves.__getitem__):
+        g = gradients[i]
+        if g is not None and seen.setdefault(memory_of(g), g) is not g and of_leaves[i]:
+            gradients[i] = g.clone()
+    return gradients
 
 
 def digest(storage: Any) -> bytes:

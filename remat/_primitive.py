@@ -41,7 +41,7 @@ from remat._derived import (
 )
 from remat._errors import HOOKED, CheckpointError, RematError
 from remat._layers import requires_grad_at_any_level, requires_grad_below, unpack_dual, unwrap_dead, version_of
-from remat._memory import memory_of, sharing_memory
+from remat._memory import apart, sharing_memory
 from remat._nested_mode import unseen
 from remat._sealed import seal, unseal
 
@@ -123,23 +123,10 @@ class RematNode(internals.SingleLevelFunction):
             outs, records = [ctx.link.outs[i] for i in given], torch.is_grad_enabled()
             pullback = functools.partial(vjp, ctx.link, wrt, outs, records)
             found = _gradients(ctx.link, pullback, operands, [unseal(cotangents[i]) for i in given])
-            grads = _replace(grads, wrt, found if ctx.level else _apart(found, [operands[i].is_leaf for i in wrt]))
+            grads = _replace(grads, wrt, found if ctx.level else apart(found, [operands[i].is_leaf for i in wrt]))
         if not internals.graph_is_retained():
             ctx.link = ctx.tape = None  # frees the closure with the saved operands
         return None, None, None, *grads
-
-
-def _apart(gradients: list[Any], of_leaves: Sequence[bool]) -> list[Any]:
-    """Gradients, with a copy for each leaf whose gradient shares memory with another one.
-
-    Torch takes what a node returns for a leaf as its `.grad`, and adds the next one to it in place.
-    """
-    seen: dict[int, Tensor] = {}
-    for i in sorted(range(len(gradients)), key=of_leaves.__getitem__):
-        g = gradients[i]
-        if g is not None and seen.setdefault(memory_of(g), g) is not g and of_leaves[i]:
-            gradients[i] = g.clone()
-    return gradients
 
 
 def _gradients(link: Link, pullback: Pullback, operands: Sequence[Tensor], cotangents: Values) -> list[Any]:

@@ -1767,3 +1767,22 @@ def test_reentrant_around_a_function_under_remat_with_a_transform_of_a_captured_
 
     remat.checkpoint(fun, x, use_reentrant=True).backward()
     assert_same([x.grad, v.grad], [torch.ones(()), 2 * v.detach()])
+
+
+@pytest.mark.parametrize("reversed_", [False, True])
+def test_reentrant_gradients_over_the_same_memory_are_accumulated_apart(reversed_: bool) -> None:
+    patches = numbers(3, 3)
+
+    def accumulated(ck: Any) -> list[Tensor | None]:
+        position, extra, scale = leaf(numbers(4, 3)), leaf(numbers(1, 3)), leaf(numbers(1))
+
+        def embed(scale: Tensor) -> Tensor:  # the gradient of `extra` is a part of that of `position`
+            return (position + torch.cat([patches, extra])).sin() * scale
+
+        inputs = [extra, position, scale] if reversed_ else [position, extra, scale]
+        for _ in range(2):
+            ck(embed, scale).sum().backward(inputs=inputs)
+        return [t.grad for t in inputs]
+
+    ours = accumulated(functools.partial(remat.checkpoint, use_reentrant=True))
+    assert_same(ours, accumulated(lambda fun, *args: fun(*args)))

@@ -13,6 +13,7 @@ from remat import _torch_internals as internals
 from remat._derived import is_bare_leaf
 from remat._errors import RematError, warn
 from remat._graph import UnknownInput, prove
+from remat._memory import apart
 from remat._places import item, still_filled
 from remat.compat._call import Call
 
@@ -146,7 +147,10 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
         if not accumulates:
             raise RematError(_GATHERED.format(list(gathered[0].shape)))
         internals.begin_forward_of_fully_shard()
-    arguments = [None if t is None else _stand_in(t, create_graph) for t in ctx.saved_tensors]
+    saved = ctx.saved_tensors
+    arguments = [None if t is None else _stand_in(t, create_graph) for t in saved]
+    of_leaves = [t is not None and t.is_leaf for t in (*saved, *ctx.captured.values())]
+    del saved  # under hooks, these are made anew
     keeps_leaves = not (create_graph or accumulates)  # as their own stand-ins: other threads may use the module
     stand_ins = {
         key: t if keeps_leaves and is_bare_leaf(t) else _stand_in(t, create_graph) for key, t in ctx.captured.items()
@@ -192,4 +196,4 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
     for other, gradient in zip(others.values(), found, strict=True):
         if gradient is not None:
             torch.autograd.backward(other.target, gradient)
-    return gradients
+    return apart(gradients, of_leaves)
