@@ -1786,3 +1786,22 @@ def test_reentrant_gradients_over_the_same_memory_are_accumulated_apart(reversed
 
     ours = accumulated(functools.partial(remat.checkpoint, use_reentrant=True))
     assert_same(ours, accumulated(lambda fun, *args: fun(*args)))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_backward_inside_of_nested_calls_reads_what_the_call_found(depth: int) -> None:
+    def results(ck: Any) -> list[Tensor | None]:
+        held, x = [numbers(3).abs()], leaf(numbers(3))
+
+        def fun(x: Tensor) -> Tensor:
+            z = held[0] * 4
+            _, y = torch.autograd.functional.jvp(lambda q: q * z, z, x, create_graph=True)
+            held[0].lerp_(y.detach(), 0.2)
+            return y
+
+        for _ in range(depth):
+            fun = ck(lambda x, fun=fun: fun(x).tanh())
+        fun(x).square().sum().backward()
+        return [*held, x.grad]
+
+    assert_same(results(remat.checkpoint(use_reentrant=False)), results(lambda fun: fun))

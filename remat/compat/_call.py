@@ -287,6 +287,7 @@ class Call:
             reads, others, saved = self.reads, self._others, self._saved
         else:  # a backward inside the forward
             reads, others, saved = _written(forward), self._found_instead(forward), forward.saved
+            values = {key: seen.value for key, seen in forward.outside.items()} | values  # perhaps stand-ins
         written = {read.key for read in reads if read.is_written}
         for read in reads:
             value = stand_ins[read.key] if read.key in stand_ins else read.value()
