@@ -236,8 +236,9 @@ def _after(cotangents: Sequence[Tensor], operands: tuple[Tensor, ...]) -> tuple[
         if not known:
             return operands
         flag = functools.reduce(torch.logical_or, known)
-        waits = {i for i, t in enumerate(operands) if not internals.is_graph_input(innermost(t))}
-    return tuple(torch.where(flag, t, t) if i in waits or not waits else t for i, t in enumerate(operands))
+        numbers = {i for i, t in enumerate(operands) if t.is_floating_point() or t.is_complex()}  # no keys, say
+        waits = {i for i in numbers if not internals.is_graph_input(innermost(operands[i]))} or numbers
+    return tuple(torch.where(flag, t, t) if i in waits else t for i, t in enumerate(operands))
 
 
 def _needs_level(call: Call, operands: Sequence[Tensor]) -> bool:

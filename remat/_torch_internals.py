@@ -705,8 +705,7 @@ def compiling() -> bool:
 
 def _node_of(tensor: Tensor) -> Any:
     """The node that AOTAutograd has recorded for the value of a tensor, if it records; else None."""
-    mode = get_proxy_mode()
-    if mode is None:
+    if (mode := get_proxy_mode()) is None:
         return None
     plain = torch._from_functional_tensor(tensor.elem) if isinstance(tensor, FunctionalTensor) else tensor
     slot = get_proxy_slot(plain, mode.tracer, None)
@@ -717,9 +716,10 @@ def _node_of(tensor: Tensor) -> Any:
 
 
 def mark(tensor: Tensor, decision: Any) -> None:
-    """Mark the op that AOTAutograd has recorded for the value of a tensor, if it records, and the value has an op."""
+    """Mark the op, with all its results, that AOTAutograd has recorded for the value of a tensor, if it has."""
     if (node := _node_of(tensor)) is not None and node.op != "placeholder":
-        node.meta["recompute"] = decision
+        for marked in (node.args[0], *node.args[0].users) if node.target is operator.getitem else (node,):
+            marked.meta["recompute"] = decision
 
 
 def is_graph_input(tensor: Tensor) -> bool:

@@ -400,6 +400,34 @@ def test_a_name_of_an_argument(policy: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["native_layer_norm", "topk"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_name_of_one_of_several_results(kept: bool, name: str) -> None:
+    def fun(w: Tensor, x: Tensor) -> Tensor:
+        y = (w * x).exp()
+        named = F.layer_norm(y, (8,)) if name == "native_layer_norm" else y.topk(8, -1)[0]
+        return checkpoint_name(named, "a").sin().exp()
+
+    names = policies.save_only_these_names("a")
+    saving = remat(fun, policy=names if kept else policies.everything_saveable - names)
+    backend, ws, x = Backend(), (numbers(8),), numbers(6, 8)
+    ours = backward(compiled(lambda ws, x: saving(ws[0], x).sum(), backend))(ws, x)
+    assert_same(ours, backward(lambda ws, x: fun(ws[0], x).sum())(ws, x))
+    assert backend.ops("backward")[name] == (0 if kept else 1)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_key_that_is_computed_in_compiled_code(backend: str) -> None:
+    def loss(w: Tensor, k: Tensor, ck: Any = remat) -> Tensor:
+        first, second = random.split(k, 2)
+        layer = ck(lambda k, x: random.dropout(k, torch.sin(x @ w), 0.5))
+        return layer(second, layer(first, X)).sum()
+
+    w = WS[0].clone()
+    ours = compiled(grad(loss), backend)(w, random.key(3))
+    assert_same(ours, grad(functools.partial(loss, ck=plain))(w, random.key(3)), 1e-8)
+
+
 def test_a_policy_is_made_outside() -> None:
     with pytest.raises(Exception, match="make a policy outside the function that is compiled"):
         compiled(lambda x: remat(torch.sin, policy=policies.save_at_most(4))(x))(X)
