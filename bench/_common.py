@@ -284,7 +284,8 @@ class Benchmark:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{self.name}.txt").write_text(text + "\n")
         (folder / f"{self.name}.json").write_text(json.dumps(self._json(), indent=1) + "\n")
-        (figure or self._bars()).savefig(folder / f"{self.name}.png", dpi=80)
+        if figure or any(row.seconds or row.peak for rows in self.sections.values() for row in rows.values()):
+            (figure or self._bars()).savefig(folder / f"{self.name}.png", dpi=80)
 
     def show(self, section: str) -> None:
         """Print one section, while others are to come."""

@@ -38,7 +38,7 @@ _TRANSFORMS_INSIDE = (
 )
 _SHARED = (
     "remat: in compiled code, a function changes a tensor in place, and gets another one over the same memory, such as "
-    "cache.T or cache[0]. Pass one of the two, and take the view inside by a function: cache.mT, cache[:1]."
+    "cache.T or cache[0]. Pass one of the two, and take the view inside: cache.transpose(0, 1)."
 )
 
 
