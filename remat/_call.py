@@ -420,7 +420,7 @@ class Call:
         for _, rebuild in reruns:
             rebuild.clear()
         for look, _ in reruns:
-            look.check_what_is_left([*operands, *self.operands.still_there()])
+            look.check_what_is_left(operands, self.operands)
 
     def let_go(self, out: Any) -> None:
         """Called after the derivative is attached, when the forward's graph is freed. `out`: what the call returns."""

@@ -20,7 +20,7 @@ from remat._labels import kept
 from remat._layers import below_grad_levels, layers, nodes_of, requires_grad_at_any_level
 from remat._look import MADE_INSIDE, Look, level_of, stack_depth
 from remat._memory import memory_of
-from remat._operands import Plan
+from remat._operands import Operands, Plan
 from remat._places import is_in_reach
 from remat._signature import ELSEWHERE, NO_LEVEL, Signature, name_of
 from remat._tail import without_products
@@ -229,16 +229,18 @@ class RerunLook(Look):
         if call is not None and self._forward.writes.isdisjoint((call, None)):
             raise CheckpointError(_OTHER_WRITE.format(self.name, name_of(func), call_site(), _STATE, PURITY))
 
-    def check_what_is_left(self, operands: Iterable[Tensor]) -> None:
+    def check_what_is_left(self, operands: Iterable[Tensor], of_call: Operands) -> None:
         """Called when the rerun's graph is freed. A suspect that is still alive was not made by the rerun.
 
-        If a differentiated tensor that the rerun made is still alive, nobody may differentiate it.
+        If a differentiated tensor that the rerun made is still alive, nobody may differentiate it. `of_call`: the
+        record of the operands, whose originals the user holds.
         """
         for ref, message in () if internals.tracing() else self._suspects.values():  # a tracer keeps tensors alive
             if ref() is not None:
                 raise CheckpointError(message)
         if any(ref() is not None for ref in self.labels.results):
-            reached = {id(layer) for t in operands for layer in layers(t)}  # by the user, or by a pass around this one
+            known = (*operands, *of_call.still_there())
+            reached = {id(layer) for t in known for layer in layers(t)}  # by the user, or by a pass around this one
             for leaf in self._given:
                 if leaf.is_leaf and leaf.requires_grad and id(leaf) not in reached:
                     leaf.register_hook(functools.partial(_ends_here, self.name))
