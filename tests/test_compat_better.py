@@ -6,6 +6,7 @@ import functools
 import logging
 import random
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -230,6 +231,23 @@ def test_reentrant_with_inputs_of_backward() -> None:
     right(run, own)
 
 
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("how", ["grad", "create_graph", "inputs", "plain"])
+def test_reentrant_with_an_argument_that_is_captured_too(how: str, is_leaf: bool) -> None:
+    def run(ck: Any) -> Any:
+        x, w = leaf(numbers(3)), leaf(numbers(3, seed=1))
+        held = types.SimpleNamespace(v=w if is_leaf else w.exp())
+        out = ck(lambda x, a: (x * a).sin() * held.v.cos(), x, held.v).sum()
+        if how == "grad":
+            return grad_of(out, [x, w])
+        if how == "create_graph":
+            return grad_of(sum((g**2).sum() for g in torch.autograd.grad(out, [x, w], create_graph=True)), [x, w])
+        out.backward(inputs=[w] if how == "inputs" else None)
+        return x.grad, w.grad
+
+    right(run, VARIANTS["reentrant"][1])
+
+
 class Point(NamedTuple):
     a: Tensor
     b: Tensor
@@ -433,7 +451,13 @@ def test_reentrant_with_a_tensor_that_only_an_autograd_function_sees() -> None:
         ck(lambda x: Scale.apply(x.sin(), w), x).sum().backward()
         return x.grad, w.grad
 
+    def argument_too(ck: Any) -> Any:
+        x, w = leaf(numbers(3)), leaf(numbers(3, seed=1))
+        held = types.SimpleNamespace(w=w)
+        return grad_of(ck(lambda x, a: Scale.apply(x.sin(), held.w) * a, x, w).sum(), [x, w])
+
     right(run, VARIANTS["reentrant"][1])
+    right(argument_too, VARIANTS["reentrant"][1])
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")  # in the forward

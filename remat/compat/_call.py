@@ -240,7 +240,7 @@ class Call:
         - `arguments`: the operands that the caller holds.
         - `contexts`: entered around the rerun.
         - `stand_ins`: by identity of the forward's tensors, the tensors to read in their place.
-        - `looks`: whether a look must watch it.
+        - `looks`: whether a look must watch it, and replace an argument that the function also finds elsewhere.
         - `finds_leaves`: whether it finds the captured leaves themselves in cells. Then a look must watch it.
         - `tell`: called with the tensors of the rerun, by identity of those that the forward read.
         """
@@ -305,6 +305,8 @@ class Call:
                 leaves[read.key] = tensor
             if tensor is not None and tensor is not value:
                 swaps[read.key] = tensor, value
+        if looks:
+            others = [*others, *((found.ref, key) for key, found in zip(self._index, self._given, strict=True))]
         for ref, key in others:
             if (tensor := ref()) is not None and tensor is not (value := values.get(key, tensor)):
                 swaps.setdefault(id(tensor), (tensor, value))

@@ -149,8 +149,7 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
         internals.begin_forward_of_fully_shard()
     saved = ctx.saved_tensors
     arguments = [None if t is None else _stand_in(t, create_graph) for t in saved]
-    of_leaves = [t is not None and t.is_leaf for t in (*saved, *ctx.captured.values())]
-    del saved  # under hooks, these are made anew
+    originals = [*saved, *ctx.captured.values()]
     keeps_leaves = not (create_graph or accumulates)  # as their own stand-ins: other threads may use the module
     stand_ins = {
         key: t if keeps_leaves and is_bare_leaf(t) else _stand_in(t, create_graph) for key, t in ctx.captured.items()
@@ -169,7 +168,7 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
     is_own = look.has_made if look and not accumulates else lambda _: False
     reached = prove(outputs, targets, since, is_own, unknown.append).reached
     # Those that an autograd.Function has got: no mode sees that below all transforms.
-    unseen = {key: t for key, t in ctx.captured.items() if any(s.stands_for(t) for s in unknown)}
+    unseen = {i: t for i, t in enumerate(originals) if t is not None and any(s.stands_for(t) for s in unknown)}
     others = {s.edge: s for s in unknown if not any(s.stands_for(t) for t in unseen.values())}
     if (unknown if create_graph else others) and not accumulates:  # with create_graph, stand-ins lead to leaves
         raise RematError(_OUT_OF_SIGHT.format(call.name, next(iter(others.values()), unknown[0])))
@@ -189,11 +188,10 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
         with _without_hooks(s.leaf for s in unknown):
             found = iter(torch.autograd.grad(outputs, wrt, given, allow_unused=True, create_graph=create_graph))
     gradients = [next(found) if t is not None and t.requires_grad else None for t in own]
-    for key in unseen:
-        i = len(arguments) + [*stand_ins].index(key)
+    for i in unseen:
         parts = [g for g in (gradients[i], next(found)) if g is not None]
         gradients[i] = sum(parts[1:], parts[0]) if parts else None
     for other, gradient in zip(others.values(), found, strict=True):
         if gradient is not None:
             torch.autograd.backward(other.target, gradient)
-    return apart(gradients, of_leaves)
+    return apart(gradients, [t is not None and t.is_leaf for t in originals])
