@@ -22,7 +22,7 @@ from remat import _torch_internals as internals
 from remat._call import Call
 from remat._errors import HOOKED, RematError
 from remat._graph import Proof, UnknownInput, prove
-from remat._layers import innermost, unpack_dual, version_of
+from remat._layers import innermost, layers_and_tangents, unpack_dual, version_of
 from remat._memory import is_over
 from remat._places import still_filled
 from remat._sealed import hand_on, seal, unseal
@@ -231,8 +231,9 @@ def _after(cotangents: Sequence[Tensor], operands: tuple[Tensor, ...]) -> tuple[
     Else the compiler may run a part of the rerun before the backward pass gets there, and hold the results. Inputs of
     the compiled code need not wait if other operands do: a copy of all weights would take time.
     """
+    waits_for = [t for c in cotangents for t in layers_and_tangents(c) if t.numel() and not internals.is_wrapper(t)]
     with internals.no_transforms():  # else the operands may become batched
-        known = [c.flatten()[0].isnan() for c in map(innermost, cotangents) if c.numel()]
+        known = [t.flatten()[0].isnan() for t in waits_for]
         if not known:
             return operands
         flag = functools.reduce(torch.logical_or, known)

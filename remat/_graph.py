@@ -23,7 +23,6 @@ from torch.autograd.graph import GradientEdge
 from remat import _torch_internals as internals
 from remat._dispatch_mode import ops_of_remat
 from remat._errors import HOOKED, OTHER_GRAPH, RematError
-from remat._layers import layers, unpack_dual
 
 
 class UnknownInput(Exception):  # noqa: N818  # always caught, and raised again as another
@@ -197,13 +196,6 @@ def _of_one(accumulator: Any, tensors: Sequence[Tensor]) -> int | None:
             if t.requires_grad and t.is_leaf and internals.gradient_edge(t).node is accumulator:
                 return i
     return None
-
-
-def layers_and_tangents(tensor: Tensor) -> list[Tensor]:
-    """The layers of a tensor, and their tangents."""
-    found = [*layers(tensor)]
-    tangents = (unpack_dual(t).tangent for t in found)
-    return found + [layer for t in tangents if t is not None for layer in layers(t)]
 
 
 def is_made_since(tensor: Tensor, since: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,6 +84,18 @@ def unpack_dual(tensor: Tensor) -> forward_ad.UnpackedDualTensor:
     if tensor.layout is not torch.strided or tensor.is_nested or not internals.forward_ad_active():
         return forward_ad.UnpackedDualTensor(tensor, None)
     return forward_ad.unpack_dual(tensor, level=0)
+
+
+def layers_and_tangents(tensor: Tensor) -> list[Tensor]:
+    """The layers of a tensor, and those of their tangents."""
+    found = []
+    with contextlib.ExitStack() as stack:
+        for layer in layers(tensor):
+            while (top := internals.top_transform()) is not None and top.level > level_of(layer):
+                stack.enter_context(top.lower())  # a tangent can be unpacked at its own level only
+            tangent = unpack_dual(layer).tangent
+            found += [layer] if tangent is None else [layer, *layers_and_tangents(tangent)]
+    return found
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:

@@ -323,7 +323,7 @@ class Look(NestedLook):
 
     def _copied(self, value: Tensor) -> Tensor | None:
         if requires_grad_at_any_level(value):
-            if self.outside[id(value)].label is None:  # the run may have made it, unseen: `Operands` finds out
+            if not is_from_before(value, self.since):  # the run may have made it, unseen: `Operands` finds out
                 return None
             hint = MADE_INSIDE if isinstance(value, torch.nn.Parameter) else ""
             raise changes(self.name, value, hint)

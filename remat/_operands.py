@@ -20,9 +20,9 @@ from torch.nn import Parameter
 from remat import _torch_internals as internals
 from remat._closure import Operand
 from remat._errors import CheckpointError, RematError, changes, not_replaced
-from remat._graph import UnknownInput, edges_of, is_from_before, is_made_since, layers_and_tangents
+from remat._graph import UnknownInput, edges_of, is_from_before, is_made_since
 from remat._labels import Read, Survivor
-from remat._layers import requires_grad_at_any_level, unpack_dual, unwrap_dead, version_of
+from remat._layers import layers_and_tangents, requires_grad_at_any_level, unpack_dual, unwrap_dead, version_of
 from remat._look import Look
 from remat._memory import memory_of, two_that_share_memory
 from remat._places import Place, is_in_reach, places_in_modules, script_module_near, search

@@ -1216,6 +1216,20 @@ def test_data_of_a_differentiated_tensor(change: str, transform: str) -> None:
     assert_same(run(remat(fun)), expected)
 
 
+@pytest.mark.parametrize("differentiate", [grad, lambda f: lambda x: f(leaf(x)).backward()], ids=["grad", "backward"])
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("outer", [lambda f: f, remat], ids=["plain", "remat"])
+def test_a_nested_call_changes_a_view_of_what_the_outer_function_has_made(
+    outer: Any, captured: bool, differentiate: Any
+) -> None:
+    def fun(x: Tensor) -> Tensor:
+        view = (x * 2).view_as(x)
+        return remat(lambda *args: (view if captured else args[0]).relu_().sum())(*(() if captured else (view,)))
+
+    with pytest.raises(RematError, match=r"changes an argument or a captured tensor of shape \[3\].* in place"):
+        differentiate(outer(fun))(numbers(3))
+
+
 def test_an_alias_that_no_mode_sees_being_made() -> None:
     """Of what the function has computed: the result is a view of it."""
 
