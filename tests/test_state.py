@@ -1224,7 +1224,7 @@ def test_a_nested_call_changes_a_view_of_what_the_outer_function_has_made(
 ) -> None:
     def fun(x: Tensor) -> Tensor:
         view = (x * 2).view_as(x)
-        return remat(lambda *args: (view if captured else args[0]).relu_().sum())(*(() if captured else (view,)))
+        return remat(lambda *args: (view if captured else args[0]).relu_())(*(() if captured else (view,))).sum()
 
     with pytest.raises(RematError, match=r"changes an argument or a captured tensor of shape \[3\].* in place"):
         differentiate(outer(fun))(numbers(3))
