@@ -91,10 +91,12 @@ def layers_and_tangents(tensor: Tensor) -> list[Tensor]:
     found = []
     with contextlib.ExitStack() as stack:
         for layer in layers(tensor):
+            found.append(layer)
             while (top := internals.top_transform()) is not None and top.level > level_of(layer):
                 stack.enter_context(top.lower())  # a tangent can be unpacked at its own level only
-            tangent = unpack_dual(layer).tangent
-            found += [layer] if tangent is None else [layer, *layers_and_tangents(tangent)]
+            if internals.is_grad_wrapper(layer) or not is_wrapper(layer):
+                tangent = unpack_dual(layer).tangent
+                found += [] if tangent is None else layers_and_tangents(tangent)
     return found
 
 
