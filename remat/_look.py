@@ -323,7 +323,8 @@ class Look(NestedLook):
 
     def _copied(self, value: Tensor) -> Tensor | None:
         if requires_grad_at_any_level(value):
-            if not is_from_before(value, self.since):  # the run may have made it, unseen: `Operands` finds out
+            is_given = self.outside[id(value)].reader is None
+            if not (is_given or is_from_before(value, self.since)):  # the run may have made it: `Operands` finds out
                 return None
             hint = MADE_INSIDE if isinstance(value, torch.nn.Parameter) else ""
             raise changes(self.name, value, hint)

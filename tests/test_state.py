@@ -1230,6 +1230,13 @@ def test_a_nested_call_changes_a_view_of_what_the_outer_function_has_made(
         differentiate(outer(fun))(numbers(3))
 
 
+def test_an_argument_from_another_thread_may_not_be_changed_either() -> None:
+    """Sequence numbers of autograd, which tell what is older than a call, are those of a thread."""
+    y = leaf(numbers(3)).sin().cos()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RematError, match=r"changes an argument or a captured tensor"):
+        pool.submit(remat(lambda y: y.relu_().sum()), y).result()
+
+
 def test_an_alias_that_no_mode_sees_being_made() -> None:
     """Of what the function has computed: the result is a view of it."""
 
