@@ -860,3 +860,23 @@ def test_a_weight_that_is_unfrozen_before_the_backward(ck: Any, is_buffer: bool)
         return x.grad, module.weight.grad is None
 
     assert_same(run(ck), run(plain))
+
+
+@pytest.mark.parametrize("outer", [remat, lambda fun: functools.partial(in_checkpoint, remat(fun))])
+def test_a_nested_call_that_closes_over_what_it_does_not_read(outer: Any) -> None:
+    """Its results have a derivative only in forward mode: so in the rerun, but not in the forward."""
+
+    def run(outer: Any, ck: Any) -> Any:
+        def fun(x: Tensor) -> Tensor:
+            unread = x.sin()
+
+            def block(x: Tensor) -> Tensor:
+                return torch.sin(ck(lambda x, _=unread: (x.detach(), x))(x)[1])
+
+            return outer(block)(x)
+
+        out, pullback = vjp(fun, x := leaf(numbers(3)))
+        (gradient,), (tangent,) = jvp(pullback, (out.detach(),), (out.detach(),))
+        return gradient, torch.autograd.grad((gradient + tangent).sum(), x)
+
+    assert_same(run(outer, remat), run(plain, plain))
