@@ -63,6 +63,7 @@ class Call:
     - `level`: during a rerun, the level whose derivative it is for; 0 below all transforms.
     - `last_rerun`: with a tape, whether the rerun that is about to come is known to be the last.
     - `since`: all autograd nodes with higher sequence numbers were made in the call, or later.
+    - `made_for_reruns`: the leaves that reruns were given in place of operands.
     - `fill`: pairs of a place and the operand that it held in the last rerun. The backward pass puts it there again.
     """
 
@@ -100,6 +101,7 @@ class Call:
         self._returned: list[tuple[int, torch.Size, torch.dtype, int | None]] = []
         self._replays: list[Replay] = []
         self._reruns: list[tuple[RerunLook, Rebuilder]] = []
+        self.made_for_reruns: list[weakref.ref[Tensor]] = []
         self._reached: set[int] = set()
         """Positions of the operands that the results depend on."""
         self._ambiguous: set[int] = set()
@@ -322,8 +324,10 @@ class Call:
             raise CheckpointError(_OTHER_OPERANDS.format(self.name, how, which, PURITY))
 
     def made_by_rerun(self, leaf: Tensor) -> bool:
-        """Whether the function itself made this leaf, in a rerun."""
-        return any(look.has_made(leaf) for look, _ in self._reruns)
+        """Whether this leaf was made by a rerun, or for one."""
+        return any(ref() is leaf for ref in self.made_for_reruns) or any(
+            look.has_made(leaf) for look, _ in self._reruns
+        )
 
     # Reruns.
 
@@ -415,7 +419,7 @@ class Call:
     def clean(self, operands: Sequence[Tensor]) -> None:
         """Called when the graph of a rerun with these operands is freed. Drops all else that belongs to the rerun."""
         reruns, self._reruns = self._reruns, []
-        self.fill = ()
+        self.fill, self.made_for_reruns = (), []
         self._replays.clear()
         for _, rebuild in reruns:
             rebuild.clear()

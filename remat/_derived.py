@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Collection, Container, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -32,8 +33,8 @@ Batch = tuple[int, Sequence[int | None]]  # the size, and the batch dimension of
 
 _UNSEEN = (
     "remat: in the rerun of {}, {}. The function takes it from outside, and no torch function is seen to read it: an "
-    "autograd.Function, an extension, a ScriptModule or compiled code gets it directly. Pass it as an argument, or use "
-    "remat.checkpoint."
+    "autograd.Function, an extension, a ScriptModule or compiled code gets it directly, or a hook or the backward of "
+    "an autograd.Function reads it. Pass it as an argument, or use remat.checkpoint."
 )
 _ACCUMULATES = (
     "remat: {} calls .backward(), or an autograd.Function in it does, and that adds to the .grad of a tensor of shape "
@@ -55,7 +56,7 @@ class Derived:
 
     - `call`: the call.
     - `run`: the function, from tensors to a list of tensors.
-    - `is_vjp`: whether it computes a gradient. If so, its runs make leaves of their own.
+    - `is_vjp`: whether it computes a gradient.
     - `is_whole`: whether it computes all results of the call, and no derivative of them.
     - `since`: all autograd nodes with higher sequence numbers were made in its run, or later.
     - `cut`: positions of operands that it is given detached, as `Link.cut`: it does not depend on them.
@@ -72,22 +73,31 @@ class Derived:
         """Derive a function from this one. `run` computes it."""
         return Derived(self.call, run, self.since, self.is_vjp or is_vjp, self.is_whole and is_whole, self.cut)
 
-    def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor]) -> Container[int]:
+    def prove(self, values: Sequence[Tensor], operands: Sequence[Tensor], drops: bool = False) -> Container[int]:
         """Check that values depend on operands only. Raises `UnknownInput`, or `RematError` if this is a vjp.
+
+        `drops`: whether they lose their graph even if they depend on no operand.
 
         **Returns:** the positions of the operands that they may depend on.
         """
         if not self.is_vjp:
             return self.call.prove(values, operands, self.since)
-        proof = self.prove_rerun(values, operands, self.since)
-        return proof.reached | proof.ambiguous
+        unknown: list[UnknownInput] = []
+        proof = prove(values, operands, self.since, self.call.made_by_rerun, unknown.append)
+        reached = proof.reached | proof.ambiguous
+        if unknown and (reached or drops):
+            raise self._unseen(unknown[0])
+        return reached
 
     def prove_rerun(self, values: Sequence[Tensor], inputs: Sequence[Tensor], since: int) -> Proof:
         """Check that the values of a rerun depend on its inputs only."""
         try:
-            return prove(values, inputs, since, (lambda leaf: True) if self.is_vjp else self.call.made_by_rerun)
+            return prove(values, inputs, since, self.call.made_by_rerun)
         except UnknownInput as unknown:
-            raise RematError(_UNSEEN.format(self.call.name, unknown)) from None
+            raise self._unseen(unknown) from None
+
+    def _unseen(self, unknown: UnknownInput) -> RematError:
+        return RematError(_UNSEEN.format(self.call.name, unknown))
 
 
 class Link:
@@ -266,8 +276,11 @@ def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool, l
     for i, t in enumerate(operands):
         if i not in leaves:
             inputs.append(t if record else _detached(t))
+        elif record and t.requires_grad:
+            inputs.append(_alias(t))
         elif record:
-            inputs.append(_alias(t) if t.requires_grad else _detached(t, leaf=True))
+            inputs.append(leaf := _detached(t, leaf=True))
+            link.fn.call.made_for_reruns.append(weakref.ref(leaf))
         elif not repeated and (bare := link.bare_leaf(i, t)) is not None:
             inputs.append(bare)
         else:

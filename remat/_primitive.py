@@ -270,7 +270,7 @@ def _attach_at_grad(top: Any, fn: Derived, values: Values, operands: Values) -> 
         return values
     lifted = [internals.wrap_grad(v, level) for v in inner]
     lifted_operands = [internals.wrap_grad(t, level) for t in operands]
-    reached = fn.prove([values[i] for i in outs], lifted_operands) if outs else ()
+    reached = fn.prove([values[i] for i in outs], lifted_operands, drops=inner is not below) if outs else ()
     saved = _connected(lifted_operands, reached, level)
     if not any(t.requires_grad for t in saved):
         return values if inner is below else lifted

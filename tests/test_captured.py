@@ -635,6 +635,74 @@ def test_straight_into_an_autograd_function_out_of_reach(transform: str) -> None
     assert_same(*results)
 
 
+class ReadInBackward(torch.autograd.Function):
+    """A gradient reversal layer with a factor that only its backward reads."""
+
+    held: Any = types.SimpleNamespace()
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ReadInBackward.held.factor
+
+
+def read_in_a_hook(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.register_hook(lambda g: g * ReadInBackward.held.factor)
+    return y
+
+
+FIRST: dict[str, Any] = {
+    "autograd": lambda f: lambda x: torch.autograd.grad(f(x).sum(), x, create_graph=True)[0],
+    "grad": lambda f: grad(lambda x: f(x).sum()),
+    "vmap(grad)": lambda f: vmap(grad(lambda x: f(x).sum())),
+    "jvp(grad)": lambda f: lambda x: jvp(grad(lambda x: f(x).sum()), (x,), (x,))[1],
+}
+SECOND: dict[str, Any] = {
+    "backward": lambda f: lambda factor: torch.autograd.grad(f(leaf(factor)), ReadInBackward.held.factor)[0],
+    "grad": grad,
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(
+    ("first", "second", "fun"),
+    [
+        *itertools.product(["grad", "vmap(grad)"], SECOND, [ReadInBackward.apply, read_in_a_hook]),
+        *itertools.product(["jvp(grad)"], SECOND, [read_in_a_hook]),
+        *itertools.product(["autograd"], ["backward"], [ReadInBackward.apply, read_in_a_hook]),
+    ],
+)
+def test_what_only_a_backward_reads(first: str, second: str, fun: Any, requires_grad: bool) -> None:
+    """It has a derivative in second order only, where no forward has depended on it."""
+
+    def run(ck: Any) -> Any:
+        x = numbers(3, 2).requires_grad_(requires_grad or first == "autograd")
+
+        def loss(factor: Tensor) -> Tensor:
+            ReadInBackward.held.factor = factor
+            return FIRST[first](ck(lambda x: fun(x).sin()))(x).square().sum()
+
+        return SECOND[second](loss)(numbers(1).sum())
+
+    expected = run(plain)
+    if first == "autograd":
+        assert_same(run(lambda f: lambda x: checkpoint(f, x, use_reentrant=False)), expected)
+    if not requires_grad and first != "autograd":  # nothing else is differentiated there
+        assert_same(run(remat), expected)
+        return
+    with pytest.raises(RematError, match=r"a hook or the backward of an autograd.Function reads it. Pass it as an arg"):
+        run(remat)
+
+
 # As they were when the function was called.
 
 
