@@ -67,6 +67,11 @@ HOOKED = (
     "remat: {} puts a hook on a tensor that it has made, and {} would call it for both orders of derivatives, which a "
     "rerun can't. Use torch.func.grad in its place."
 )
+HOOK_OF_INPUT = (
+    "remat: {} differentiates with respect to a tensor of shape {}, {} from outside, which has a hook. A rerun reads "
+    "another tensor in its place, without the hook. Pass a copy, x.clone(), which has no hook, or use "
+    "remat.checkpoint(..., use_reentrant=False)."
+)
 OTHER_GRAPH = (
     "remat: {} differentiates a tensor that was computed outside of it: it calls what torch.func.vjp or linearize has "
     "returned outside, or torch.autograd.grad. A rerun does not have that graph. Compute that tensor inside, too."

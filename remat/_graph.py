@@ -22,7 +22,8 @@ from torch.autograd.graph import GradientEdge
 
 from remat import _torch_internals as internals
 from remat._dispatch_mode import ops_of_remat
-from remat._errors import HOOKED, OTHER_GRAPH, RematError
+from remat._errors import HOOK_OF_INPUT, HOOKED, OTHER_GRAPH, RematError
+from remat._signature import is_of_torch
 
 
 class UnknownInput(Exception):  # noqa: N818  # always caught, and raised again as another
@@ -208,7 +209,12 @@ def is_made_since(tensor: Tensor, since: int) -> bool:
 
 
 def inputs_reached(
-    name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], since: int, unhooked: AbstractSet[int]
+    name: str,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    since: int,
+    unhooked: AbstractSet[int],
+    is_own: Callable[[Tensor], bool],
 ) -> tuple[bool, ...]:
     """Which inputs a derivative of outputs inside a function gives a gradient, at the levels of these tensors.
 
@@ -218,7 +224,12 @@ def inputs_reached(
 
     - `name`: of the function.
     - `unhooked`: the sequence numbers of nodes whose hooks are left out of the run.
+    - `is_own`: tells whether the function made a tensor itself.
     """
+    for t in inputs:
+        hooks = (t._backward_hooks or {}).values()
+        if not (is_own(t) or all(map(is_of_torch, hooks))):
+            raise RematError(HOOK_OF_INPUT.format(name, list(t.shape), t.dtype))
     keys = [id(t) if t.grad_fn is None else (t.grad_fn, t.output_nr) for t in map(_with_node, inputs)]
     ends = set(keys)
     found: set[Any] = set()

@@ -196,7 +196,8 @@ class Look(NestedLook):
 
     def _check_graph(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
         """The run is about to differentiate outputs with respect to inputs."""
-        reached = inputs_reached(self.name, tensors_in(outputs), tensors_in(inputs), self.since, self.unhooked)
+        ends = tensors_in(outputs), tensors_in(inputs)
+        reached = inputs_reached(self.name, *ends, self.since, self.unhooked, self.has_made)
         self._note(torch.autograd.grad, hash(reached), None)
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
@@ -323,9 +324,8 @@ class Look(NestedLook):
 
     def _copied(self, value: Tensor) -> Tensor | None:
         if requires_grad_at_any_level(value):
-            is_given = self.outside[id(value)].reader is None
-            if not (is_given or is_from_before(value, self.since)):  # the run may have made it: `Operands` finds out
-                return None
+            if self.outside[id(value)].reader and not is_from_before(value, self.since):
+                return None  # the run may have made it, unseen: `Operands` finds out
             hint = MADE_INSIDE if isinstance(value, torch.nn.Parameter) else ""
             raise changes(self.name, value, hint)
         return value.clone()

@@ -963,6 +963,39 @@ def test_a_hook_that_changes_the_gradient() -> None:
     assert_same(*grads)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_hook_on_what_the_function_differentiates(inside: bool, captured: bool) -> None:
+    """A derivative inside calls it too. `inside`: whether the function sets it on a tensor of its own."""
+
+    def run(ck: Any, x: Tensor, scale: Any) -> Any:
+        if not inside:
+            x.register_hook(scale)
+
+        def fun(*given: Tensor) -> Tensor:
+            t = x if captured else given[0]
+            if inside:
+                t = t * 1
+                t.register_hook(scale)
+            return torch.autograd.grad((t**3).sum(), t, create_graph=True)[0].sum()
+
+        ck(fun)(*(() if captured else (x,))).backward()
+        return x.grad
+
+    def scale(g: Tensor) -> Tensor:
+        return g * 0.5
+
+    expected = run(plain, leaf(numbers(3)), scale)
+    assert_same(run(lambda f: functools.partial(checkpoint, f, use_reentrant=False), leaf(numbers(3)), scale), expected)
+    if inside:
+        assert_same(run(remat, leaf(numbers(3)), scale), expected)
+        return
+    with pytest.raises(RematError, match=r"of shape \[3\], torch.float64 from outside, which has a hook.* Pass a copy"):
+        run(remat, leaf(numbers(3)), scale)
+    of_torch = types.FunctionType(scale.__code__, {**globals(), "__name__": "torch.tools"})
+    run(remat, leaf(numbers(3)), of_torch)  # a meter's: it changes no gradients
+
+
 def test_a_hook_set_inside_runs_once_per_backward() -> None:
     seen: list[Tensor] = []
 
