@@ -74,6 +74,18 @@ def requires_grad_at_any_level(tensor: Tensor, lowest: int = -2) -> bool:
     return tensor.requires_grad and (lowest == -2 or level_of(tensor) >= lowest)
 
 
+def is_recorded(tensor: Tensor) -> bool:
+    """Whether some transform, or plain autograd, has recorded how a tensor was made, or it is a leaf.
+
+    A view that was made in `no_grad` says that it requires grad, like its base.
+    """
+    for layer in layers(tensor):
+        base = layer._base if layer.is_leaf else None
+        if layer.requires_grad and (base is None or not base.requires_grad):
+            return True
+    return False
+
+
 def requires_grad_below(tensor: Tensor) -> bool:
     """Whether something differentiates with respect to `tensor` below the level that it is wrapped at."""
     return is_wrapper(tensor) and requires_grad_at_any_level(unwrapped(tensor))

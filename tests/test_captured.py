@@ -4,6 +4,7 @@
 # ruff: noqa: PT017 - an error is one of two right answers
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -701,6 +702,40 @@ def test_what_only_a_backward_reads(first: str, second: str, fun: Any, requires_
         return
     with pytest.raises(RematError, match=r"a hook or the backward of an autograd.Function reads it. Pass it as an arg"):
         run(remat)
+
+
+VIEWS_OF_A_WEIGHT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "t": lambda x, w: x @ w.t(),
+    "a slice": lambda x, w: x[:, :2] @ w[:2],
+    "chunks": lambda x, w: sum(x[:, :1] * c for c in w.chunk(3)),  # type: ignore[misc,return-value]
+    "in no_grad": lambda x, w: x * torch.no_grad()(lambda: w.t() * 2)() @ w,
+    "of the input": lambda x, w: x * torch.no_grad()(lambda: x.t() * 2)() @ w,
+}
+
+
+@pytest.mark.parametrize("outside", [torch.no_grad, contextlib.nullcontext])
+@pytest.mark.parametrize("transform", [t for t in SOME_TRANSFORMS if "func" not in t and "backward" not in t])
+@pytest.mark.parametrize("view", VIEWS_OF_A_WEIGHT)
+def test_views_that_nothing_records(view: str, transform: str, outside: Any) -> None:
+    """They say that they require grad, if what they view is a leaf that does."""
+    held = types.SimpleNamespace(w=leaf(numbers(3, 3, seed=1)))
+
+    def run(ck: Any) -> Any:
+        with outside():
+            return TRANSFORMS[transform](ck(lambda x: VIEWS_OF_A_WEIGHT[view](x, held.w)), numbers(3, 3))
+
+    assert_same(run(remat), run(plain))
+
+
+@pytest.mark.parametrize("view", VIEWS_OF_A_WEIGHT)
+def test_views_of_leaves_that_are_views(view: str) -> None:
+    def run(ck: Any) -> Any:
+        flat = numbers(18)
+        x, w = flat[:9].view(3, 3).requires_grad_(), flat[9:].view(3, 3).t().requires_grad_()
+        ck(lambda x: VIEWS_OF_A_WEIGHT[view](x, w))(x).square().sum().backward()
+        return x.grad, w.grad
+
+    assert_same(run(remat), run(plain))
 
 
 # As they were when the function was called.
