@@ -296,9 +296,10 @@ class Call:
             later = {n for n in nodes if internals.sequence_number(n) >= look.tail_number}
             if not keep_no_tensors(later - look.tail_nodes):
                 look.signature.tail = None
-        if look.sets_hooks and not internals.tracing():  # hooks may hold the graph
+        depends_on = reached | ambiguous
+        if look.sets_hooks and depends_on and not internals.tracing():  # hooks may hold the graph, which is dropped
             forget_saved(nodes)
-        return reached | ambiguous
+        return depends_on
 
     def _is_own(self, leaf: Tensor) -> bool:
         """Whether the function made this leaf in the forward."""

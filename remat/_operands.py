@@ -316,11 +316,10 @@ class Operands:
         """The operands as the forward found them."""
         found = []
         for key, tensor in zip(self._index, self.tensors, strict=True):
-            value = look.copies.get(key)
-            if value is None:
-                if look.outer is not None and key not in look.outside and not look.in_rerun:
-                    tensor = look.outer.read(tensor)  # an outer rerun finds one that is not read, too
-                value = unwrap_dead(tensor)
+            value = look.copies.get(key, tensor)
+            if value is tensor and look.outer is not None and key not in look.outside and not look.in_rerun:
+                value = look.outer.read(tensor)  # an outer rerun finds one that is not read, too
+            value = unwrap_dead(value)
             found.append(value.clone() if value.is_inference() else value)  # an inference tensor can't be saved
         return found
 

@@ -1031,6 +1031,18 @@ def test_a_hook_on_what_the_function_differentiates(inside: bool, captured: bool
     run(remat, leaf(numbers(3)), of_torch)  # a meter's: it changes no gradients
 
 
+def test_a_hook_beside_a_leaf_that_the_function_makes() -> None:
+    """A result that depends on that leaf alone keeps its own graph, with what that has saved."""
+
+    def fun(x: Tensor) -> Tensor:
+        (x * 1.0).register_hook(lambda g: g)
+        return torch.ones(3).requires_grad_().sin()
+
+    x = leaf(numbers(3))
+    remat(fun)(x).sum().backward()
+    assert x.grad is None
+
+
 def test_a_hook_set_inside_runs_once_per_backward() -> None:
     seen: list[Tensor] = []
 

@@ -1230,6 +1230,26 @@ def test_a_nested_call_changes_a_view_of_what_the_outer_function_has_made(
         differentiate(outer(fun))(numbers(3))
 
 
+@pytest.mark.parametrize("how", ["foreach", "out"])
+def test_a_derivative_inside_changes_a_buffer(how: str) -> None:
+    """By functions that torch.func lets change a captured tensor. It wraps what they change."""
+
+    def run(ck: Any) -> Any:
+        buffer, w = torch.ones(3).double(), leaf(numbers(3, seed=1))
+
+        def loss(x: Tensor) -> Tensor:
+            if how == "foreach":
+                torch._foreach_mul_([buffer], 2.0)
+            else:
+                torch.mul(buffer, 2, out=buffer)
+            return (x * buffer.clone()).sin().sum()
+
+        result = grad(lambda x: ck(lambda x: grad(loss)(x) * w)(x).sum())(numbers(3))
+        return result, torch.autograd.grad(result.sum(), w), buffer
+
+    assert_same(run(remat), run(plain))
+
+
 def test_an_argument_from_another_thread_may_not_be_changed_either() -> None:
     """Sequence numbers of autograd, which tell what is older than a call, are those of a thread."""
     y = leaf(numbers(3)).sin().cos()
