@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 from remat import _torch_internals as internals
 from remat._call import Call
 from remat._errors import HOOKED, RematError
-from remat._graph import Proof, UnknownInput, prove
+from remat._graph import Proof, UnknownInput, leaf_of, prove
 from remat._layers import innermost, layers_and_tangents, unpack_dual, version_of
 from remat._memory import is_over
 from remat._places import still_filled
@@ -125,7 +125,7 @@ class Link:
     def bare_leaf(self, i: int, operand: Tensor) -> Tensor | None:
         """The leaf without hooks that an operand is, or that a checkpoint around has saved as this alias of it."""
         original = self.original(i)
-        if not is_bare_leaf(operand) or (original is not None and original._backward_hooks):
+        if not is_bare_leaf(operand) or (original is not operand and leaf_of(operand)._backward_hooks):
             return None
         if original is None or original is operand or internals.is_wrapper(original) or not is_bare_leaf(original):
             return operand

@@ -9,7 +9,7 @@ from helpers import TRANSFORMS, UNIT, CountOps, Fun, ReadsTwice, activation, ass
 from torch import Tensor, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -825,12 +825,13 @@ def test_a_function_whose_forward_uses_torch_func(transform: str, inside: str) -
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_a_hook_on_a_leaf_under_hooks_on_saved_tensors(create_graph: bool) -> None:
+@pytest.mark.parametrize("around", [lambda fun: fun, functionalize], ids=["plain", "functionalize"])
+def test_a_hook_on_a_leaf_under_hooks_on_saved_tensors(around: Any, create_graph: bool) -> None:
     def derivatives(way: Callable[[Fun], Fun]) -> list[Any]:
         x, w, calls = leaf(numbers(3)), leaf(numbers(3, seed=1)), []
         w.register_hook(lambda g: (calls.append(0), g * 2)[1])
         with torch.autograd.graph.save_on_cpu():
-            y = way(lambda x: (x * w).sin())(x)
+            y = around(lambda x, w: way(lambda x: (x * w).sin())(x))(x, w)
         if create_graph:
             (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
             g.square().sum().backward()
