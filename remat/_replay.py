@@ -179,7 +179,8 @@ class Replay(OpMode):
     def _protect(self, content: Content) -> None:
         """Before a write to the memory, copy it for the skipped ops that would have read it."""
         if content.held is not None:
-            self._read_memory[content.held] = bytes_of(content.storage()).clone().untyped_storage()
+            with ops_of_remat():  # else a mode would take it for an op of the function
+                self._read_memory[content.held] = bytes_of(content.storage()).clone().untyped_storage()
             content.held = None
 
     def _fill(self, contents: Iterable[Content]) -> None:
