@@ -14,6 +14,7 @@ from remat._closure import ATOMS
 from remat._context import rerunning
 from remat._errors import warn
 from remat._graph import is_from_before, is_made_since
+from remat._layers import layers
 from remat._look import Look
 
 _NO_TREE = (
@@ -47,10 +48,11 @@ def results_of(out: Any, look: Look, operands: Sequence[Tensor]) -> _tree.Picked
             return False
         if not (result.is_floating_point() or result.is_complex()):
             return False
-        if result._is_view():
-            base = result._base
+        bases = [base for t in layers(result) if (base := t._base) is not None]
+        if bases:
             read = (r.value for r in look.outside.values() if not is_made_since(r.value, since))
-            return not any(base is t or base is t._base for t in (*operands, *read))
+            outside = [layer for t in (*operands, *read) for layer in layers(t)]
+            return not any(base is t or base is t._base for base in bases for t in outside)
         return True
 
     results = _tree.Picked(out, is_computed)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import KEEPS, SOME_TRANSFORMS, TRANSFORMS, CountOps, Fun, Seen, assert_same, leaf, numbers, pair, plain
 from torch import Tensor, nn
-from torch.func import grad, jvp, vjp, vmap
+from torch.func import grad, grad_and_value, jvp, vjp, vmap
 
 from remat import RematError, _results, checkpoint, policies, remat
 from remat.policies import everything_saveable, nothing_saveable
@@ -611,3 +611,19 @@ def test_a_nested_call_that_returns_a_dataclass(around: Decorator, order: int, s
         return [t.grad for t in (w, v, unused)]
 
     assert_same(gradients(remat, around), gradients(plain, plain))
+
+
+@pytest.mark.parametrize("derivative", [lambda f: lambda x: grad_and_value(f)(x)[1], lambda f: lambda x: vjp(f, x)[0]])
+def test_a_view_of_a_captured_tensor_beside_what_is_computed(derivative: Any) -> None:
+    """It keeps its own graph, in the forward under a transform and in a rerun below. The other result is not used."""
+
+    def run(ck: Any) -> Any:
+        x, c = leaf(numbers(3, 3)), leaf(numbers(3, 3, seed=1))
+
+        def outer(z: Tensor) -> Tensor:
+            _, view = ck(lambda z, c: (z.sin(), c[0, 0]))(z, c)
+            return (view * torch.ones(3, 3)).square().sum()
+
+        return torch.autograd.grad(derivative(ck(outer))(x).sum() + ck(outer)(x), (x, c), allow_unused=True)
+
+    assert_same(run(remat), run(plain))
