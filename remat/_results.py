@@ -12,6 +12,7 @@ from remat import _torch_internals as internals
 from remat import _tree
 from remat._closure import ATOMS
 from remat._context import rerunning
+from remat._effects import tensors_in
 from remat._errors import warn
 from remat._graph import is_from_before, is_made_since
 from remat._layers import layers
@@ -76,7 +77,9 @@ def warn_of_kept(out: Any, look: Look) -> None:
         t = ref()
         if t is None or t.grad_fn is None or internals.sequence_number(t.grad_fn) < look.since:
             continue
-        if look.is_given_back(t) or look.name in _keepers or any(t is x for x in _tree.flatten(out)[0]):
+        if look.is_given_back(t) or look.name in _keepers:
+            continue
+        if any(t is layer for x in tensors_in(_tree.flatten(out)[0]) for layer in layers(x)):
             continue
         _keepers.add(look.name)
         del t
