@@ -34,6 +34,10 @@ _NOT_FOUND = (
     "remat: in {}, {}. The function takes it from outside, and remat can't find it: no torch function was seen to read "
     "it, and no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
 )
+_NOT_REPLACED = (
+    "remat: in {}, {}. The rerun of a checkpoint around reads another tensor in its place, but no torch function was "
+    "seen to read it: an autograd.Function, say, gets it directly. Pass it as an argument."
+)
 _SCRIPTED = (
     "remat: {} calls a ScriptModule, {}, and remat can't see which tensors that reads. Call the function through "
     "remat.checkpoint(..., use_reentrant=False)."
@@ -333,8 +337,10 @@ class Operands:
         scripted = script_module_near(self.objects)
         if scripted is not None:
             raise RematError(_SCRIPTED.format(self.name, scripted.original_name))
-        if tensor is None or self._stand_ins.get(id(tensor), id(tensor)) in self._index:
+        if tensor is None:
             raise RematError(_NOT_FOUND.format(self.name, unknown)) from None
+        if self._stand_ins.get(id(tensor), id(tensor)) in self._index:
+            raise RematError(_NOT_REPLACED.format(self.name, unknown)) from None
         self.add(tensor)
         self._must_have_place(id(tensor), look)
 

@@ -1793,6 +1793,28 @@ def test_reentrant_around_a_function_under_remat_with_a_transform_of_a_captured_
     assert_same([x.grad, v.grad], [torch.ones(()), 2 * v.detach()])
 
 
+def test_reentrant_around_a_function_under_remat_with_an_autograd_function() -> None:
+    class Mul(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            x, w = ctx.saved_tensors
+            return g * w, g * x
+
+    def gradients(fun: Any) -> Any:
+        x, w = leaf(numbers(3)), leaf(numbers(3, seed=1))
+        remat.checkpoint(lambda x: fun(x, w), x, use_reentrant=True).sum().backward()
+        return x.grad, w.grad
+
+    with pytest.raises(RematError, match=r"rerun of a checkpoint around reads another tensor.* Pass it as an argument"):
+        gradients(lambda x, w: remat.remat(lambda x: Mul.apply(x, w))(x))
+    assert_same(gradients(lambda x, w: remat.remat(Mul.apply)(x, w)), gradients(Mul.apply))
+
+
 @pytest.mark.parametrize("reversed_", [False, True])
 def test_reentrant_gradients_over_the_same_memory_are_accumulated_apart(reversed_: bool) -> None:
     patches = numbers(3, 3)
