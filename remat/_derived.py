@@ -82,22 +82,16 @@ class Derived:
         """
         if not self.is_vjp:
             return self.call.prove(values, operands, self.since)
+        proof = self.prove_rerun(values, operands, self.since, drops)
+        return proof.reached | proof.ambiguous
+
+    def prove_rerun(self, values: Sequence[Tensor], inputs: Sequence[Tensor], since: int, drops: bool = True) -> Proof:
+        """Check that the values of a rerun depend on its inputs only. `drops`: as in `prove`."""
         unknown: list[UnknownInput] = []
-        proof = prove(values, operands, self.since, self.call.made_by_rerun, unknown.append)
-        reached = proof.reached | proof.ambiguous
-        if unknown and (reached or drops):
-            raise self._unseen(unknown[0])
-        return reached
-
-    def prove_rerun(self, values: Sequence[Tensor], inputs: Sequence[Tensor], since: int) -> Proof:
-        """Check that the values of a rerun depend on its inputs only."""
-        try:
-            return prove(values, inputs, since, self.call.made_by_rerun)
-        except UnknownInput as unknown:
-            raise self._unseen(unknown) from None
-
-    def _unseen(self, unknown: UnknownInput) -> RematError:
-        return RematError(_UNSEEN.format(self.call.name, unknown))
+        proof = prove(values, inputs, since, self.call.made_by_rerun, unknown.append)
+        if unknown and (drops or proof.reached or proof.ambiguous):
+            raise RematError(_UNSEEN.format(self.call.name, unknown[0]))
+        return proof
 
 
 class Link:

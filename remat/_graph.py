@@ -235,7 +235,7 @@ def inputs_reached(
     """
     for t in inputs:
         hooks = (t._backward_hooks or {}).values()
-        if not (is_own(t) or all(map(is_of_torch, hooks))):
+        if not (all(map(is_of_torch, hooks)) or is_own(t)):
             raise RematError(HOOK_OF_INPUT.format(name, list(t.shape), t.dtype))
     keys = [id(t) if t.grad_fn is None else (t.grad_fn, t.output_nr) for t in map(_with_node, inputs)]
     ends = set(keys)

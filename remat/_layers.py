@@ -74,10 +74,10 @@ def requires_grad_at_any_level(tensor: Tensor, lowest: int = -2) -> bool:
     return tensor.requires_grad and (lowest == -2 or level_of(tensor) >= lowest)
 
 
-def is_recorded(tensor: Tensor) -> bool:
-    """Whether some transform, or plain autograd, has recorded how a tensor was made, or it is a leaf.
+def in_graph(tensor: Tensor) -> bool:
+    """Whether a tensor is in the graph of some transform, or of plain autograd.
 
-    A view that was made in `no_grad` says that it requires grad, like its base.
+    A view that was made in `no_grad` is in none, but says that it requires grad, as its base does.
     """
     for layer in layers(tensor):
         base = layer._base if layer.is_leaf else None

@@ -28,7 +28,7 @@ from remat._effects import Effects, acts_on, as_given, effects_of, map_in, tenso
 from remat._errors import DATA_OF_A_LEVEL, LAZY, OUT_OF_SIGHT, SHARDED, TAKEN_APART, RematError, changes, not_replaced
 from remat._graph import inputs_reached, is_from_before
 from remat._labels import FIXED, Labels, Read, combined, in_nested, in_order, of_outside, of_result
-from remat._layers import is_recorded, layers, layers_up_to, requires_grad_at_any_level, unwrap_dead, version_of
+from remat._layers import in_graph, layers, layers_up_to, nodes_of, requires_grad_at_any_level, unwrap_dead, version_of
 from remat._memory import is_over
 from remat._nested_mode import NestedLook, watched
 from remat._saved import is_of_user
@@ -211,7 +211,7 @@ class Look(NestedLook):
             self._begin_tail(position, None, out)
         elif signature.tail is not None:
             self.tail_results += map(weakref.ref, tensors_in(out))
-            self.tail_nodes.update(layer.grad_fn for t in tensors_in(out) for layer in layers(t))
+            self.tail_nodes.update(n for t in tensors_in(out) for n in nodes_of(t))
         return out
 
     def _do(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -375,7 +375,7 @@ class Look(NestedLook):
         call = combined((hash(func), shapes, given))
         is_custom = effects is not None and effects.is_custom
         for i, t in enumerate(found):
-            requires_grad = is_recorded(t)
+            requires_grad = in_graph(t)
             differentiated |= requires_grad
             if self.is_given_back(t):
                 self.labels.returns(t)

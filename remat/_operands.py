@@ -34,7 +34,7 @@ _NOT_FOUND = (
     "remat: in {}, {}. The function takes it from outside, and remat can't find it: no torch function was seen to read "
     "it, and no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
 )
-_NOT_REPLACED = (
+_NOT_SEEN = (
     "remat: in {}, {}. The rerun of a checkpoint around reads another tensor in its place, but no torch function was "
     "seen to read it: an autograd.Function, say, gets it directly. Pass it as an argument."
 )
@@ -340,7 +340,7 @@ class Operands:
         if tensor is None:
             raise RematError(_NOT_FOUND.format(self.name, unknown)) from None
         if self._stand_ins.get(id(tensor), id(tensor)) in self._index:
-            raise RematError(_NOT_REPLACED.format(self.name, unknown)) from None
+            raise RematError(_NOT_SEEN.format(self.name, unknown)) from None
         self.add(tensor)
         self._must_have_place(id(tensor), look)
 

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import remat.compat
 from remat import CheckpointError, RematError, is_rerunning
 from remat.debug import LiveBytes
-from tests.helpers import SIZE, UNIT, CountOps, ReadsTwice, Seen, Window, activation, assert_same, leaf, numbers
+from tests.helpers import SIZE, UNIT, CountOps, ReadsTwice, Seen, Times, Window, activation, assert_same, leaf, numbers
 from tests.test_compat_same import Calls, debugs, mismatch, plain
 
 TORCH, REMAT = torch.utils.checkpoint, remat.compat
@@ -1794,25 +1794,14 @@ def test_reentrant_around_a_function_under_remat_with_a_transform_of_a_captured_
 
 
 def test_reentrant_around_a_function_under_remat_with_an_autograd_function() -> None:
-    class Mul(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-            ctx.save_for_backward(x, w)
-            return x * w
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Any:
-            x, w = ctx.saved_tensors
-            return g * w, g * x
-
     def gradients(fun: Any) -> Any:
         x, w = leaf(numbers(3)), leaf(numbers(3, seed=1))
         remat.checkpoint(lambda x: fun(x, w), x, use_reentrant=True).sum().backward()
         return x.grad, w.grad
 
     with pytest.raises(RematError, match=r"rerun of a checkpoint around reads another tensor.* Pass it as an argument"):
-        gradients(lambda x, w: remat.remat(lambda x: Mul.apply(x, w))(x))
-    assert_same(gradients(lambda x, w: remat.remat(Mul.apply)(x, w)), gradients(Mul.apply))
+        gradients(lambda x, w: remat.remat(lambda x: Times.apply(x, w))(x))
+    assert_same(gradients(lambda x, w: remat.remat(Times.apply)(x, w)), gradients(Times.apply))
 
 
 @pytest.mark.parametrize("reversed_", [False, True])

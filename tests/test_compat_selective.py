@@ -877,8 +877,7 @@ def test_numpy_reads_what_a_skipped_op_has_read(policy: Any) -> None:
     def fun(x: Tensor) -> Tensor:
         _ = x * x
         y = (x * float(x.detach().numpy().mean())).cos()
-        return remat.compat.checkpoint(
-            torch.sin, y, use_reentrant=False
-        ).sin()  # a look watches reruns with calls in them
+        # A look watches reruns with calls in them.
+        return remat.compat.checkpoint(torch.sin, y, use_reentrant=False).sin()
 
     assert_same(grad_of(call(remat.compat, policy, fun, x := leaf(numbers(3))).sum(), x), grad_of(fun(x).sum(), x))

@@ -25,6 +25,7 @@ from helpers import (
     UNIT,
     CountOps,
     ReadsTwice,
+    Times,
     activation,
     assert_same,
     leaf,
@@ -166,20 +167,6 @@ def in_a_generator(w: Tensor) -> Any:
 
 HIDDEN = [in_a_deque, in_a_slot, in_a_class, in_a_registry, in_a_generator]
 EACH_HIDDEN = pytest.mark.parametrize("hide", HIDDEN, ids=lambda h: h.__name__)
-
-
-class Times(torch.autograd.Function):
-    """No torch function is seen to read its arguments."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        x, w = ctx.saved_tensors
-        return g * w, g * x
 
 
 @EACH_HIDDEN
