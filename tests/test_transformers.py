@@ -19,13 +19,17 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
 )
+from transformers.models.t5.modeling_t5 import T5Block
 
 from remat import RematError, policies
 from remat.debug import LiveBytes
 from remat.integrations.transformers import enable
+from remat.nn import apply_remat
 
 VOCABULARY, LENGTH, LAYERS = 20, 12, 4
 SIZE: dict[str, Any] = {"vocab_size": VOCABULARY, "attn_implementation": "eager"}
@@ -67,6 +71,11 @@ def made(make: Callable[..., nn.Module], **options: Any) -> nn.Module:
     model = make(**options).double().train()
     model.config.use_cache = False
     return model
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(**sizes, **SIZE, dropout_rate=0.0, use_cache=False))
 
 
 def tokens(samples: int = 3) -> Tensor:
@@ -299,3 +308,13 @@ def test_prefix_tuning(make: Any) -> None:
         model(input_ids=tokens(), past_key_values=prefix)
     model(input_ids=tokens(), past_key_values=DynamicCache(config=model.config))
     model.eval()(input_ids=tokens(), past_key_values=prefix)
+
+
+def test_t5_under_torch_func_needs_apply_remat() -> None:
+    model = made(t5)
+    enable(model)
+    with pytest.raises(RematError, match=r"T5Block\.forward makes a tensor of shape .* that requires grad"):
+        per_sample(model)
+    model = made(t5)
+    apply_remat(model, T5Block)
+    torch.testing.assert_close(per_sample(model), per_sample(made(t5)))
