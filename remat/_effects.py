@@ -120,6 +120,8 @@ class Effects:
         with which hooks look for the node of a leaf."""
         self.looks_up = func == Tensor.grad.__get__  # type: ignore[union-attr]
         """It returns a tensor that another one holds."""
+        self.hides_writes = func == Tensor.data.__get__  # type: ignore[attr-defined]
+        """Writes to its result count as writes to its argument under some transforms only."""
         self.reads_memory = func in READS_MEMORY
         """It reads memory without an op."""
         self.only_writes = self.writes is _FIRST and sum(map(bool, vars(self).values())) == 1
@@ -131,7 +133,7 @@ class Effects:
         self.convolves = func in _CONVOLUTIONS
         self.is_metadata = func in _METADATA
         """It tells shape, dtype and the like."""
-        self.gives_alias = _is_view(func) or func in (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+        self.gives_alias = _is_view(func) or func is Tensor.detach or self.hides_writes
         """It returns a tensor over the same memory."""
         self.operands = 2 if func in _SUMS else int(_is_view(func) or func in _LINEAR)
         """How many of the first arguments may hold any values: neither the derivative nor the caller reads them. It is

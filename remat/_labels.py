@@ -103,6 +103,11 @@ class Labels(dict[int, Known]):
         self.note(tensor, None)
         return True
 
+    def forget(self, tensor: Tensor) -> None:
+        """Tell nothing of a plain tensor that the run has made: its versions no longer count all writes."""
+        if self.has(tensor) and (begun := self[id(tensor)][2]) != FIXED:
+            self.note(tensor, None, begun)
+
     def has(self, tensor: Tensor) -> bool:
         """Whether the run knows this tensor."""
         return (entry := self.get(id(tensor))) is not None and entry[0]() is tensor

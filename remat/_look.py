@@ -81,8 +81,7 @@ class Look(NestedLook):
         self._swaps: dict[int, tuple[Tensor, Tensor]] = {}
         """By identity, tensors that an outer rerun may find, each with the operand that replaces it."""
         self.undecided: dict[int, tuple[Any, RuntimeError | None]] = {}
-        """By identity, tensors that the forward of a checkpoint around has set up. The first use of each in a rerun
-        decides if that reads the tensor or a copy."""
+        """By identity, tensors that a checkpoint around has set up. Their first use in a rerun decides what that is."""
         self.unhooked: set[int] = set()
         """The sequence numbers of nodes whose hooks a rerun must not call."""
         self._has_tangents = internals.forward_ad_active()
@@ -160,6 +159,8 @@ class Look(NestedLook):
         written = written_by(effects, args, kwargs)
         passed = (*args, *kwargs.values())
         with internals.DisableTorchFunction():
+            if effects.hides_writes:
+                self.labels.forget(args[0])
             labels = self.labels.of_all(passed)
             if effects.differentiates:
                 self._check_graph(*args, **kwargs)
@@ -179,8 +180,7 @@ class Look(NestedLook):
             if effects.retains_grad and self.in_rerun:  # with create_graph=True, it would hold the rerun's graph
                 args = (internals.leaf_of_nothing(),)
             before = self._before_draw(func) if effects.draws else None
-            if effects.shows_graph:
-                self.signature.shows_nodes |= not internals.called_by("torch.")
+            self.signature.shows_nodes |= effects.shows_graph and not internals.called_by("torch.")
         if effects.looks_up:  # an operand does not hold what the user's tensor holds
             return self._seen(func, (self._maybe_tail(effects, func, given[0], kwargs),))[0]
         out = self._maybe_tail(effects, func, args, kwargs)

@@ -241,6 +241,23 @@ def test_data_changed_in_place(transform: str) -> None:
 
 
 @CHECKED
+def test_data_of_a_new_tensor_changed_in_place(transform: str) -> None:
+    """Such a write counts as one to the tensor itself under some transforms only."""
+
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        def fun(x: Tensor) -> Tensor:
+            table = torch.zeros(3, dtype=torch.float64)
+            table.data[1:].copy_(torch.tensor([0.2, 0.3]))
+            alias = table.data
+            table += 1
+            return (x * table).sin() + alias
+
+        return ck(fun)(x)
+
+    agree(program, transform)
+
+
+@CHECKED
 @pytest.mark.parametrize("order", ["read, write", "write, read, write", "write, read"])
 @pytest.mark.parametrize("part", [lambda t: t[:2], lambda t: t[::2]], ids=["slice", "every second"])
 def test_a_change_of_a_part_of_what_is_read(part: Any, order: str, transform: str) -> None:
