@@ -23,7 +23,7 @@ from remat import _torch_internals as internals
 from remat._call import Call
 from remat._errors import HOOKED, RematError
 from remat._graph import Proof, UnknownInput, leaf_of, prove
-from remat._layers import innermost, layers_and_tangents, unpack_dual, version_of
+from remat._layers import alias_of, innermost, layers_and_tangents, unpack_dual, version_of
 from remat._memory import is_over
 from remat._places import still_filled
 from remat._sealed import hand_on, seal, unseal
@@ -213,7 +213,7 @@ def _rerun(
     if fn.is_whole and not internals.forward_ad_active():
         fn.call.compare_reached(proof.reached, complete=len(outs) == len(values))
     if hands_on:
-        ends = [*map(_alias, ends)]
+        ends = [*map(alias_of, ends)]
     edges = [*map(internals.gradient_edge, ends)]
     if hands_on:
         hand_on(proof.nodes, [edge.node for edge in edges])
@@ -221,12 +221,6 @@ def _rerun(
     values.clear()
     fn.call.settle()
     return edges, proof.own
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """Another tensor for the same values, with the same derivative."""
-    # The backward of `view_as` reshapes the gradient, and that of an embedding may be sparse.
-    return torch.ops.aten.alias.default(tensor) if tensor.layout is torch.strided else tensor.clone()
 
 
 def _after(cotangents: Sequence[Tensor], operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -271,7 +265,7 @@ def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool, l
         if i not in leaves:
             inputs.append(t if record else _detached(t))
         elif record and t.requires_grad:
-            inputs.append(_alias(t))
+            inputs.append(alias_of(t))
         elif record:
             inputs.append(leaf := _detached(t, leaf=True))
             link.fn.call.made_for_reruns.append(weakref.ref(leaf))

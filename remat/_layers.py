@@ -56,6 +56,12 @@ def batched_at(tensor: Tensor) -> list[int]:
     return [i for i, (level, *_) in enumerate(internals.vmap_levels()) if level in levels]
 
 
+def alias_of(tensor: Tensor) -> Tensor:
+    """Another tensor for the same values, with the same derivative."""
+    # The backward of `view_as` reshapes the gradient, and that of an embedding may be sparse.
+    return torch.ops.aten.alias.default(tensor) if tensor.layout is torch.strided else tensor.clone()
+
+
 def nodes_of(tensor: Tensor) -> list[Any]:
     """The autograd nodes that made a tensor, at all levels."""
     return [layer.grad_fn for layer in layers(tensor) if layer.grad_fn is not None]

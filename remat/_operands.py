@@ -22,7 +22,14 @@ from remat._closure import Operand
 from remat._errors import CheckpointError, RematError, changes, not_replaced
 from remat._graph import UnknownInput, edges_of, is_from_before, is_made_since
 from remat._labels import Read, Survivor
-from remat._layers import layers_and_tangents, requires_grad_at_any_level, unpack_dual, unwrap_dead, version_of
+from remat._layers import (
+    alias_of,
+    layers_and_tangents,
+    requires_grad_at_any_level,
+    unpack_dual,
+    unwrap_dead,
+    version_of,
+)
 from remat._look import Look
 from remat._memory import memory_of, two_that_share_memory
 from remat._places import Place, is_in_reach, places_in_modules, script_module_near, search
@@ -363,22 +370,27 @@ class Operands:
         fill = self.held_in_modules.copy()
         to_write: dict[int, Tensor] = {}
         labels: dict[int, int | None] = {}
-        for i, original in enumerate(self.originals):
-            tensor = original.ref()
-            operand = inputs[i] = original.as_found(inputs[i].clone() if original.copied else inputs[i])
-            if original.written and tensor is not None:  # else the function may have made it itself, unseen
-                to_write[memory_of(operand)] = operand
-            fill += [(place, operand) for place in original.places]
-            found = [t for ref in (original.ref, *original.also) if (t := ref()) is not None]
-            for t in (operand, *found):
-                if original.is_read:
-                    labels[id(t)] = original.label
-                if t is not operand:
-                    swaps[id(t)] = t, operand
         alive = [*self.still_there(), *(t for survivor in self.survivors if (t := survivor.ref()) is not None)]
+        found = [[t for ref in (o.ref, *o.also) if (t := ref()) is not None] for o in self.originals]
+        for original, tensors in zip(self.originals, found, strict=True):
+            for t in tensors if original.is_read else ():
+                labels[id(t)] = original.label
         for constant in self.constants:
             if self._is_alive(t := constant.ref(), constant.version):
                 labels[id(t)] = constant.label
+        for i, (original, tensors) in enumerate(zip(self.originals, found, strict=True)):
+            operand = inputs[i].clone() if original.copied else inputs[i]
+            if labels.get(id(operand), original.label) != original.label:
+                operand = alias_of(operand)  # below a transform, two tensors may be the same
+            operand = inputs[i] = original.as_found(operand)
+            if original.is_read:
+                labels[id(operand)] = original.label
+            if original.written and original.ref() is not None:  # else the function may have made it itself, unseen
+                to_write[memory_of(operand)] = operand
+            fill += [(place, operand) for place in original.places]
+            for t in tensors:
+                if t is not operand:
+                    swaps[id(t)] = t, operand
         for _, held in self.held_in_modules:
             if held.requires_grad and id(held) not in swaps:  # it is no longer frozen
                 frozen = of_kind(type(held), held.detach())

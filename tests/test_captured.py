@@ -57,6 +57,13 @@ from remat._places import filled, places_in_modules
 
 Decorator = Callable[[Any], Any]
 SOME = pytest.mark.parametrize("transform", SOME_TRANSFORMS)
+ALL = pytest.mark.parametrize("transform", TRANSFORMS)
+WAYS: dict[str, Decorator] = {
+    "remat": remat,
+    "policy": remat(policy=policies.dots_saveable),
+    "nested": lambda f: remat(lambda *xs: remat(f)(*xs)),
+    "checkpoint": lambda f: lambda *xs: checkpoint(f, *xs, use_reentrant=False),
+}
 
 
 def block(x: Tensor, w: Tensor) -> Tensor:
@@ -1994,6 +2001,43 @@ def test_buffers_that_are_the_bounds_of_a_slice(transform: str) -> None:
 
     run, x = TRANSFORMS[transform], numbers(4, 4)
     assert_same(run(lambda x: twice(remat, x), x), run(lambda x: twice(plain, x), x))
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch.func.linearize
+@ALL
+@pytest.mark.parametrize("way", WAYS)
+def test_an_argument_is_captured_too(way: str, transform: str) -> None:
+    """Below the transform, the two are the same tensor."""
+    x = numbers(2, 3)
+
+    def fun(y: Tensor) -> Tensor:
+        return (y * 2).sin() * x + x.cos()
+
+    run = TRANSFORMS[transform]
+    assert_same(run(WAYS[way](fun), x), run(fun, x))
+
+
+@pytest.mark.parametrize("argnums", [0, (1,), (0, 2)], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "transform",
+    [
+        grad,
+        jacrev,
+        lambda f, argnums: lambda *xs: vmap(grad(f, argnums=argnums), in_dims=(0, None, None))(pair(xs[0]), *xs[1:]),
+        lambda f, argnums: lambda *xs: jvp(grad(f, argnums=argnums), xs, xs),
+        lambda f, argnums: lambda *xs: functionalize(grad(f, argnums=argnums))(*xs),
+    ],
+    ids=["grad", "jacrev", "vmap(grad)", "jvp(grad)", "functionalize(grad)"],
+)
+def test_one_tensor_is_several_arguments(transform: Any, way: str, argnums: Any) -> None:
+    """A transform wraps each of them, also those that it does not differentiate."""
+
+    def fun(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return ((x * 2).sin() + y * 3 + z * y.cos()).sum()
+
+    x = numbers(3)
+    assert_same(transform(WAYS[way](fun), argnums=argnums)(x, x, x), transform(fun, argnums=argnums)(x, x, x))
 
 
 def test_a_parameter_with_a_hook_goes_straight_to_an_autograd_function() -> None:
