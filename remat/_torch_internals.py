@@ -558,11 +558,10 @@ def run_backward(
 
 
 # NOTE [who asked for this derivative]
-# `torch.func.grad` runs the backward pass while its level is still active and with create_graph=True, although
-# nobody can differentiate the result at that level again: the level ends with it. A backward that the user's
-# function asks for (`torch.autograd.grad` inside `torch.func.grad`) looks the same to a node, but its result
-# can be differentiated again. They are told apart by the Python frame that called the engine. If that frame can't be
-# found, the answer is "the user": right, though it keeps more alive.
+# `torch.func.grad` runs the backward pass with create_graph=True while its level is still active, although the level
+# ends with it. So does a rerun. A backward that the user's function asks for (`torch.autograd.grad` inside) looks the
+# same to a node, but its result can be differentiated again. They are told apart by the Python frame that called the
+# engine. If it can't be found, the answer is "the user": right, though it keeps more alive.
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _GRAD, _OVERRIDE = torch.autograd.grad.__code__, torch.overrides.handle_torch_function.__code__
 _LAST_BACKWARD = _eager._autograd_grad.__code__
@@ -571,12 +570,13 @@ _OUR_ENGINE = run_backward.__code__
 
 
 def called_by_grad_transform(thread: int) -> bool:
-    """Whether the running backward pass is the one of `torch.func.grad` itself, whose level ends with it.
+    """Whether the running backward pass is that of `torch.func.grad` itself, or of a rerun, whose level ends with it.
 
     `thread`: the thread of the forward. On accelerators the engine calls nodes from threads of its own.
     """
-    # Begin above the node's own backward: Python makes an object for each frame that is visited.
-    frame = _engine_frame(sys._getframe(4), thread)
+    frame = _engine_frame(sys._getframe(4), thread)  # above the node's own: each frame that is visited takes time
+    if frame is not None and frame.f_code is _OUR_ENGINE:
+        return level_of(frame.f_locals["inputs"][0]) == stack_depth()
     callers = (f.f_code for f in _frames(frame and frame.f_back))
     outer = (c for c in callers if c is not _GRAD and c is not _OVERRIDE and c.co_name != "__torch_function__")
     return next(outer, None) is _LAST_BACKWARD and next(outer, None) is _TRANSFORM

@@ -1650,6 +1650,23 @@ def test_a_hook_in_a_call_inside(depth: int, transform: str) -> None:
         assert_same(actual, expected)
 
 
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "jacrev"])
+def test_a_hook_in_a_call_beside_an_autograd_function(transform: str) -> None:
+    """The level of the outer rerun ends with its backward, which nobody differentiates there."""
+
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        def hooked(x: Tensor) -> Tensor:
+            y = x.sin()
+            if y.requires_grad:
+                y.register_hook(lambda g: g * 0.5)
+            return y.cos()
+
+        return ck(lambda x: ck(hooked)(TimesTable.apply(x)))(x)
+
+    run, x = TRANSFORMS[transform], numbers(3, 3)
+    assert_same(run(lambda x: program(remat, x), x), run(lambda x: program(plain, x), x))
+
+
 @pytest.mark.parametrize("transform", ["grad", ".backward()", "grad(grad)", "vmap(grad)"])
 def test_a_hook_after_one_in_a_derivative_inside(transform: str) -> None:
     """Each is called for the derivative of its own level alone."""

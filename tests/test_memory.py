@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fuzz_programs import SinTimes
 from helpers import UNIT, CountOps, Fun, activation, plain
 from torch import Tensor, nn
 from torch.func import functional_call, functionalize, grad, grad_and_value, jacrev, jvp, vjp, vmap
@@ -293,13 +294,14 @@ def test_a_transformer_under_vmap_grad() -> None:
     assert peaks[1] - gradients <= (peaks[0] - gradients) / 3
 
 
-@pytest.mark.parametrize("transform", ["backward", "grad"])
-def test_the_backward_of_a_nest_holds_no_cotangent_for_each_function_around(transform: str) -> None:
+@pytest.mark.parametrize("innermost", [torch.sin, lambda x: SinTimes.apply(x, x)], ids=["sin", "an autograd.Function"])
+@pytest.mark.parametrize("transform", ["backward", "grad", "vmap(grad)"])
+def test_the_backward_of_a_nest_holds_no_cotangent_for_each_function_around(transform: str, innermost: Fun) -> None:
     """NOTE [handed on]: a node that runs another backward pass would hold its own cotangents meanwhile."""
 
     def nest(n: int) -> Fun:
         if n == 0:
-            return torch.sin
+            return innermost
         inner = nest(n - 1)
         return remat(lambda x: inner(x).cos())
 
@@ -308,6 +310,8 @@ def test_the_backward_of_a_nest_holds_no_cotangent_for_each_function_around(tran
         with LiveBytes() as meter:
             if transform == "grad":
                 grad(lambda x: fun(x).sum())(x)
+            elif transform == "vmap(grad)":
+                vmap(grad(lambda x: fun(x).sum()))(x)
             else:
                 fun(x.requires_grad_()).sum().backward()
         return meter.peak / UNIT
