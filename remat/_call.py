@@ -336,7 +336,7 @@ class Call:
     def hands_on(self) -> bool:
         """Whether its derivative runs inner backward passes, out of the user's sight: NOTE [handed on]."""
         signature = self.signature
-        return signature.nests > 0 and not signature.shows_nodes and self.tape is None and not internals.tracing()
+        return signature.nests > 0 and not signature.shows_nodes and not internals.tracing()
 
     @property
     def needs_level(self) -> bool:

@@ -134,9 +134,8 @@ def _gradients(link: Link, pullback: Pullback, operands: Sequence[Tensor], cotan
     call = link.fn.call
     if call.tape is not None:
         with internals.DisableTorchFunction():
-            read = [*filter(call.tape.was_read, operands), *cotangents]
-            retained = internals.graph_is_retained() or any(map(requires_grad_below, read))
-        call.last_rerun = not retained
+            is_read = any(map(requires_grad_below, (*filter(call.tape.was_read, operands), *cotangents)))
+        call.last_rerun = not (is_read or internals.graph_is_retained())
     try:
         with unseen():
             return internals.with_subclasses(lambda: _differentiate(link, pullback, operands, cotangents, ()))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, functionalize, grad, grad_and_value, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from remat import remat
+from remat import policies, remat
 from remat.debug import LiveBytes
 
 SMALL = UNIT // 100  # scalars and the like
@@ -295,15 +295,18 @@ def test_a_transformer_under_vmap_grad() -> None:
 
 
 @pytest.mark.parametrize("innermost", [torch.sin, lambda x: SinTimes.apply(x, x)], ids=["sin", "an autograd.Function"])
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=str)
 @pytest.mark.parametrize("transform", ["backward", "grad", "vmap(grad)"])
-def test_the_backward_of_a_nest_holds_no_cotangent_for_each_function_around(transform: str, innermost: Fun) -> None:
+def test_the_backward_of_a_nest_holds_no_cotangent_for_each_function_around(
+    transform: str, policy: Any, innermost: Fun
+) -> None:
     """NOTE [handed on]: a node that runs another backward pass would hold its own cotangents meanwhile."""
 
     def nest(n: int) -> Fun:
         if n == 0:
             return innermost
         inner = nest(n - 1)
-        return remat(lambda x: inner(x).cos())
+        return remat(lambda x: inner(x).cos(), policy=policy)
 
     def peak(n: int) -> float:
         fun, x = nest(n), activation()
