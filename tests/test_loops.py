@@ -847,6 +847,25 @@ def test_a_while_loop_changes_a_tensor_for_elements_that_are_done(around: Any, m
 # The run of `while_loop` that counts its steps.
 
 
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "jacrev"])
+def test_a_hook_that_the_body_of_a_while_loop_puts_on_its_value(transform: str, captured: bool) -> None:
+    """The run that counts the steps finds the same tensor, and must not put the hook there too."""
+
+    def program(of: Any, x: Tensor) -> Tensor:
+        def body(value: tuple[Tensor, int]) -> tuple[Tensor, int]:
+            h, i = value
+            hooked = x if captured else h
+            if hooked.requires_grad:
+                hooked.register_hook(lambda g: g * 0.5)
+            return h + hooked.sin(), i + 1
+
+        return of.while_loop(lambda value: value[1] < 2, body, (x, 0))[0]
+
+    run, x = TRANSFORMS[transform], numbers(3)
+    assert_same(run(lambda x: program(remat, x), x), run(lambda x: program(Plain, x), x))
+
+
 def test_a_while_loop_begins_with_what_a_rerun_of_the_function_around_finds() -> None:
     def run(loop: Any, around: Any) -> Tensor:
         steps, x = torch.zeros(()), numbers(2).requires_grad_()

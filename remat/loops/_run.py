@@ -18,8 +18,8 @@ from remat._context import RandomState
 from remat._effects import tensors_in
 from remat._errors import RematError, function_name
 from remat._layers import innermost
-from remat._look import Look
 from remat._remat import remat
+from remat._rerun_look import TrialLook
 from remat.loops._checks import differ, kinds_of, named, paths, structure
 from remat.loops._schedule import checkpoints_for, parts_of
 from remat.policies._policy import PolicyLike
@@ -88,14 +88,14 @@ def _joined(who: str, parts: list[Any], reverse: bool) -> Any:
 
 
 @contextlib.contextmanager
-def trial(who: str, args: Any, pure: Any = None) -> Iterator[Look]:
+def trial(who: str, args: Any, pure: Any = None) -> Iterator[TrialLook]:
     """Run the block without derivatives. Afterwards, undo its random draws and its changes in place.
 
     `pure`: the user's function in the block, if there must not be any.
     """
     keys = running()
     random = RandomState(tensors_in(args), keyed=keys is not None)
-    look = Look(who, (), random)  # in a rerun, the function around knows what stands for the arguments
+    look = TrialLook(who, (), random)  # in a rerun, the function around knows what stands for the arguments
     start: Any = None if keys is None else keys.position()
     try:
         with torch.no_grad(), internals.NOTHING if keys is None else resumed(keys.key, start), look:
