@@ -69,6 +69,7 @@ class _Function:
     code: types.CodeType
     globals: dict[str, Any]
     name: str
+    qualname: str
     cells: list[int]
     old: weakref.ref[types.FunctionType]
 
@@ -213,7 +214,8 @@ class Closure:
         part = _shared_functions.get(key)
         if part is None or part.old() is not old or part.code is not old.__code__:
             cells = [id(cell) for cell in old.__closure__ or ()]
-            part = _Function(old.__code__, old.__globals__, old.__name__, cells, weakref.ref(old))
+            names = old.__name__, old.__qualname__  # `functools.wraps` has changed them
+            part = _Function(old.__code__, old.__globals__, *names, cells, weakref.ref(old))
             _shared_functions[key] = part
         self._parts[key] = part
         self.objects.append(old)
@@ -339,6 +341,7 @@ class Rebuilder:
         self._cells.update(fresh)
         cells = tuple([self._cells[c] for c in part.cells])
         new = self._functions[part] = types.FunctionType(part.code, part.globals, part.name, None, cells or None)
+        new.__qualname__ = part.qualname
         if function is not None:
             functools.update_wrapper(new, function, updated=())
             del vars(new)["__wrapped__"]

@@ -2057,6 +2057,23 @@ def test_one_tensor_is_several_arguments(transform: Any, way: str, argnums: Any)
     assert_same(transform(WAYS[way](fun), argnums=argnums)(x, x, x), transform(fun, argnums=argnums)(x, x, x))
 
 
+@pytest.mark.parametrize(
+    "decorator", [vmap, torch.enable_grad(), functionalize], ids=["vmap", "enable_grad", "functionalize"]
+)
+@SOME
+def test_a_decorated_function_that_nobody_keeps(transform: str, decorator: Any) -> None:
+    """The rerun of the function around makes it again, with the name that `functools.wraps` has given to it."""
+
+    def program(ck: Decorator, x: Tensor) -> Tensor:
+        def around(f: Any) -> Any:
+            return ck(lambda x: ck(f)(x))
+
+        return around(decorator(lambda x: x.exp()))(x)
+
+    run, x = TRANSFORMS[transform], numbers(3, 3)
+    assert_same(run(lambda x: program(remat, x), x), run(lambda x: program(plain, x), x))
+
+
 def test_a_parameter_with_a_hook_goes_straight_to_an_autograd_function() -> None:
     module = nn.Linear(3, 3).double()
     module.weight.register_hook(lambda g: 2 * g)
