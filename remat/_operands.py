@@ -369,15 +369,10 @@ class Operands:
         swaps: dict[int, tuple[Tensor, Tensor]] = {}
         fill = self.held_in_modules.copy()
         to_write: dict[int, Tensor] = {}
-        labels: dict[int, int | None] = {}
         alive = [*self.still_there(), *(t for survivor in self.survivors if (t := survivor.ref()) is not None)]
         found = [[t for ref in (o.ref, *o.also) if (t := ref()) is not None] for o in self.originals]
-        for original, tensors in zip(self.originals, found, strict=True):
-            for t in tensors if original.is_read else ():
-                labels[id(t)] = original.label
-        for constant in self.constants:
-            if self._is_alive(t := constant.ref(), constant.version):
-                labels[id(t)] = constant.label
+        labels = {id(t): o.label for o, ts in zip(self.originals, found, strict=True) if o.is_read for t in ts}
+        labels |= {id(t): c.label for c in self.constants if self._is_alive(t := c.ref(), c.version)}
         for i, (original, tensors) in enumerate(zip(self.originals, found, strict=True)):
             operand = inputs[i].clone() if original.copied else inputs[i]
             if labels.get(id(operand), original.label) != original.label:
@@ -388,9 +383,7 @@ class Operands:
             if original.written and original.ref() is not None:  # else the function may have made it itself, unseen
                 to_write[memory_of(operand)] = operand
             fill += [(place, operand) for place in original.places]
-            for t in tensors:
-                if t is not operand:
-                    swaps[id(t)] = t, operand
+            swaps |= {id(t): (t, operand) for t in tensors if t is not operand}
         for _, held in self.held_in_modules:
             if held.requires_grad and id(held) not in swaps:  # it is no longer frozen
                 frozen = of_kind(type(held), held.detach())
