@@ -43,7 +43,8 @@ _NOT_FOUND = (
 )
 _NOT_SEEN = (
     "remat: in {}, {}. The rerun of a checkpoint around reads another tensor in its place, but no torch function was "
-    "seen to read it: an autograd.Function, say, gets it directly. Pass it as an argument."
+    "seen to read it: an autograd.Function, say, gets it directly. Pass it as an argument. Or it is a leaf that was "
+    "made in inference mode: pass x.clone()."
 )
 _SCRIPTED = (
     "remat: {} calls a ScriptModule, {}, and remat can't see which tensors that reads. Call the function through "

@@ -950,6 +950,15 @@ def test_backward_in_several_threads() -> None:
 # Tensors of other kinds, and caches.
 
 
+def test_a_leaf_that_was_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RematError, match=r"made in inference mode: pass x\.clone\(\)"):
+        remat(lambda x: x * 2)(x)
+    remat(lambda x: x * 2)(x.clone()).sum().backward()
+    assert_same(x.grad, torch.full((3,), 2.0))
+
+
 def test_an_inference_tensor() -> None:
     with torch.inference_mode():
         mask = numbers(3)
