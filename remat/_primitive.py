@@ -133,9 +133,9 @@ def _gradients(link: Link, pullback: Pullback, operands: Sequence[Tensor], cotan
     """The gradients of a node's operands. This empties `cotangents`: NOTE [handed on]."""
     call = link.fn.call
     if call.tape is not None:
-        with internals.DisableTorchFunction():
-            is_read = any(map(requires_grad_below, (*filter(call.tape.was_read, operands), *cotangents)))
-        call.last_rerun = not (is_read or internals.graph_is_retained())
+        with internals.DisableTorchFunction():  # no variable may hold the cotangents meanwhile
+            differentiated = any(map(requires_grad_below, (*filter(call.tape.was_read, operands), *cotangents)))
+        call.last_rerun = not (differentiated or internals.graph_is_retained())
     try:
         with unseen():
             return internals.with_subclasses(lambda: _differentiate(link, pullback, operands, cotangents, ()))

@@ -1,4 +1,7 @@
-"""Watch a rerun and compare it with the forward: its signature, and which tensors it reads when."""
+"""Watch a rerun and compare it with the forward: its signature, and which tensors it reads when.
+
+A loop also runs its body on trial, before the real run.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ def _ends_here(name: str, _: Tensor) -> None:
 
 
 class TrialLook(Look):
-    """Watches a run that is made again. Its hooks must not be called, because the other run puts its own."""
+    """Watches a trial run. Its hooks must not be called: the real run puts them on the same tensors."""
 
     def _with_hook(self, args: Any, inner: tuple[int, ...] = ()) -> Any:
         return internals.leaf_of_nothing(), *args[1:]

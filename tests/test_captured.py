@@ -19,6 +19,7 @@ import optree
 import pytest
 import torch
 from helpers import (
+    CHECKPOINTS,
     DECORATORS,
     SOME_TRANSFORMS,
     TRANSFORMS,
@@ -57,12 +58,11 @@ from remat._places import filled, places_in_modules
 
 Decorator = Callable[[Any], Any]
 SOME = pytest.mark.parametrize("transform", SOME_TRANSFORMS)
-ALL = pytest.mark.parametrize("transform", TRANSFORMS)
 WAYS: dict[str, Decorator] = {
     "remat": remat,
     "policy": remat(policy=policies.dots_saveable),
     "nested": lambda f: remat(lambda *xs: remat(f)(*xs)),
-    "checkpoint": lambda f: lambda *xs: checkpoint(f, *xs, use_reentrant=False),
+    "checkpoint": CHECKPOINTS["non-reentrant"],
 }
 
 
@@ -2021,7 +2021,7 @@ def test_buffers_that_are_the_bounds_of_a_slice(transform: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch.func.linearize
-@ALL
+@pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_argument_is_captured_too(way: str, transform: str) -> None:
     """Below the transform, the two are the same tensor."""
