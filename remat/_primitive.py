@@ -40,7 +40,14 @@ from remat._derived import (
     vmap,
 )
 from remat._errors import HOOKED, CheckpointError, RematError
-from remat._layers import requires_grad_at_any_level, requires_grad_below, unpack_dual, unwrap_dead, version_of
+from remat._layers import (
+    alias_of,
+    requires_grad_at_any_level,
+    requires_grad_below,
+    unpack_dual,
+    unwrap_dead,
+    version_of,
+)
 from remat._memory import apart, sharing_memory
 from remat._nested_mode import unseen
 from remat._sealed import seal, unseal
@@ -96,7 +103,7 @@ def _unshared(values: Values, shared: set[int]) -> tuple[Tensor, ...]:
     if not shared:
         return tuple(values)
     with torch.enable_grad():  # for the levels below: their nodes are attached already
-        return tuple(v.view_as(v) if i in shared else v for i, v in enumerate(values))
+        return tuple(alias_of(v) if i in shared else v for i, v in enumerate(values))
 
 
 @internals.called_directly

@@ -877,6 +877,28 @@ def test_a_sparse_operand_that_requires_grad(nested: bool, captured: bool) -> No
     assert_same(*grads)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize(
+    "diagonal",
+    [
+        lambda v: torch.sparse_coo_tensor([[0, 1, 2], [0, 1, 2]], v, (3, 3)),
+        lambda v: torch.sparse_csr_tensor([0, 1, 2, 3], [0, 1, 2], v, (3, 3)),
+    ],
+)
+def test_a_sparse_result_that_shares_memory_with_another(diagonal: Any) -> None:
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        v = x.sin()
+        return diagonal(v), v.view(3, 1)
+
+    grads = []
+    for ck in (remat, plain):
+        x = leaf(numbers(3))
+        a, v = ck(f)(x)
+        (torch.sparse.mm(a, numbers(3, 2)).sum() + (v**2).sum()).backward()
+        grads.append(x.grad)
+    assert_same(*grads)
+
+
 class Stage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
