@@ -29,7 +29,7 @@ def memory_of(tensor: Tensor) -> int:
     """What tells the memory of the plain tensor below all transforms from that of others, while it is there."""
     plain = innermost(tensor)
     if plain.layout == torch.sparse_coo:
-        plain = plain._values()
+        plain = innermost(plain._values())  # a transform wraps what it returns
     elif plain.layout in _COMPRESSED:
         plain = plain.values()
     has_storage = plain.layout == torch.strided and not (is_lazy(plain) or internals.is_legacy_batched(plain))

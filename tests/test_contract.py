@@ -899,6 +899,15 @@ def test_a_sparse_result_that_shares_memory_with_another(diagonal: Any) -> None:
     assert_same(*grads)
 
 
+def test_a_write_beside_a_sparse_constant_under_a_transform() -> None:
+    a = numbers(3, 3).to_sparse()
+
+    def f(x: Tensor) -> Tensor:
+        return torch.zeros_like(x).add_(a @ x).sin()
+
+    assert_same(*(grad(lambda x, ck=ck: ck(f)(x).sum())(numbers(3)) for ck in (remat, plain)))
+
+
 class Stage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
