@@ -26,8 +26,9 @@ class RematError(RuntimeError):
 
 PURITY = (
     "A function under remat must do the same each time: it may depend on its arguments, on what it closes over and on "
-    "the random state of torch, not on what other code changes in the meantime. Pass what varies as an argument. If "
-    "you passed an iterator, pass a list: the forward has used the iterator up."
+    "the random state of torch, not on what other code changes in the meantime: a flag, or a hook that is added or "
+    "removed. Pass what varies as an argument. If you passed an iterator, pass a list: the forward has used the "
+    "iterator up."
 )
 
 

@@ -110,8 +110,7 @@ class Look(NestedLook):
             self._decide(func, args, kwargs or {})
         at_depth = stack_depth() <= self.depth
         known = self.labels if at_depth else {}  # NOTE [inner wrappers]
-        given, plain = args, []  # type: tuple[Any, list[str]]
-        labels: list[int | None] = []
+        given, plain, labels = args, [], []  # type: tuple[Any, list[str], list[int | None]]
         for a in args:
             if isinstance(a, Tensor):
                 if (entry := known.get(id(a))) is not None and entry[0]() is a and entry[2] == FIXED:
@@ -182,7 +181,8 @@ class Look(NestedLook):
             before = self._before_draw(func) if effects.draws else None
             self.signature.shows_nodes |= effects.shows_graph and not internals.called_by("torch.")
         if effects.looks_up:  # an operand does not hold what the user's tensor holds
-            return self._seen(func, (self._maybe_tail(effects, func, given[0], kwargs),))[0]
+            held = next((t for t, key in self.originals() if key == id(given[0][0])), given[0][0])
+            return self._seen(func, (self._maybe_tail(effects, func, (held,), kwargs),))[0]
         out = self._maybe_tail(effects, func, args, kwargs)
         self._after_draw(before)
         if kind_of(out.__class__) is HOLDER or (out is None and written):

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -36,7 +35,6 @@ from remat._places import Place, is_in_reach, places_in_modules, script_module_n
 from remat._signature import name_of
 from remat._tape import Origin, Tape
 
-_TENSORS = (Tensor, torch.nn.Parameter)
 _NOT_FOUND = (
     "remat: in {}, {}. The function takes it from outside, and remat can't find it: no torch function was seen to read "
     "it, and no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
@@ -71,24 +69,30 @@ def matters(tensor: Tensor) -> bool:
 
 
 def of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
-    """The tensor as an instance of the user's own class: autograd nodes and transforms return plain tensors."""
-    if kind is torch.nn.Parameter and type(tensor) is Tensor:
-        return internals.as_parameter(tensor)
-    if kind in _TENSORS or type(tensor) is kind or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    """The tensor as an instance of the class that the user saw: autograd nodes and transforms return plain tensors."""
+    if type(tensor) is kind or not _is_simple(kind):
+        return tensor
+    if kind is Parameter:
+        return internals.as_parameter(tensor) if type(tensor) is Tensor else tensor
+    if kind is Tensor and (isinstance(tensor, Parameter) or not _is_simple(type(tensor))):
         return tensor
     return tensor.as_subclass(kind)
 
 
+def _is_simple(kind: type[Tensor]) -> bool:
+    """Whether tensors of a class hold no others: an attribute is no part of the value."""
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
 class Found:
-    """A tensor as a forward found it: a weak reference, its class, and the attributes that user code has set on it."""
+    """A tensor as user code found or returned it: a weak reference, its class, and the attributes set on it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref, self.kind = weakref.ref(tensor), type(tensor)
-        holds_others = self.kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # attributes of its own
-        self.attributes = {} if holds_others else tensor.__dict__.copy()
+        self.attributes = tensor.__dict__.copy() if _is_simple(self.kind) else {}
 
     def as_found(self, value: Tensor) -> Tensor:
-        """A value that a rerun reads in its place, with its class and attributes."""
+        """A value that is read in its place, with its class and attributes."""
         if value is self.ref():
             return value
         value = of_kind(self.kind, value)

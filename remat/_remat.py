@@ -23,7 +23,7 @@ from remat._errors import call_site, function_name, shown
 from remat._look import Look
 from remat._module import wrapped_twin
 from remat._nested_mode import current_look
-from remat._operands import of_kind
+from remat._operands import Found
 from remat._primitive import attach
 from remat._static import StaticArguments, as_tuple
 from remat.policies import Policy, as_policy
@@ -181,7 +181,7 @@ def _with_derivative(call: Call, out: Any, outer: Look | None) -> Any:
         attached = call.attach(results, functools.partial(attach, Derived(call, call, call.since)))
         values = results.tensors
         if attached is not values:
-            attached = [of_kind(type(v), a) for v, a in zip(values, attached, strict=True)]
+            attached = [Found(v).as_found(a) for v, a in zip(values, attached, strict=True)]
             if outer is not None:
                 outer.labels.replace(values, attached)
             out = results.replaced(attached)

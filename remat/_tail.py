@@ -99,6 +99,8 @@ def returned(tensor: Tensor) -> Returned | None:
     """Describe a result. None: nothing can stand in for it."""
     if tensor.layout is not torch.strided or tensor.is_nested or not requires_grad_at_any_level(tensor):
         return None
+    if vars(tensor):  # attributes of the user's
+        return None
     stride = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
     return Returned(type(tensor), stride, batched_at(tensor))
 

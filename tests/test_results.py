@@ -420,6 +420,74 @@ def test_results_of_the_users_own_class(policy: Any) -> None:
     assert_same(program(remat(policy=policy)), program(plain))
 
 
+class Spaced(Tensor):
+    """A class whose attribute is a part of the value, as that of an image with its spacing."""
+
+    spacing = 1.0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(out, Spaced) and isinstance(args[0], Spaced):
+            vars(out).update(vars(args[0]))
+        return out
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=["", "dots"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_attributes_of_results(policy: Any, nested: bool) -> None:
+    def program(decorate: Decorator) -> Any:
+        x, p = numbers(3).as_subclass(Spaced), leaf(numbers(3, seed=1))
+        x.spacing = 3.0
+
+        def inner(x: Any, p: Tensor) -> Any:
+            y = decorate(lambda x, p: x * p)(x, p)
+            return (y * y.spacing).sin()
+
+        y = decorate(inner)(x, p) if nested else inner(x, p)
+        return torch.autograd.grad((y * y.spacing).sum(), p), y.spacing
+
+    assert_same(program(remat(policy=policy)), program(plain))
+
+
+def test_an_attribute_that_the_function_sets_on_its_result() -> None:
+    def f(x: Tensor) -> Any:
+        y: Any = x.sin()
+        y.tag = "sine"
+        return y
+
+    assert remat(f)(leaf(numbers(3))).tag == "sine"
+    assert vmap(lambda x: x * (remat(f)(x).tag == "sine"))(numbers(3)).ne(0).all()
+
+
+class Careful(Tensor):
+    """A class whose torch calls make others."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        torch.zeros(()).add(1)
+        return out
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=["", "dots"])
+@pytest.mark.parametrize("argnums", [0, 1])
+def test_an_argument_whose_class_a_transform_hides(policy: Any, argnums: int) -> None:
+    classes = []
+
+    def f(p: Tensor, x: Tensor) -> Tensor:
+        classes.append(type(x))
+        return (p * x).sin().sum()
+
+    def program(decorate: Decorator) -> Any:
+        p, x = numbers(3), numbers(3, seed=1).as_subclass(Careful)
+        first = grad(decorate(f), argnums)(p, x)
+        return first, grad(lambda p, x: grad(decorate(f), argnums)(p, x).sum(), argnums)(p, x)
+
+    assert_same(program(remat(policy=policy)), program(plain))
+    assert {*classes} == {Tensor}
+
+
 @KEEPS  # torch.cond does, when it compiles
 def test_cond() -> None:
     """Torch compiles it, under the modes that are active."""

@@ -1242,6 +1242,20 @@ def test_data_of_a_differentiated_tensor(change: str, transform: str) -> None:
     assert_same(run(remat(fun)), expected)
 
 
+def test_a_module_that_is_moved_in_a_recorded_rerun() -> None:
+    """`Module.to` asks for the `.grad` of parameters. The operands that modules hold then are no leaves."""
+    net = nn.Linear(3, 1).double()
+
+    def run(ck: Any) -> Any:
+        net.zero_grad(set_to_none=False)
+        x = leaf(numbers(2, 3))
+        (first,) = torch.autograd.grad(ck(lambda x: net.to(x.dtype)(x).tanh())(x).sum(), x, create_graph=True)
+        first.square().sum().backward()
+        return x.grad, [p.grad for p in net.parameters()]
+
+    assert_same(run(remat), run(lambda f: f))
+
+
 @pytest.mark.parametrize("differentiate", [grad, lambda f: lambda x: f(leaf(x)).backward()], ids=["grad", "backward"])
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("outer", [lambda f: f, remat], ids=["plain", "remat"])
