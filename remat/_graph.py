@@ -112,7 +112,10 @@ class Proof(NamedTuple):
 
 
 def _raise(unknown: UnknownInput) -> None:
-    raise unknown
+    try:
+        raise unknown
+    finally:
+        del unknown  # its traceback has this frame
 
 
 def prove(

@@ -80,7 +80,7 @@ class Look(NestedLook):
         self.labels = Labels(self.depth)
         self._swaps: dict[int, tuple[Tensor, Tensor]] = {}
         """By identity, tensors that an outer rerun may find, each with the operand that replaces it."""
-        self.undecided: dict[int, tuple[Any, RuntimeError | None]] = {}
+        self.undecided: dict[int, tuple[Any, str | None]] = {}
         """By identity, tensors that a checkpoint around has set up. Their first use in a rerun decides what that is."""
         self.unhooked: set[int] = set()
         """The sequence numbers of nodes whose hooks a rerun must not call."""

@@ -268,6 +268,43 @@ def test_a_checkpoint_error_leaves_nothing_alive() -> None:
     assert meter.current == 0
 
 
+@pytest.mark.parametrize("sets_up", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_the_error_for_a_tensor_that_has_changed_frees_the_rerun(use_reentrant: bool, sets_up: bool) -> None:
+    table, flags, made = torch.ones(3).double(), [not sets_up], []
+
+    def fun(x: Tensor) -> Tensor:
+        if not flags[0]:
+            table.fill_(1.0)
+            flags[0] = True
+        y = x.sin()
+        made.append(weakref.ref(y))
+        return (y * table).sin()
+
+    y = checkpoint(fun, leaf(numbers(3)), use_reentrant=use_reentrant)
+    table.add_(1)
+    try:
+        y.sum().backward()
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+    else:
+        pytest.fail("no exception")
+    assert made[1]() is None
+
+
+def test_a_tensor_that_only_the_proof_finds_leaves_no_cycle() -> None:
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin()
+        with torch._C.DisableTorchFunction():  # as an extension does it
+            return (y * held[0]).sin()
+
+    with LiveBytes() as meter:
+        held = [activation().requires_grad_()]
+        for _ in range(2):  # at the first one, remat may collect garbage
+            remat(fun)(activation().requires_grad_())
+        assert meter.current == UNIT
+
+
 def test_a_vjp_is_freed_with_its_function() -> None:
     with LiveBytes() as meter:
         x = activation()

@@ -43,10 +43,10 @@ _SHARED = (
 )
 
 
-def modified(tensor: Tensor, before: int, name: str) -> RuntimeError:
-    """The error for a tensor that was written to after version `before`. `name`: of the function."""
+def modified(tensor: Tensor, before: int, name: str) -> str:
+    """The error message for a tensor that was written to after version `before`. `name`: of the function."""
     with internals.DisableTorchFunction():
-        return RuntimeError(_MODIFIED.format(tensor.type(), list(tensor.shape), name, tensor._version, before))
+        return _MODIFIED.format(tensor.type(), list(tensor.shape), name, tensor._version, before)
 
 
 class Read(Found):

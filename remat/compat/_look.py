@@ -41,7 +41,7 @@ _KEPT = (
 )
 
 Swaps = dict[int, tuple[Tensor, Tensor]]
-Undecided = dict[int, tuple[Any, RuntimeError | None]]
+Undecided = dict[int, tuple[Any, str | None]]
 Saved = Mapping[tuple[int, int], weakref.ref[Tensor]]
 
 kept_by_runs: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -83,7 +83,7 @@ class CheckpointLook(Look):
     in_checkpoint = True
     gathered: frozenset[int] = frozenset()
     saves_unwritten = hooks_are_set = _reads_tainted = False
-    _stale: Mapping[int, RuntimeError] = MappingProxyType({})
+    _stale: Mapping[int, str] = MappingProxyType({})
     _was_lazy: frozenset[int] = frozenset()
     """Parameters that a lazy module initialised in this run. A rerun finds them initialised."""
 
@@ -107,7 +107,7 @@ class CheckpointLook(Look):
     def prepare_rerun(
         self,
         swaps: Swaps,
-        stale: Mapping[int, RuntimeError],
+        stale: Mapping[int, str],
         undecided: Undecided,
         copied: Iterable[Tensor],
         saved: Saved,
@@ -117,8 +117,8 @@ class CheckpointLook(Look):
         **Arguments:**
 
         - `swaps`: by identity, tensors of the forward, each with its stand-in.
-        - `stale`: by identity of tensors that have changed since the forward, the error to raise if one is read.
-        - `undecided`: by identity, the tensors that the forward set up: `Seen.first`, and the error to raise if they
+        - `stale`: by identity of tensors that have changed since the forward, the error message if one is read.
+        - `undecided`: by identity, the tensors that the forward set up: `Seen.first`, and the error message if they
             have changed since.
         - `copied`: copies of the tensors that the forward wrote to.
         - `saved`: the attribute of the look at the forward.
@@ -188,12 +188,12 @@ class CheckpointLook(Look):
         found = self.undecided.keys() & {*map(id, tensors_in((args, kwargs)))}
         written = {*map(id, written_by(effects, args, kwargs))} if found else ()
         for key in found:
-            first, error = self.undecided.pop(key)
+            first, message = self.undecided.pop(key)
             if key not in written and func != first:
                 tensor, _ = self._swaps.pop(key)
                 self._as_it_is.add(memory_of(tensor))
-                if error is not None:
-                    raise error
+                if message is not None:
+                    raise RuntimeError(message)
 
     def _maybe_tail(self, effects: Effects, func: Any, args: Any, kwargs: Any) -> Any:
         """Skip nothing: a rerun stops as soon as it has recomputed all that the graph saves."""
@@ -273,7 +273,7 @@ class CheckpointLook(Look):
     def read(self, tensor: Tensor, wrapped_inside: bool = False) -> Tensor:
         key = id(tensor)
         if (stale := self._stale.get(id(self.stand_in(tensor)))) is not None:
-            raise stale
+            raise RuntimeError(stale)
         if self._is_tainted(tensor):
             if current_look() is not self:  # what it computes would not be known
                 raise self.kept_error()

@@ -222,7 +222,7 @@ class Region:
             raise self._error(_TWICE if group is None else _OVERLAP)
         tensor, before = entry
         if before != -1 and before != tensor._version:
-            raise modified(tensor, before, self._call.name)
+            raise RuntimeError(modified(tensor, before, self._call.name))
         return tensor
 
     def _recompute(self, key: Any, group: Any) -> _Recomputed:
