@@ -28,7 +28,7 @@ from remat._recorder import Recorder
 from remat._replay import Replay
 from remat._rerun_look import RerunLook
 from remat._results import results_of, warn_of_kept
-from remat._saved import forget_saved, hooks_set_inside, is_custom, without_saved_tensors_hooks
+from remat._saved import forget_saved, graph_is_dropped, hooks_set_inside, is_custom, without_saved_tensors_hooks
 from remat._tail import Remembered, expanded, keep_no_tensors, returned
 from remat._tape import Tape
 from remat._traced import Traced
@@ -135,7 +135,7 @@ class Call:
                 random = recorder = Traced(policy.start() if follows else None, preserve_rng_state)
             elif preserve_rng_state:
                 random = RandomState(given, keyed=keys is not None)
-            if policy is not None and not tracing:
+            if policy is not None and not tracing and not graph_is_dropped():
                 if internals.mutation_of_saved_allowed():
                     raise RematError(_SWAPS_SAVED.format(self.name))
                 self.policy = policy
@@ -406,8 +406,7 @@ class Call:
         again = any(t.grad_fn is not None or requires_grad_below(t) for t in operands)
         replay = Replay(self.tape, self.last_rerun and not again)
         for original, operand in zip(self.operands.originals, inputs, strict=True):
-            if original.copied:
-                replay.stands_for(operand, original.origin)
+            replay.stands_for(operand, original.origin)
         self._replays.append(replay)
         return replay
 

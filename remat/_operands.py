@@ -114,7 +114,7 @@ class Original(Found):
     label: int | None = None
     """What the signature calls it: NOTE [labels]."""
     origin: Origin | None = None
-    """Its `Origin` on the tape of a policy, if it is copied."""
+    """Its `Origin` on the tape of a policy."""
     copied = False
     """Whether the function writes in its storage. Then each rerun gets a copy of its earlier value."""
     written = False
@@ -210,11 +210,13 @@ class Operands:
         """
         self._check_memory([look.outside[key].value for key in look.copies])
         self._stand_ins = {id(t): stand_in for t, stand_in in self._outer_originals()}
-        constants = self._add_read(look, tape)
+        constants = self._add_read(look)
         self._find_places(look, constants)
         for key, i in self._index.items():
             if (read := look.outside.get(key)) is not None:
-                self.originals[i].label = read.label
+                original = self.originals[i]
+                original.label = read.label
+                original.origin = None if tape is None else tape.origin(read.value, original.copied)
         for t, stand_in in self._outer_originals():
             if (index := self._index.get(stand_in)) is not None:
                 self.originals[index].also = [*self.originals[index].also, weakref.ref(t)]
@@ -232,7 +234,7 @@ class Operands:
         where = f"an unknown line{first}, by an op whose name does not say so (an embedding with max_norm?)"
         return changes(self.name, read.value, where=where)
 
-    def _add_read(self, look: Look, tape: Tape | None) -> dict[int, Read]:
+    def _add_read(self, look: Look) -> dict[int, Read]:
         """Add each tensor that was read and must be an operand. Returns the other reads, by identity of the tensor."""
         constants, since = {}, look.since
         stand_ins = {*self._stand_ins.values()}
@@ -243,7 +245,6 @@ class Operands:
             if key in look.copies:
                 original = self._capture(read)
                 original.copied, original.written = True, key in look.copies.written
-                original.origin = None if tape is None else tape.origin(value)
             elif version_of(value) != before:
                 if self._is_outside(value, since):
                     raise self._changed(read, look)

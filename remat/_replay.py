@@ -48,16 +48,16 @@ class Replay(OpMode):
         """The states of the generators before each skipped draw, by the number of the op."""
 
     def __enter__(self) -> Any:
-        self._hooks = internals.saved_tensors_hooks()
+        self._hooks = internals.saved_tensors_hooks_of_user()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._hooks = None  # they may hold this mode
         super().__exit__(*error)
 
-    def stands_for(self, copy: Tensor, origin: Origin | None) -> None:
-        """Give a copy the value of the original: the rerun gets a copy of a tensor to which the forward wrote."""
-        raw = innermost(copy)
+    def stands_for(self, operand: Tensor, origin: Origin | None) -> None:
+        """Give an operand the value of the original: it may be a copy, or come from a checkpoint or hooks around."""
+        raw = innermost(operand)
         with internals.DisableTorchFunction():
             if origin is not None and origin == origin_of(raw, origin.value):
                 self._set(raw.untyped_storage(), origin.value)
@@ -104,7 +104,7 @@ class Replay(OpMode):
             return self._run(op, contents, facts, args, kwargs)
         # User code may read the arguments and results of this op: in saved-tensor hooks, in the rules of a custom op,
         # or through memory that it shares.
-        is_exposed = facts.is_custom or internals.saved_tensors_hooks() != self._hooks
+        is_exposed = facts.is_custom or internals.saved_tensors_hooks_of_user() != self._hooks
         is_exposed |= self._shares and any(c.is_shared for c in contents)
         if is_exposed:
             self._fill(contents)

@@ -14,10 +14,10 @@ from remat import _torch_internals as internals
 from remat._layers import innermost, layers
 
 
+@internals.hook_of_checkpoint
 class Packed:
     """A saved tensor, packed. A node that packs its own output unchanged would hold itself."""
 
-    @internals.hook_of_checkpoint
     def __init__(self, tensor: Tensor) -> None:
         with internals.DisableTorchFunction():
             self.tensor: Tensor | None = tensor.detach()
@@ -38,6 +38,12 @@ def hooks_set_inside() -> bool:
     """Whether there are saved-tensor hooks besides those of `without_saved_tensors_hooks`."""
     hooks = internals.saved_tensors_hooks()
     return hooks is not None and hooks[0] is not Packed
+
+
+def graph_is_dropped() -> bool:
+    """Whether a rerun of a checkpoint runs: of its graph, only what that saves is used. A policy need keep nothing."""
+    hooks = internals.saved_tensors_hooks()
+    return hooks is not None and getattr(getattr(hooks[0], "__self__", None), "drops_graph", False)
 
 
 @functools.cache

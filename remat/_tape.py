@@ -109,14 +109,15 @@ class Tape:
         """By the storages that are held, the values in them and the ops that computed them."""
         return {kept.memory.untyped_storage(): (value, self.ops[value.op]) for value, kept in self.kept.items()}
 
-    def origin(self, tensor: Tensor) -> Origin | None:
-        """The origin of a tensor from outside, for reruns that get a copy of it; None if the run did not read it.
+    def origin(self, tensor: Tensor, copied: bool = True) -> Origin | None:
+        """The origin of a tensor from outside, for reruns that get another one; None if the run did not read it.
 
-        A copy has the same value only if it has the same layout.
+        Another tensor has the same value only if it has the same layout. `copied`: whether it is a copy of what was
+        there before the run, which may have changed it.
         """
         raw = innermost(tensor)
         value = self.outsides.get(raw.untyped_storage()) if plain(raw) else None
-        return None if value is None else origin_of(raw, value)
+        return None if value is None or (value.is_replaced and not copied) else origin_of(raw, value)
 
     def was_read(self, tensor: Tensor) -> bool:
         """Whether the run may have read a tensor from outside, or a tensor that shares its memory."""

@@ -183,6 +183,34 @@ def test_nested_regions(api: Any) -> None:
     reruns(api, [mm], outer)
 
 
+@pytest.mark.parametrize("keeps_outside", [False, True])
+@pytest.mark.parametrize("is_remat", [False, True])
+def test_the_memory_and_work_of_nested_regions(is_remat: bool, keeps_outside: bool) -> None:
+    """A rerun of the outer function keeps nothing for the inner ones, whose own values are still there."""
+
+    def inner(x: Tensor) -> Tensor:
+        return x.sin().cos().sin()
+
+    def measured(api: Any, checkpointed: Any) -> tuple[int, int]:
+        def outer(x: Tensor) -> Tensor:
+            for _ in range(8):
+                x = checkpointed(x)
+            return x
+
+        with LiveBytes() as meter:
+            y = call(api, [sin] if keeps_outside else [], outer, leaf(activation()))
+            meter.reset_peak()
+            with CountOps() as ops:
+                y.sum().backward()
+        return round(meter.peak / UNIT), ops["sin"]
+
+    most, most_work = measured(TORCH, lambda x: call(TORCH, [sin], inner, x))
+    by_remat = remat.remat(inner, policy=policies.save_ops(sin))
+    peak, work = measured(REMAT, by_remat if is_remat else lambda x: call(REMAT, [sin], inner, x))
+    assert peak <= most
+    assert work <= most_work
+
+
 @each
 def test_custom_contexts(api: Any) -> None:
     """A `context_fn` of the user's own."""

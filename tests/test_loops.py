@@ -400,6 +400,19 @@ def test_memory_of_a_gradient(n: int, k: int, way: str) -> None:
     assert meter.peak <= (k + 3) * UNIT * batch + one_step.peak + 8192
 
 
+@pytest.mark.parametrize("loop", ["fori_loop", "scan"])
+def test_memory_without_gradients(loop: str) -> None:
+    """No carry is kept, as in a Python loop."""
+    start = torch.linspace(-1, 1, SIZE)
+    loops = {
+        "fori_loop": lambda: remat.fori_loop(0, 200, lambda i, c: torch.sin(c), start, checkpoints=4),
+        "scan": lambda: remat.scan(lambda c, x: (torch.sin(c) * x, None), start, torch.ones(200), checkpoints=4)[0],
+    }
+    with torch.no_grad(), LiveBytes() as meter:
+        loops[loop]()
+    assert meter.peak <= 3 * UNIT + 8192
+
+
 def test_memory_between_forward_and_backward() -> None:
     with LiveBytes() as meter:
         out = sines(100, 7)(torch.tensor(1.01, requires_grad=True))

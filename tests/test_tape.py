@@ -1106,6 +1106,15 @@ def test_draws_where_the_tape_does_not_know_an_op(fun: Fun, policy: Any, hooks: 
     assert_same(run(remat(fun, policy=policy)), run(fun))
 
 
+def test_kept_values_are_found_under_hooks_that_copy_the_operands() -> None:
+    block = remat(lambda x: x.sin().cos().sin(), policy=everything_saveable)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        y = block(leaf(numbers(3)))
+    with CountOps() as ops:
+        y.sum().backward()
+    assert ops["sin"] == 1  # the derivative of `cos`
+
+
 @pytest.mark.parametrize("policy", [everything_saveable, save_at_most(10**6), dots_saveable], ids=str)
 def test_a_layer_that_autocast_has_seen_already(policy: Any) -> None:
     block = nn.Sequential(nn.Dropout(), nn.Linear(8, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 8))

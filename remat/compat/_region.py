@@ -23,6 +23,7 @@ from remat import _torch_internals as internals
 from remat._errors import CheckpointError, RematError
 from remat._holder import Holder
 from remat._nested_mode import current_look
+from remat._saved import graph_is_dropped
 from remat.compat._call import NO_CONTEXTS, Call, Contexts, modified
 from remat.compat._look import CheckpointLook
 from remat.compat._selective import Replay, Selective
@@ -87,6 +88,7 @@ class _Recomputed:
     - `replay`: the context of the rerun, which returns the values that a policy has kept.
     """
 
+    drops_graph = True
     replay: Replay | None = None
 
     def __init__(self, key: Any, holders: list[weakref.ref[Holder]], early_stop: bool) -> None:
@@ -136,10 +138,15 @@ class Region:
     """Modes that list the ops of the forward and of the rerun, for debugging."""
     _user_hooks: Any = None
     """The user's hooks around the forward, while it runs: for selective calls in it."""
+    drops_graph = False
+    """Whether it runs in a rerun of a region around."""
 
     def __init__(
         self, fun: Any, args: Any, kwargs: Any, options: Options, contexts: Contexts, selective: Selective | None
     ) -> None:
+        self.drops_graph = graph_is_dropped()
+        if selective is not None and self.drops_graph:
+            contexts, selective = NO_CONTEXTS, None
         self._options, self._contexts, self._selective = options, contexts, selective
         watches_cells = contexts is not NO_CONTEXTS and selective is None
         self._call = Call(fun, args, kwargs, options.preserve_rng_state, watches_cells)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import itertools
 from math import comb
 
+import torch
+
 from remat import _compile
 
 _MOST_REPEATS = 40
@@ -41,10 +43,9 @@ def _fewest(n: int, r: int) -> int:
 
 def checkpoints_for(who: str, n: int, k: int | None) -> int:
     """The number of checkpoints for n steps. None: the fewest with which no step runs more than three times."""
-    if _compile.tracing():
-        return n  # unrolled: the compiler sees a chain of remat'd steps
-    if k is None:
-        return _fewest(n, 2)
+    if _compile.tracing() or not torch.is_grad_enabled():
+        return n  # one after the other: the compiler sees a chain of remat'd steps, and without gradients none is kept
+    k = _fewest(n, 2) if k is None else k
     if n > comb(k + _MOST_REPEATS, k):
         raise ValueError(
             f"{who}: checkpoints={k} is too few for {n:,} steps: steps would run up to {repeats(n, k) + 1:,} times, "
