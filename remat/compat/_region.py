@@ -138,13 +138,12 @@ class Region:
     """Modes that list the ops of the forward and of the rerun, for debugging."""
     _user_hooks: Any = None
     """The user's hooks around the forward, while it runs: for selective calls in it."""
-    drops_graph = False
-    """Whether it runs in a rerun of a region around."""
 
     def __init__(
         self, fun: Any, args: Any, kwargs: Any, options: Options, contexts: Contexts, selective: Selective | None
     ) -> None:
         self.drops_graph = graph_is_dropped()
+        """Whether it runs in a rerun of a region around."""
         if selective is not None and self.drops_graph:
             contexts, selective = NO_CONTEXTS, None
         self._options, self._contexts, self._selective = options, contexts, selective
