@@ -113,8 +113,8 @@ def note_rerun(error: Exception, who: str) -> None:
         error.add_note(
             f"Raised while {who} ran again for the backward pass. Its forward run went through: something that it "
             "reads has changed since, such as a cache that the forward has filled (use_cache=True), an iterator that "
-            "it has used up, or a list that has grown. Or it looks up a function by its identity: a rerun calls copies "
-            "of functions that close over tensors which a transform replaces."
+            "it has used up, or a list that has grown. Or it looks up a function or a tensor by its identity: a rerun "
+            "reads other tensors, and calls copies of functions that close over these."
         )
 
 

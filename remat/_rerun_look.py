@@ -159,6 +159,11 @@ class RerunLook(Look):
         is_above = level_of(tensor) > stack_depth()  # only the forward ran there
         is_kept = kept.get(key) is tensor and not self.labels.has(tensor)  # else a nested call has returned it
         is_found = not (is_inner or is_new) and is_in_reach(tensor, self.objects)
+        inside = tensor
+        while internals.is_grad_wrapper(inside) and (is_above or not is_inner):
+            inside = internals.unwrapped(inside)
+            if id(inside) in self._plan.labels:  # a `to` that changes nothing has wrapped what the forward has read
+                return self.read(inside)
         if is_above or is_old or is_kept or is_found:
             raise CheckpointError(self._unknown_read(tensor))
         if wraps:

@@ -1242,6 +1242,24 @@ def test_data_of_a_differentiated_tensor(change: str, transform: str) -> None:
     assert_same(run(remat(fun)), expected)
 
 
+@pytest.mark.parametrize("transform", SOME_TRANSFORMS)
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable], ids=["", "dots"])
+def test_a_constant_that_is_moved_to_where_it_is(policy: Any, transform: str) -> None:
+    """`to` returns a wrapper of the same tensor there, also `torch.as_tensor`."""
+
+    def run(ck: Any) -> Any:
+        space = SimpleNamespace(mask=numbers(3), table=numbers(3, seed=1))
+
+        def fun(x: Tensor) -> Tensor:
+            space.mask = space.mask.to(x.dtype)
+            space.table = torch.as_tensor(space.table, dtype=x.dtype)
+            return (x * space.mask).sin() * space.table
+
+        return TRANSFORMS[transform](ck(fun), numbers(3, 3))
+
+    assert_same(run(remat(policy=policy)), run(plain))
+
+
 def test_a_module_that_is_moved_in_a_recorded_rerun() -> None:
     """`Module.to` asks for the `.grad` of parameters. The operands that modules hold then are no leaves."""
     net = nn.Linear(3, 1).double()

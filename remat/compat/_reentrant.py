@@ -19,7 +19,8 @@ from remat.compat._call import Call
 
 _CHANGES = (
     "checkpoint: with use_reentrant=True, {} changes a tensor of shape {}, {} in place that is differentiated. Its "
-    "rerun would start from the changed value. Change a copy instead: x = x.clone(), or use use_reentrant=False."
+    "rerun would start from the changed value. Change a copy instead: x = x.clone(), or use use_reentrant=False. If "
+    "the function makes this parameter, make it outside."
 )
 _OUT_OF_SIGHT = (
     "checkpoint: with use_reentrant=True, in {}, {}. It is from outside, and no torch function was seen to read it. "
