@@ -1035,6 +1035,27 @@ def test_a_module_that_is_moved_to_where_it_is(api: Any, use_reentrant: bool) ->
     assert_same(*results)
 
 
+@both_variants
+@pytest.mark.parametrize("how", ["copy_", "data", "module"])
+def test_a_parameter_that_the_function_makes_and_fills(api: Any, use_reentrant: bool, how: str) -> None:
+    def fun(x: Tensor) -> Tensor:
+        layer = nn.Linear(3, 3).double()
+        w = layer.weight if how == "module" else nn.Parameter(torch.zeros_like(layer.weight))
+        if how == "data":
+            w.data = torch.full_like(w, 0.5)
+        else:
+            with torch.no_grad():
+                w.copy_(torch.full_like(w, 0.5))
+        return (x @ w).sin()
+
+    grads = []
+    for checkpoint in (functools.partial(api.checkpoint, use_reentrant=use_reentrant), plain):
+        x = leaf(numbers(2, 3))
+        checkpoint(fun, x).sum().backward()
+        grads.append(x.grad)
+    assert_same(*grads)
+
+
 # User code finds its own tensors in a rerun.
 
 

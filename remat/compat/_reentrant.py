@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,8 +20,7 @@ from remat.compat._call import Call
 
 _CHANGES = (
     "checkpoint: with use_reentrant=True, {} changes a tensor of shape {}, {} in place that is differentiated. Its "
-    "rerun would start from the changed value. Change a copy instead: x = x.clone(), or use use_reentrant=False. If "
-    "the function makes this parameter, make it outside."
+    "rerun would start from the changed value. Change a copy instead: x = x.clone(), or use use_reentrant=False."
 )
 _OUT_OF_SIGHT = (
     "checkpoint: with use_reentrant=True, in {}, {}. It is from outside, and no torch function was seen to read it. "
@@ -70,9 +70,7 @@ class CheckpointFunction(torch.autograd.Function):
         with torch.no_grad(), look:
             out = run_function(*args)
         with internals.DisableTorchFunction():
-            for before in look.copies.values():
-                if before.requires_grad:
-                    raise RematError(_CHANGES.format(call.name, list(before.shape), before.dtype))
+            written = [weakref.ref(look.outside[key].value) for key, t in look.copies.items() if t.requires_grad]
             # The rerun starts from copies of those that the function wrote to.
             given = call.operands[: call.arguments]
             arguments = [None if id(t) in look.copies else t for t in given]
@@ -81,7 +79,9 @@ class CheckpointFunction(torch.autograd.Function):
                 for v in (out if isinstance(out, tuple) else (out,))
             ]
             call.finish(out, packs=False)  # the node holds them: to unpack one would run the outer function now
-            captured = {r.key: r.value() for r in call.reads if r.requires_grad}
+            if kept := [t for ref in written if (t := ref()) is not None]:  # else the function has made it, unseen
+                raise RematError(_CHANGES.format(call.name, list(kept[0].shape), kept[0].dtype))
+            captured = {r.key: r.value() for r in call.reads if r.requires_grad and not r.is_written}
             rest = [captured.pop(key) for key in look.gathered if key in captured]
             results = super().apply(call, captured, rest, values, *arguments, *captured.values())
             if look.outer is not None:
