@@ -31,6 +31,7 @@ from remat._layers import (
 )
 from remat._look import Look
 from remat._memory import memory_of, two_that_share_memory
+from remat._ops import is_plain
 from remat._places import Place, is_in_reach, places_in_modules, script_module_near, search
 from remat._signature import name_of
 from remat._tape import Origin, Tape
@@ -70,18 +71,13 @@ def matters(tensor: Tensor) -> bool:
 
 def of_kind(kind: type[Tensor], tensor: Tensor) -> Tensor:
     """The tensor as an instance of the class that the user saw: autograd nodes and transforms return plain tensors."""
-    if type(tensor) is kind or not _is_simple(kind):
+    if type(tensor) is kind or not is_plain(kind):
         return tensor
     if kind is Parameter:
         return internals.as_parameter(tensor) if type(tensor) is Tensor else tensor
-    if kind is Tensor and (isinstance(tensor, Parameter) or not _is_simple(type(tensor))):
+    if kind is Tensor and (isinstance(tensor, Parameter) or not is_plain(type(tensor))):
         return tensor
     return tensor.as_subclass(kind)
-
-
-def _is_simple(kind: type[Tensor]) -> bool:
-    """Whether tensors of a class hold no others: an attribute is no part of the value."""
-    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 class Found:
@@ -89,7 +85,8 @@ class Found:
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref, self.kind = weakref.ref(tensor), type(tensor)
-        self.attributes = tensor.__dict__.copy() if _is_simple(self.kind) else {}
+        # The attributes of other classes are what their tensors consist of.
+        self.attributes = tensor.__dict__.copy() if is_plain(self.kind) else {}
 
     def as_found(self, value: Tensor) -> Tensor:
         """A value that is read in its place, with its class and attributes."""
