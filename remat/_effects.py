@@ -145,8 +145,6 @@ class Effects:
             return True
         if not self.operands:
             return False
-        if self.draws and argument(1, "p", args, kwargs, 0.5) and argument(2, "training", args, kwargs, True):
-            return False  # a dropout that does nothing returns its argument
         given = (v for k, v in kwargs.items() if k not in ("input", "other")[: self.operands])
         for x in (*args[self.operands :], *given):
             if isinstance(x, Tensor) or (isinstance(x, (list, tuple)) and any(isinstance(n, Tensor) for n in x)):

@@ -94,6 +94,21 @@ def test_ends(end: Fun, setting: Fun, args: list[Tensor]) -> None:
     assert_same(setting(remat(fun))(*args), setting(fun)(*args))
 
 
+@pytest.mark.parametrize("rate", [0.3, 1.0])
+@pytest.mark.parametrize("setting", [by_backward, by_grad, hessian_vector])
+def test_dropout_after_the_last_product(setting: Fun, rate: float, args: list[Tensor]) -> None:
+    def fun(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        return x + F.dropout(torch.tanh(x @ v) @ w, rate)
+
+    def seeded(fun: Fun) -> Any:
+        torch.manual_seed(0)
+        return setting(fun)(*args)
+
+    again = products(seeded, remat(fun)) - products(seeded, fun)
+    assert again == (3 if setting is hessian_vector else 1)
+    assert_same(seeded(remat(fun)), seeded(fun))
+
+
 MLP = nn.Sequential(nn.Linear(N, N), nn.GELU(), nn.Linear(N, N))
 CONVOLUTIONS = nn.Conv2d(N, N, 3, padding=1), nn.ConvTranspose2d(N, N, 3, padding=1)
 ENCODER = nn.TransformerEncoderLayer(N, 4, N, dropout=0.0, batch_first=True, norm_first=True)
