@@ -16,7 +16,7 @@ from remat._closure import Operand
 from remat._effects import tensors_in
 from remat._errors import RematError, shown
 from remat._graph import UnknownInput, prove
-from remat._layers import layers
+from remat._layers import layers_and_tangents
 from remat._names import keep
 from remat._remat import name_of_global, remat
 from remat.policies._policy import policy_around
@@ -187,7 +187,7 @@ class custom_remat(Generic[P, R]):  # noqa: N801
 
     def _check_captures(self, out: Any, args: Any, since: int) -> None:
         with internals.DisableTorchFunction():
-            values, given = ([x for t in tensors_in(_tree.flatten(tree)[0]) for x in layers(t)] for tree in (out, args))
+            values, given = ([x for t in tensors_in(_tree.flatten(tree)[0]) for x in layers_and_tangents(t)] for tree in (out, args))
             try:
                 prove(values, given, since, lambda _: False)
             except UnknownInput as unknown:

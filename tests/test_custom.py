@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import TRANSFORMS, CountOps, Fun, assert_same, leaf, numbers, plain
 from torch import Tensor, nn
-from torch.func import grad, jvp, vmap
+from torch.func import grad, jacfwd, jvp, vmap
 
 from remat import RematError, custom_remat, remat, saved_residuals
 from remat.debug import LiveBytes
@@ -89,6 +89,22 @@ def test_same_as_the_function(program: str, transform: str, policy: Any) -> None
         run(lambda x: expected(x.sin()).cos(), x),
         rounding=1e-9,
     )
+
+
+@pytest.mark.parametrize("policy", [None, SAVES_COS])
+@pytest.mark.parametrize("transform", [".backward()", "grad", "vmap(grad)", "grad(grad)", "jvp(grad)"])
+@pytest.mark.parametrize("inner", ["jvp", "jacfwd", "jvp(grad)", "grad(jvp)", "vmap(jvp)"])
+def test_transforms_inside(inner: str, transform: str, policy: Any) -> None:
+    transformed: Any = {
+        "jvp": lambda fun, x: jvp(fun, (x,), (x.cos(),))[1],
+        "jacfwd": lambda fun, x: jacfwd(fun)(x[0]),
+        "jvp(grad)": lambda fun, x: jvp(grad(lambda x: fun(x).sum()), (x,), (x.cos(),))[1],
+        "grad(jvp)": lambda fun, x: grad(lambda x: jvp(fun, (x,), (x.cos(),))[1].sum())(x),
+        "vmap(jvp)": lambda fun, x: vmap(lambda x, t: jvp(fun, (x,), (t,))[1])(x, x.cos()),
+    }[inner]
+    custom, expected = (lambda x, fun=fun: transformed(fun, x) for fun in PROGRAMS["sines"])
+    x, run = numbers(3, 3), TRANSFORMS[transform]
+    assert_same(run(remat(custom, policy=policy), x), run(expected, x))
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch.func.linearize
