@@ -187,7 +187,8 @@ class custom_remat(Generic[P, R]):  # noqa: N801
 
     def _check_captures(self, out: Any, args: Any, since: int) -> None:
         with internals.DisableTorchFunction():
-            values, given = ([x for t in tensors_in(_tree.flatten(tree)[0]) for x in layers_and_tangents(t)] for tree in (out, args))
+            trees = [tensors_in(_tree.flatten(tree)[0]) for tree in (out, args)]
+            values, given = ([x for t in tree for x in layers_and_tangents(t)] for tree in trees)
             try:
                 prove(values, given, since, lambda _: False)
             except UnknownInput as unknown:
