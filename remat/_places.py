@@ -183,11 +183,9 @@ def _slots(obj: Any) -> list[tuple[Place, Any]]:
 
 def _items(obj: Any) -> list[Any]:
     """The items of a container, the first of many. Methods of the user's classes are not called."""
-    for kind in _CONTAINERS:
-        if isinstance(obj, kind):
-            items = dict.items(obj) if kind is dict else kind.__iter__(obj)
-            return [*itertools.islice(items, _MOST_HELD)]
-    return []
+    kind = next(kind for kind in _CONTAINERS if isinstance(obj, kind))
+    items = dict.items(obj) if kind is dict else kind.__iter__(obj)
+    return [*itertools.islice(items, _MOST_HELD)]
 
 
 @functools.cache

@@ -1032,12 +1032,12 @@ def test_a_double_unpack_is_named_under_debug() -> None:
     assert "differs" not in messages[1]
 
 
-def different(ck: Any, **options: Any) -> Any:
+def different(ck: Any, before: Any = torch.sin, **options: Any) -> Any:
     def forward(x: Tensor) -> Tensor:
-        return x.sin().cos().exp()
+        return before(x).cos().exp()
 
     def rerun(x: Tensor) -> Tensor:
-        return x.sin()[:2].cos().exp()
+        return before(x)[:2].cos().exp()
 
     calls = Calls(lambda x: (forward if calls.count == 1 else rerun)(x))
     with pytest.raises(TORCH.CheckpointError) as caught:
@@ -1054,6 +1054,8 @@ def test_debug_output_is_short() -> None:
     assert [f"{__file__}:{different.__code__.co_firstlineno + k}" in str(error) for k in (2, 5)] == [True, True]
     assert "aten.cos.default(float64[3])" in str(error)
     assert "aten.slice" in str(error)
+    lists = different(ours, before=lambda x: torch.cat([x, x]))
+    assert "aten.cat.default([float64[3], float64[3]])" in str(lists)
     assert len(str(different(of_torch)).splitlines()) > 100
 
 

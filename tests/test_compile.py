@@ -827,6 +827,11 @@ def _of_torch(fun: Any) -> Any:
     return functools.partial(torch.utils.checkpoint.checkpoint, fun, use_reentrant=False)
 
 
+def test_no_elements() -> None:
+    fun = grad(lambda x: remat(torch.sin)(x).sum())
+    assert compiled(fun)(torch.zeros(0, 3)).shape == (0, 3)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("what", [".backward()", "grad", "vmap(grad)"])
 def test_draws(what: str, backend: str) -> None:

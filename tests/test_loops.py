@@ -640,6 +640,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         r"y\['y'\] is \[3\], torch.float32 in one step, and \[3\], torch.int32 in another",
     ),
+    "the tree of y changes": (
+        lambda: remat.scan(lambda c, x: (c + 1, {"a" if c < 2 else "b": C}), 0, XS),
+        TypeError,
+        r"y is {'a': \*} in one step, and {'b': \*} in another",
+    ),
     "vector condition": (
         lambda: remat.while_loop(lambda c: c < 1, torch.sin, C),
         TypeError,

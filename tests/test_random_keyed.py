@@ -293,6 +293,25 @@ def test_without_randomness_nothing_changes() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_draws_of_nothing() -> None:
+    x = torch.ones(2, 3, 1, 1)
+    for fun in (
+        lambda: F.alpha_dropout(x, 1.0, training=True),
+        lambda: F.rrelu(-x, training=False),
+        lambda: torch.native_dropout(x, 0.5, False),
+        lambda: nn.init.kaiming_uniform_(torch.empty(0, 3)),
+    ):
+        assert same(keyed(fun)(key(0)), fun())
+
+
+def test_the_memory_format_of_a_draw() -> None:
+    drawn = keyed(lambda: torch.randn_like(torch.ones(2, 3, 4, 5), memory_format=torch.channels_last))(key(0))
+    assert drawn.is_contiguous(memory_format=torch.channels_last)
+    with pytest.raises(NotImplementedError, match=r"layout=torch\.sparse_coo.*Make a plain strided tensor"):
+        keyed(lambda: torch.randn(3, layout=torch.sparse_coo))(key(0))
+
+
 def test_each_draw_has_its_own_subkey() -> None:
     a, b, c = keyed(lambda: (F.dropout(torch.ones(9)), next_key(), torch.rand(2)))(key(0))
     assert torch.equal(a, dropout(fold_in(key(0), 0), torch.ones(9)))

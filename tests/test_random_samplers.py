@@ -422,6 +422,11 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: rr.poisson(key(0), torch.ones(3), ()), ValueError, "poisson: the parameters must broadcast"),
     (lambda: rr.dirichlet(key(0), torch.tensor(1.0)), ValueError, "dirichlet: alpha must be a tensor of shape"),
     (lambda: rr.permutation(key(0), 5, axis=1), ValueError, r"permutation: axis must be in \[-1, 1\).*got 1"),
+    (
+        lambda: rr.choice(key(0), torch.ones(3, 3), (2,), axis=2),
+        ValueError,
+        r"choice: axis must be in \[-2, 2\)",
+    ),
     (lambda: rr.choice(key(0), 3, (4,), replace=False), ValueError, "choice: can't choose 4 of 3 without replacement"),
     (lambda: rr.choice(key(0), 0, (1,)), ValueError, "choice: can't choose 1 of 0"),
     (

@@ -359,6 +359,11 @@ def test_static_arguments(options: dict[str, Any], by_name: bool, transform: str
         )
 
 
+def test_a_static_argument_of_a_builtin_without_a_signature() -> None:
+    fun = remat(torch.cumsum, static_argnums=1)
+    assert_same(*(grad(lambda x, f=f: f(x, 0).sin().sum())(numbers(3)) for f in (fun, torch.cumsum)))
+
+
 def test_a_static_argument_arrives_as_it_is() -> None:
     seen = Seen()
 

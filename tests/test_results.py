@@ -542,6 +542,11 @@ class Doubled(Two):
         return super().__new__(cls, a * 2, b)
 
 
+class Counted(Two):
+    def __new__(cls, *items: Any) -> Any:
+        return super().__new__(cls, *items, len(items))
+
+
 class WithDefault(Two):
     def __new__(cls, a: Any, b: Any = None) -> Any:
         return super().__new__(cls, a, b)
@@ -564,7 +569,11 @@ def named(x: Tensor) -> Any:
     return pair
 
 
-@pytest.mark.parametrize("make", [lambda x: Doubled(x, 1), Scaled, named], ids=["tuple", "dataclass", "attribute"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: Doubled(x, 1), Counted, Scaled, named],
+    ids=["tuple", "arguments", "dataclass", "attribute"],
+)
 @pytest.mark.parametrize("way", [remat, functools.partial(functools.partial, checkpoint, use_reentrant=False)])
 def test_a_tree_whose_constructor_changes_what_it_gets(make: Any, way: Any) -> None:
     """A rerun would change it a second time. A class that only has a default is no error."""

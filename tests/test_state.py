@@ -187,6 +187,28 @@ def test_a_variable_that_a_call_counts_up(ck: Decorator) -> None:
 
 
 @pytest.mark.parametrize("ck", DECORATORS.values(), ids=DECORATORS)
+def test_a_variable_that_the_first_call_sets(ck: Decorator) -> None:
+    """It holds nothing in the rerun, as at the call."""
+
+    def run(ck: Decorator) -> tuple[float, Tensor]:
+        x = leaf(numbers(3))
+
+        def fun(x: Tensor) -> Tensor:
+            nonlocal scale
+            try:
+                return x.sin() * scale * 3
+            except NameError:
+                scale = 2.0
+                return x.sin() * scale
+
+        scale: float
+        ck(fun)(x).sum().backward()
+        return scale, x.grad
+
+    assert_same(run(ck), run(plain))
+
+
+@pytest.mark.parametrize("ck", DECORATORS.values(), ids=DECORATORS)
 def test_a_hook_that_puts_a_feature_into_a_variable(ck: Decorator) -> None:
     def run(ck: Decorator) -> Tensor:
         x, net, feature = leaf(numbers(3)), nn.Tanh(), None
@@ -510,6 +532,19 @@ def test_a_table_that_is_made_on_first_use_of_what_is_mapped(transform: str) -> 
         return TRANSFORMS[transform](ck(step), numbers(3))
 
     assert_same(run(remat), run(plain))
+
+
+def test_a_table_that_is_made_on_first_use_of_what_is_mapped_at_another_level() -> None:
+    """The rerun runs below `grad`, and its `vmap` is another one."""
+    held = SimpleNamespace(t=None)
+
+    def step(x: Tensor) -> Tensor:
+        if held.t is None:
+            held.t = x.detach().cos()
+        return (x.sin() * held.t).sum()
+
+    with pytest.raises(CheckpointError, match="which its forward did not read"):
+        grad(lambda x: vmap(remat(step))(x).sum())(numbers(2, 3))
 
 
 def test_a_state_with_a_graph_that_is_replaced_is_found_by_a_backward_in_another_thread() -> None:

@@ -1336,6 +1336,46 @@ times_sine.register_autograd(
 times_sine.register_vmap(lambda info, in_dims, x, y: (times_sine(x.movedim(in_dims[0], 0), y.expand_as(x)), 0))
 
 
+logged: list[float] = []
+
+
+@torch.library.custom_op("remat_tests::log", mutates_args=())
+def log(x: Tensor) -> None:
+    logged.append(x.sum().item())
+
+
+@pytest.mark.parametrize("policy", [None, *KEEPING.values()])
+def test_an_op_that_returns_nothing_runs_again(policy: Any) -> None:
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin()
+        log(y.detach())
+        return y.exp()
+
+    logged.clear()
+    remat(fun, policy=policy)(leaf(numbers(3))).sum().backward()
+    assert logged == [numbers(3).sin().sum().item()] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*[Qq]uantize")
+@pytest.mark.parametrize("policy", [None, *KEEPING.values()])
+def test_a_quantized_constant(policy: Any) -> None:
+    q = torch.quantize_per_tensor(torch.randn(3, 3), 0.1, 0, torch.qint8)
+    x = numbers(3, 3)
+    for fun in (lambda x: (x.sin() * q.dequantize()).exp(), lambda x: torch.cat([q, q]).dequantize().sum() * x.sin()):
+        assert_same(*(grad(lambda x, f=f: f(x).sum())(x) for f in (remat(fun, policy=policy), fun)))
+
+
+def test_a_graph_that_a_backward_inside_has_freed() -> None:
+    def fun(x: Tensor) -> Tensor:
+        y = x.sin() * x
+        torch.autograd.grad(y.sum(), x)
+        return y * 2
+
+    for ck in (plain, remat, remat(policy=everything_saveable)):
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            ck(fun)(leaf(numbers(3))).sum().backward()
+
+
 def in_inference_mode(x: Tensor, y: Tensor) -> Tensor:
     with torch.inference_mode():
         total = (x.detach() * 2).sum()

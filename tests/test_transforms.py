@@ -580,6 +580,13 @@ def test_hooks_that_would_be_called_for_both_orders(transform: str) -> None:
         TRANSFORMS[transform](remat(sets_a_hook), numbers(3, 3))
 
 
+def test_a_hook_below_a_transform_that_differentiates_a_recorded_backward() -> None:
+    x = leaf(numbers(3))
+    y = remat(sets_a_hook)(x)
+    with pytest.raises(RematError, match=r"puts a hook .* create_graph=True, around a transform, .* both orders"):
+        grad(lambda g: torch.autograd.grad(y, x, g, create_graph=True)[0].sin().sum())(numbers(3))
+
+
 @pytest.mark.parametrize("transform", [".backward()", "grad"])
 def test_a_hook_that_only_the_forward_sets(transform: str) -> None:
     def fun(x: Tensor) -> Tensor:
