@@ -38,9 +38,9 @@ from remat.random._keyed import Position, resumed, running, suspended
 
 _OTHER_OPERANDS = "remat: the rerun of {} {} on {}, unlike its forward run. {}"
 _OWN_LEAF = (
-    "remat: {} makes a tensor of shape {}, {} that requires grad, and keeps or returns it. No result would have a "
-    "derivative with respect to it, for each rerun makes its own. Make it outside. If it is made on first use, as by "
-    "pyro.param, call the function once before, in torch.no_grad()."
+    "remat: {} makes a tensor of shape {}, {} that requires grad, and keeps or returns it, or a hook holds it. No "
+    "result would have a derivative with respect to it, for each rerun makes its own. Make it outside, or use "
+    "remat.checkpoint. If it is made on first use, as by pyro.param, call the function once before, in torch.no_grad()."
 )
 _SWAPS_SAVED = (
     "remat: {} runs with a policy under allow_mutation_on_saved_tensors, which replaces what the graph has saved: a "

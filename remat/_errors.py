@@ -34,8 +34,8 @@ PURITY = (
 
 _HANDED_ON = (
     "remat: in {}, {} reads a tensor of shape {}, {} that the function takes from outside and hands straight to a "
-    "transform, an autograd.Function or an extension. No module, attribute, list, dict or global in reach holds it, so "
-    "a rerun can't put another tensor in its place. Pass it as an argument."
+    "transform, an autograd.Function or an extension, or reads in torch.no_grad() first. No module, attribute, list, "
+    "dict or global in reach holds it, so a rerun can't put another tensor in its place. Pass it as an argument."
 )
 _CHANGES = (
     "remat: {} changes an argument or a captured tensor of shape {}, {} in place, at {}. Its rerun would start from "

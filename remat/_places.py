@@ -82,6 +82,8 @@ class _Index:
         assert root is not None
         self._holders = {}
         for module in root.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # its tensors are not in Python
             ref = weakref.ref(module)
             for kind in ("_parameters", "_buffers", "__dict__"):
                 for name, t in getattr(module, kind).items():
@@ -111,8 +113,6 @@ def _modules_near(objects: Iterable[Any]) -> Iterator[torch.nn.Module]:
     """The outermost modules among the objects and among those that these hold."""
     for obj in objects:
         for near in (obj,) if isinstance(obj, torch.nn.Module) else (obj, *(held for _, held in _children(obj))):
-            if isinstance(near, torch.jit.ScriptModule):
-                continue  # its tensors are not in Python
             if isinstance(near, torch.nn.Module):
                 yield near
             elif isinstance(near, _CONTAINERS):

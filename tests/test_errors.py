@@ -205,6 +205,20 @@ def test_a_script_module_is_an_error() -> None:
         remat(lambda x: scripted(x).sin())(torch.ones(3, requires_grad=True)).sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("way", [remat, functools.partial(functools.partial, checkpoint, use_reentrant=False)])
+def test_a_parameter_of_a_script_module_that_is_not_called(way: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 3))).double()
+
+    def derivatives(fun: Any) -> Any:
+        return torch.autograd.grad(fun(numbers(2, 3)).sum(), [model[0].weight, model[1].weight])
+
+    def fun(x: Tensor) -> Tensor:
+        return model[0](x) @ model[1].weight
+
+    assert_same(derivatives(way(fun)), derivatives(fun))
+
+
 class Scales(nn.Module):
     def __init__(self, scale: Tensor) -> None:
         super().__init__()

@@ -1809,6 +1809,25 @@ def test_a_leaf_of_the_function_has_no_derivative_outside(how: str, transform: s
     assert_same(TRANSFORMS[transform](first, numbers(3)), TRANSFORMS[transform](lambda x: x * store["w"], numbers(3)))
 
 
+def test_a_leaf_of_the_function_that_its_hook_holds() -> None:
+    """Implicit differentiation of a fixed point."""
+
+    def fun(w: Tensor, z: Tensor) -> Tensor:
+        z = z.detach().clone().requires_grad_()
+        y = torch.tanh(w * z)
+        hooks = [
+            y.register_hook(lambda g: (hooks[0].remove(), g + torch.autograd.grad(y, z, g, retain_graph=True)[0])[1])
+        ]
+        return y * 2
+
+    w, z = leaf(numbers(3)), numbers(3, seed=1)
+    with pytest.raises(
+        RematError, match=r"requires grad, and keeps or returns it, or a hook holds it.* remat\.checkpoint"
+    ):
+        remat(fun)(w, z)
+    assert_same(*(torch.autograd.grad(f(w, z).sum(), w) for f in (checkpointed(use_reentrant=False)(fun), fun)))
+
+
 @pytest.mark.parametrize("transform", SOME_TRANSFORMS)
 def test_a_leaf_of_the_function_that_dies_with_the_call(transform: str) -> None:
     def fun(x: Tensor) -> Tensor:
