@@ -142,7 +142,8 @@ class Call:
                 recorder = self._recorder = Recorder(policy.start(), where)
             look = self._look = Look(self.name, given, random)
         self.since = look.since
-        if not (tracing or self._has_tangents or internals.functionalizing()):  # these decompose an autograd.Function
+        functionalizes = internals.is_under(internals.TransformType.Functionalize)
+        if not (tracing or self._has_tangents or functionalizes):  # these decompose an autograd.Function
             self._followed = nothing_saveable if policy is None else policy
         around = policy_around.set(self._followed)
         try:
@@ -406,7 +407,7 @@ class Call:
         again = any(t.grad_fn is not None or requires_grad_below(t) for t in operands)
         replay = Replay(self.tape, self.last_rerun and not again)
         for original, operand in zip(self.operands.originals, inputs, strict=True):
-            replay.stands_for(operand, original.origin)
+            replay.stands_for(operand, original.origins)
         self._replays.append(replay)
         return replay
 

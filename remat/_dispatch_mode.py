@@ -30,6 +30,9 @@ class DispatchMode(internals.TorchDispatchMode):
     supports_higher_order_operators = True
     is_about_functions = False
     """Whether it counts, keeps or compares the ops of a function. What remat does about them is not among these."""
+    looks_inside = False
+    """Whether it sees, in place of the ops of a wrapper subclass (DTensor), those of the tensors inside it."""
+    has_looked_inside = False
     paused = False
     """Whether it looks away, for the ops are remat's own."""
 
@@ -44,6 +47,14 @@ class DispatchMode(internals.TorchDispatchMode):
 
     @internals.left_alone_by_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and self.looks_inside and any(map(internals.is_traceable_wrapper_subclass_type, types)):
+            self.has_looked_inside = True
+            if not (self.paused or getattr(func, "is_view", False)):
+                self.accessed(func, args, kwargs or {})  # the subclass may run kernels that are no ops
+            return NotImplemented
+        if self.has_looked_inside and internals.active_fake_mode() is not None:
+            with _no_modes():  # DTensor finds out a shape, the first time
+                return func(*args, **(kwargs or {}))
         if func is _MUL_SCALAR and args[0]._is_zerotensor():
             func, args, kwargs = _times_zeros(*args)
         op = self._op_of_remat if self.paused else self._op
@@ -61,6 +72,19 @@ def tell_of_access(func: Any, args: Any, kwargs: Any) -> None:
         for mode in internals.dispatch_mode_stack():
             if isinstance(mode, DispatchMode):
                 mode.accessed(func, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def _no_modes() -> Iterator[None]:
+    """Within it, no mode of the user and of remat is active. Those of torch are, such as fake tensors."""
+    modes = [mode for mode in internals.dispatch_mode_stack() if not internals.is_mode_of_torch(mode)]
+    for _ in modes:
+        internals.pop_dispatch_mode()
+    try:
+        yield
+    finally:
+        for mode in modes:
+            internals.push_dispatch_mode(mode)
 
 
 @contextlib.contextmanager

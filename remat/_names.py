@@ -90,9 +90,14 @@ def _named(name: str, leaves: Iterable[Any]) -> list[Any]:
         # The op runs in the forward and in the rerun, with or without a policy, because the two are compared call by
         # call. Also in no_grad, an alias is differentiated as the tensor is.
         with torch.enable_grad():
-            return [torch.ops.aten.alias.default(t) if isinstance(t, Tensor) else t for t in leaves]
+            return [_alias(t) if isinstance(t, Tensor) else t for t in leaves]
     finally:
         _current.reset(token)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    # Nested tensors of torch 2.13 have no alias.
+    return tensor.view_as(tensor) if tensor.layout is torch.jagged else torch.ops.aten.alias.default(tensor)
 
 
 # Dynamo can't trace the functions above, so they are one op of its graph. See NOTE [two compilers].

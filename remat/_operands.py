@@ -110,8 +110,8 @@ class Original(Found):
     """Whether the forward read it, perhaps unseen."""
     label: int | None = None
     """What the signature calls it: NOTE [labels]."""
-    origin: Origin | None = None
-    """Its `Origin` on the tape of a policy."""
+    origins: Sequence[Origin | None] = ()
+    """Its origins on the tape of a policy."""
     copied = False
     """Whether the function writes in its storage. Then each rerun gets a copy of its earlier value."""
     written = False
@@ -213,7 +213,7 @@ class Operands:
             if (read := look.outside.get(key)) is not None:
                 original = self.originals[i]
                 original.label = read.label
-                original.origin = None if tape is None else tape.origin(read.value, original.copied)
+                original.origins = () if tape is None else tape.origins(read.value, original.copied)
         for t, stand_in in self._outer_originals():
             if (index := self._index.get(stand_in)) is not None:
                 self.originals[index].also = [*self.originals[index].also, weakref.ref(t)]

@@ -22,7 +22,7 @@ from remat._context import drawn_from
 from remat._dispatch_mode import ops_of_remat
 from remat._effects import tensors_in
 from remat._errors import RematError
-from remat._layers import innermost, nodes_of, version_of
+from remat._layers import inner_tensors, innermost, nodes_of, version_of
 from remat._names import Kept as KeptName
 from remat._names import current_name
 from remat._nested_mode import current_call
@@ -112,10 +112,9 @@ class Recorder(OpMode):
         self._needs = weakref.WeakKeyDictionary[Any, list[Any]]()
         """What ops need to run again, while nothing is differentiated yet: nothing may ever be. By the storage of the
         op's result, so that it is freed with the result."""
-        self._is_differentiated = internals.under_grad()
+        self._is_differentiated = internals.is_under(internals.TransformType.Grad)
         self._saved: dict[Value, Any] | None = None
         """The values that the graph would save if it held tensors, with `_need` of each; None if it does hold them."""
-        self._outsides = weakref.WeakKeyDictionary[Any, Value]()
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
@@ -124,7 +123,7 @@ class Recorder(OpMode):
             raise TypeError(self._complaint) from None
 
     def _outside(self, storage: Any) -> Value:
-        return self._outsides.setdefault(storage, Value())
+        return Value()
 
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         facts = FACTS.get(id(func)) or facts_of(func)
@@ -333,28 +332,28 @@ class Recorder(OpMode):
         """Record that the graph would save a tensor. Called instead of saving it if the graph holds no tensors."""
         self._saved = {} if self._saved is None else self._saved
         with internals.DisableTorchFunction():
-            if plain(tensor):
-                content = self._content(tensor.untyped_storage())
+            for content in map(self._content, storages([tensor])):
                 self._saved[content.value] = self._need(content)
 
     def tape(self, results: list[Tensor]) -> Tape:
         """Decide what to keep, after the run and while its graph exists. `results`: the results of the run."""
         kept: dict[Value, Kept] = {}
         with internals.DisableTorchFunction():
-            memory = {c.value: s for c in self._contents.values() if (s := c.storage()) is not None and c.made}
+            contents = {key: c for key, c in self._contents.items() if c.storage() is not None}
+            memory = {c.value: s for c in contents.values() if c.made and (s := c.storage()) is not None}
             needed: Iterable[Value] | None = self._saved
             if needed is None:
                 alone = self._only_returned(results)
                 needed = [v for v, s in memory.items() if internals.storage_uses(s._cdata) > 1 and v not in alone]
             memory |= self._saved_for_ops()
-            raw = [r for r in map(innermost, results) if plain(r)]
+            raw = [t for r in results for t in inner_tensors(innermost(r)) if plain(t)]
             with internals.no_transforms(), torch.no_grad(), ops_of_remat():
                 for value in self._walk(needed, memory):
                     aliases = [t.detach() for t in raw if t.untyped_storage() is memory[value]]
                     kept[value] = Kept(value, memory[value], aliases)
         self._needs.clear()
         self._needed_by_ops, self._saved = [], None
-        return Tape(self._ops, self._by_key, self._outsides, kept)
+        return Tape(self._ops, self._by_key, contents, kept)
 
     def _walk(self, needed: Iterable[Value], memory: dict[Value, Any]) -> Iterable[Value]:
         """Return the needed values that are kept. Mark the ops of the other needed values to run again."""
@@ -375,9 +374,8 @@ class Recorder(OpMode):
 
     def _only_returned(self, results: list[Tensor]) -> set[Value]:
         """The values of results that no backward reads: they are alive only because they are returned."""
-        memory = {r: raw.untyped_storage() for r in results if plain(raw := innermost(r))}
-        values = {r: self._content(storage).value for r, storage in memory.items()}
-        read = {value for op in self._ops for value in op.reads}.intersection(values.values())
+        memory = [(self._content(s).value, s, r) for r in results for s in storages([innermost(r)])]
+        read = {value for op in self._ops for value in op.reads}.intersection(value for value, *_ in memory)
         nodes = [n for r in results for n in nodes_of(r)]
         if read:
             nodes = nodes_behind(nodes, self._since)
@@ -386,5 +384,5 @@ class Recorder(OpMode):
         tapes = [tape for n in nodes if isinstance(tape := getattr(n, "tape", None), Tape)]  # of nested calls
         held = [h for n in nodes for h in held_by(n)] + [k.memory for t in tapes for k in t.kept.values()]
         saved = {*map(id, storages(innermost(t) for t in held if isinstance(t, Tensor)))}
-        alone = [r for r, storage in memory.items() if id(storage) not in saved]
-        return {values[r] for r in alone if values[r] in read or not saves_output(r)}
+        alone = [(value, r) for value, storage, r in memory if id(storage) not in saved]
+        return {value for value, r in alone if value in read or not saves_output(r)}

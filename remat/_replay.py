@@ -19,7 +19,7 @@ from torch import Tensor
 from remat import _torch_internals as internals
 from remat._context import Ambient, RandomState
 from remat._dispatch_mode import ops_of_remat
-from remat._layers import innermost
+from remat._layers import inner_tensors, innermost
 from remat._ops import FACTS, OpFacts, bytes_of, facts_of, flat, layout_of, storages, tensors
 from remat._tape import Origin, Tape, origin_of
 from remat._values import CONSTANT, Changed, Content, Key, Op, OpMode, Value
@@ -55,12 +55,12 @@ class Replay(OpMode):
         self._hooks = None  # they may hold this mode
         super().__exit__(*error)
 
-    def stands_for(self, operand: Tensor, origin: Origin | None) -> None:
+    def stands_for(self, operand: Tensor, origins: Iterable[Origin | None]) -> None:
         """Give an operand the value of the original: it may be a copy, or come from a checkpoint or hooks around."""
-        raw = innermost(operand)
         with internals.DisableTorchFunction():
-            if origin is not None and origin == origin_of(raw, origin.value):
-                self._set(raw.untyped_storage(), origin.value)
+            for raw, origin in zip(inner_tensors(innermost(operand)), origins, strict=False):
+                if origin is not None and origin == origin_of(raw, origin.value):
+                    self._set(raw.untyped_storage(), origin.value)
 
     def settle(self) -> None:
         """Compute the hollow memory that the rerun's graph holds. Called when only the graph is left of the results."""
@@ -77,8 +77,9 @@ class Replay(OpMode):
         return Value() if op is None else op.outputs[0]
 
     def _outside(self, storage: Any) -> Value:
-        value = self._tape.outsides.get(storage)
-        return Value() if value is None or value.is_replaced else value  # the run has written to it
+        # A hook may have filled memory in the forward, which this rerun just reads: FSDP2 gathers parameters.
+        content = self._tape.content(storage)
+        return Value() if content is None or content.value.is_replaced else content.value
 
     def _known(self, key: Key) -> Op | None:
         """The op of the forward with this key, or None."""

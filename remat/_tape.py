@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from remat._layers import innermost, version_of
+from remat._layers import inner_tensors, innermost, version_of
 from remat._offload import Offloaded
 from remat._ops import Layout, bytes_of, layout_of, plain
-from remat._values import Key, Op, Value
+from remat._values import Content, Key, Op, Value
 
 _OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 KEEP = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, *_OFFLOAD)
@@ -77,7 +77,7 @@ class Tape:
 
     - `ops`: the ops of the run, in order.
     - `by_key`: the ops with each key, in order. Each has its own memory.
-    - `outsides`: the values of storages that the run read and no op made.
+    - `contents`: by identity, the storages that the run met and that outlive it.
     - `kept`: the kept values.
     - `skips`: whether a rerun may skip ops. Not if it called an autograd.Function, which may read memory unseen, by
         a kernel that is no op.
@@ -85,7 +85,7 @@ class Tape:
 
     ops: list[Op]
     by_key: dict[Key, list[Op]]
-    outsides: weakref.WeakKeyDictionary[Any, Value]
+    contents: dict[int, Content]
     kept: dict[Value, Kept]
     skips: bool = True
     _before: weakref.ref[Tape] | None = field(default=None, init=False)
@@ -109,20 +109,28 @@ class Tape:
         """By the storages that are held, the values in them and the ops that computed them."""
         return {kept.memory.untyped_storage(): (value, self.ops[value.op]) for value, kept in self.kept.items()}
 
-    def origin(self, tensor: Tensor, copied: bool = True) -> Origin | None:
-        """The origin of a tensor from outside, for reruns that get another one; None if the run did not read it.
+    def content(self, storage: Any) -> Content | None:
+        """What a storage holds at the end of the run; None if the run did not meet it."""
+        content = self.contents.get(id(storage))
+        return content if content is not None and content.storage() is storage else None
+
+    def origins(self, tensor: Tensor, copied: bool) -> list[Origin | None]:
+        """The origins of a tensor from outside, for reruns that get another one; None if the run did not read it.
 
         Another tensor has the same value only if it has the same layout. `copied`: whether it is a copy of what was
         there before the run, which may have changed it.
         """
-        raw = innermost(tensor)
-        value = self.outsides.get(raw.untyped_storage()) if plain(raw) else None
-        return None if value is None or (value.is_replaced and not copied) else origin_of(raw, value)
+        found = []
+        for raw in inner_tensors(innermost(tensor)):
+            content = self.content(raw.untyped_storage()) if plain(raw) else None
+            value = None if content is None or content.made else content.first
+            found.append(None if value is None or (value.is_replaced and not copied) else origin_of(raw, value))
+        return found
 
     def was_read(self, tensor: Tensor) -> bool:
         """Whether the run may have read a tensor from outside, or a tensor that shares its memory."""
         raw = innermost(tensor)
-        return not plain(raw) or raw.untyped_storage() in self.outsides
+        return not plain(raw) or ((content := self.content(raw.untyped_storage())) is not None and not content.made)
 
     def fetch(self) -> None:
         """Start to copy offloaded values back, for this rerun and the next."""

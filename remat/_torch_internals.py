@@ -26,6 +26,7 @@ from torch._functorch import eager_transforms as _eager
 from torch._functorch import vmap as _vmap
 from torch._functorch.pyfunctorch import coerce_cinterpreter, temporarily_clear_interpreter_stack
 from torch._guards import TracingContext
+from torch._guards import active_fake_mode as active_fake_mode
 from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
 from torch._subclasses import FakeTensor as FakeTensor  # a compiler's tensor, which has no values
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -41,8 +42,8 @@ from torch.utils import _cxx_pytree as _cxx_pytree
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext as DeviceContext  # the mode behind `with torch.device(...)`
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented, its path is private
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type as is_traceable_wrapper_subclass_type
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as create_selective_checkpoint_contexts
 
@@ -106,18 +107,9 @@ def differentiating() -> bool:
     return transforms_active() and any(i.key() != TransformType.Vmap for i in _C.get_interpreter_stack())
 
 
-def _is_under(kind: Any) -> bool:
+def is_under(kind: Any) -> bool:
+    """Whether a transform of a `TransformType` is active at some level."""
     return transforms_active() and any(i.key() == kind for i in _C.get_interpreter_stack())
-
-
-def under_grad() -> bool:
-    """Whether `torch.func` differentiates in reverse mode at some level."""
-    return _is_under(TransformType.Grad)
-
-
-def functionalizing() -> bool:
-    """Whether `torch.func.functionalize` is active."""
-    return _is_under(TransformType.Functionalize)
 
 
 def lowest_recorded_level() -> int:
@@ -230,7 +222,7 @@ def jvp_level() -> Iterator[int]:
 
 def forward_ad_active() -> bool:
     """Whether a tensor can carry a tangent now. A `jvp` in compiled code does not set the level of `forward_ad`."""
-    return fwad._current_level >= 0 or _is_under(TransformType.Jvp)
+    return fwad._current_level >= 0 or is_under(TransformType.Jvp)
 
 
 def forward_ad_disabled() -> contextlib.AbstractContextManager[Any]:
@@ -256,6 +248,8 @@ dispatch_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # The active modes, innermost last.
 function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 dispatch_mode_stack: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
+push_dispatch_mode: Callable[[Any], None] = _push_mode
+pop_dispatch_mode: Callable[[], Any] = _pop_mode
 # The innermost torch-function mode; None without one.
 top_function_mode: Callable[[], Any] = torch.overrides._get_current_function_mode
 # Enter and leave a torch-function mode, without the two calls around each.
@@ -266,6 +260,11 @@ DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchDispatch = torch._C._DisableTorchDispatch
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 autocast_devices: Callable[[], list[str]] = torch._C._autocast_supported_devices
+
+
+def is_mode_of_torch(mode: Any) -> bool:
+    """Whether a dispatch mode is one of fake or functional tensors, or of proxies. These are below all others."""
+    return getattr(mode, "_mode_key", None) is not None
 
 
 def in_inference_mode() -> bool:
@@ -334,7 +333,6 @@ def registered_with_torch(kind: type) -> tuple[Any, Any] | None:
 
 AccumulateGrad: type = torch._C._functions.AccumulateGrad
 """The class of the nodes that add gradients to leaves."""
-
 OnceDifferentiable: type = torch._C._functions.Error
 """The class of the nodes that `once_differentiable` puts behind the results of a backward. They raise (2.13)."""
 LEAF_NUMBER = 1 << 62

@@ -80,6 +80,7 @@ class Content:
 
     - `storage`: a weak reference.
     - `value`: the value in it.
+    - `first`: the value that it had when the run met it.
     - `made`: whether an op of the run has made the storage.
     - `hollow`: whether the value was not computed, so that the memory is full of NaN.
     - `held`: the value in the memory that a skipped op would have read, or None.
@@ -88,6 +89,7 @@ class Content:
 
     storage: weakref.ref[Any]
     value: Value
+    first: Value
     made: bool = False
     hollow: bool = False
     held: Value | None = None
@@ -141,6 +143,8 @@ class Changed(NamedTuple):
 
 class OpMode(DispatchMode):
     """A mode that knows the value in each storage."""
+
+    looks_inside = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +205,7 @@ class OpMode(DispatchMode):
         return self._contents[id(storage)] if self._knows(storage) else self._set(storage, self._outside(storage))
 
     def _set(self, storage: Any, value: Value, made: bool = False) -> Content:
-        content = self._contents[id(storage)] = Content(weakref.ref(storage), value, made)
+        content = self._contents[id(storage)] = Content(weakref.ref(storage), value, value, made)
         return content
 
     def _knows(self, storage: Any) -> bool:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any, Self
 
 import optree
 import torch
 
 from remat._dispatch_mode import DispatchMode
+from remat._ops import storages
 
 __all__ = ["LiveBytes"]
 
 
-def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
     leaves: list[Any] = optree.tree_leaves(tree)
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            try:
-                yield leaf.untyped_storage()
-            except NotImplementedError:  # sparse tensors and the like have no storage of their own
-                pass
+    return storages(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 class LiveBytes(DispatchMode):

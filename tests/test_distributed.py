@@ -5,6 +5,7 @@ The processes run all programs once; each test looks at one of them.
 
 import datetime
 import faulthandler
+import functools
 import re
 import traceback
 from collections.abc import Callable
@@ -21,8 +22,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 
 from remat import RematError, checkpoint, policies, remat
+from remat._dispatch_mode import DispatchMode
+from remat.compat import create_selective_checkpoint_contexts
+from remat.debug import LiveBytes
 from remat.nn import remat_module
 
 WIDTH, DEPTH, STEPS = 32, 3, 3
@@ -120,6 +125,21 @@ class TwiceReentrantBlock(ReentrantPartBlock):
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         return super().forward(super().forward(x, scale / 2), scale)
+
+
+class SelectiveBlock(Block):
+    """Keeps products, with `checkpoint` and `contexts`."""
+
+    checkpoint, contexts = staticmethod(checkpoint), staticmethod(create_selective_checkpoint_contexts)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        context_fn = functools.partial(self.contexts, policies.dots_with_no_batch_dims_saveable)
+        return self.checkpoint(super().forward, x, scale, use_reentrant=False, context_fn=context_fn)
+
+
+class TorchBlock(SelectiveBlock):
+    checkpoint = staticmethod(torch.utils.checkpoint.checkpoint)
+    contexts = staticmethod(torch.utils.checkpoint.create_selective_checkpoint_contexts)
 
 
 class Net(nn.Module):
@@ -243,6 +263,38 @@ def shard(
     return train(network, mine(rank))
 
 
+class Products(DispatchMode):
+    looks_inside = True
+    count = 0
+
+    def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **kwargs)
+
+
+def cost(distribute: Callable[[nn.Module], Any], model: Callable[[], Net]) -> tuple[int, int]:
+    """The peak of a second step, in bytes, and how many products it computes."""
+    network = model()
+    del network.spare
+    for block in network.blocks:
+        distribute(block)
+    x, then, _ = batches(slice(SAMPLES))
+    network(x).square().mean().backward()
+    with LiveBytes() as meter, Products() as products:
+        network(then).square().mean().backward()
+    return meter.peak, products.count
+
+
+def costs(rank: int, mesh: DeviceMesh, distribute: Callable[[nn.Module, DeviceMesh], Any]) -> Any:
+    ways = {
+        "plain": net,
+        "torch": lambda: net(TorchBlock),
+        "checkpoint": lambda: net(SelectiveBlock),
+        "remat": lambda: net(wrap=selective),
+    }
+    return {way: cost(lambda block: distribute(block, mesh), model) for way, model in ways.items()}
+
+
 def reentrant_and_plain(rank: int, mesh: DeviceMesh, parts: Parts, **options: Any) -> list[dict[str, Any]]:
     """Gradients of two backward passes, the second through two forwards, and buffers; some parameters are frozen."""
     found = []
@@ -280,11 +332,15 @@ def gradient_of_input(rank: int, mesh: DeviceMesh) -> None:
     torch.autograd.grad(network(x).sum(), x)
 
 
+def parallelize(block: nn.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(block, mesh, {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
+
+
 def tensor_parallel(rank: int, mesh: DeviceMesh, model: Callable[[], Net]) -> Any:
     network = model()
     del network.spare
     for block in network.blocks:
-        parallelize_module(block, mesh, {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
+        parallelize(block, mesh)
     return train(network, slice(SAMPLES))
 
 
@@ -302,6 +358,27 @@ def dtensors(rank: int, mesh: DeviceMesh, policy: Any = None) -> Any:
         return [whole(t.grad) for t in leaves]
 
     return gradients(remat(fun, policy=policy)), gradients(fun)
+
+
+def first_and_second(rank: int, mesh: DeviceMesh) -> Any:
+    """What a policy and a meter see of two equal steps. In the first, DTensor finds out the shapes, with ops."""
+    asked = Seen()
+    w = distribute_tensor(torch.ones(WIDTH, WIDTH), mesh, [Shard(1)]).requires_grad_()
+    x = distribute_tensor(torch.ones(SAMPLES + 3, WIDTH), mesh, [Shard(0)])
+
+    def keep(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        asked.append(op)
+        return True
+
+    policy = policies.save_if(keep)
+    context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
+    found = []
+    for _ in range(2):
+        asked.clear()
+        with FlopCounterMode(display=False) as meter:
+            checkpoint(lambda: ((x @ w).sin() @ w.T).sin(), use_reentrant=False, context_fn=context_fn).sum().backward()
+        found.append((len(asked), meter.get_total_flops()))
+    return found
 
 
 COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -416,7 +493,17 @@ for name, collective in COLLECTIVES.items():
     for inside in (True, False):
         program(collectives, f"collective {name}, {inside}", collective=collective, inside=inside)
 program(dtensors, "dtensors")
+program(first_and_second, "costs of the first step")
 program(dtensors, "dtensors, with a policy", policy=policies.dots_saveable)
+
+
+COSTS = {
+    "tensor parallel": parallelize,
+    "shards inside": lambda block, mesh: fully_shard(block.mlp, mesh=mesh),
+    "shards inside, kept gathered": lambda block, mesh: fully_shard(block.mlp, mesh=mesh, reshard_after_forward=False),
+}
+for name, distribute in COSTS.items():
+    program(costs, f"costs: {name}", distribute=distribute)
 
 
 def process(rank: int, folder: str) -> None:
@@ -454,7 +541,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-OTHERS = ("collective", "compared", "no_sync", "error", "dtensors", "ddp find", "shards inside, called")
+OTHERS = ("collective", "costs", "compared", "no_sync", "error", "dtensors", "ddp find", "shards inside, called")
 TRAINED = [name for name in PROGRAMS if not name.startswith(OTHERS)]
 
 
@@ -518,6 +605,23 @@ def test_a_function_of_dtensors(results: list[dict[str, Any]], name: str) -> Non
     for result in (r[name] for r in results):
         assert isinstance(result, tuple), result
         torch.testing.assert_close(*result, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_a_policy_keeps_products_of_this_process(results: list[dict[str, Any]], name: str) -> None:
+    for found in (r[f"costs: {name}"] for r in results):
+        assert isinstance(found, dict), found
+        products = {way: count for way, (_, count) in found.items()}
+        assert products == dict.fromkeys(found, products["plain"])
+        torch_peak, _ = found["torch"]
+        assert all(peak <= torch_peak for peak, _ in (found["checkpoint"], found["remat"])), found
+
+
+def test_a_policy_is_not_asked_about_the_shapes_of_dtensors(results: list[dict[str, Any]]) -> None:
+    for found in (r["costs of the first step"] for r in results):
+        assert isinstance(found, list), found
+        first, second = found
+        assert first == second
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["a result", "state from outside"])

@@ -1445,3 +1445,80 @@ def test_writes_to_lists_are_counted_once_where_policies_nest(inner: Any, outer:
 
     actual = gradient(functools.partial(remat, policy=inner), functools.partial(remat, policy=outer))
     assert_same(actual, gradient(plain, plain))
+
+
+class Boxed(Tensor):
+    """Holds another tensor. Its `sin` is a kernel that is no op."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, _: Any, size: Any, stride: Any) -> Tensor:
+        return Boxed(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = [a.inner if isinstance(a, Boxed) else a for a in args]
+        if func is aten.sin.default:
+            with internals.DisableTorchDispatch():
+                return Boxed(torch.from_numpy(np.sin(args[0].numpy())))
+        return Boxed(func(*args, **(kwargs or {})))
+
+
+@pytest.mark.parametrize("policy", [*KEEPING.values(), NOTHING, save_ops("mm")])
+@pytest.mark.parametrize("way", ["remat", "checkpoint"])
+def test_a_kernel_of_a_tensor_subclass_reads_what_it_read(way: str, policy: Any) -> None:
+    def fun(x: Tensor, w: Tensor) -> Tensor:
+        return ((x @ w).cos().sin() @ w).exp().cos().sin()
+
+    def gradients(fun: Fun) -> list[Tensor]:
+        x, w = (Boxed(numbers(3, 3) + i).requires_grad_() for i in range(2))
+        return [g.inner for g in torch.autograd.grad(fun(x, w).sum(), (x, w))]
+
+    context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
+    checkpointed = functools.partial(checkpoint, fun, use_reentrant=False, context_fn=context_fn)
+    assert_same(gradients(remat(fun, policy=policy) if way == "remat" else checkpointed), gradients(fun))
+
+
+@pytest.mark.parametrize(
+    ("policy", "values"),
+    [
+        (None, 0),
+        (NOTHING, 0),
+        (save_only_these_names("h"), 1),
+        (save_any_names_but_these("h"), 0),
+        (dots_saveable, 2),
+        (everything_saveable, 4),
+    ],
+)
+def test_values_in_nested_tensors_are_kept(policy: Any, values: int) -> None:
+    """A policy is asked about the ops of the tensors inside."""
+    rows = SIZE // 2
+    offsets, w = torch.tensor([0, rows // 3, rows]), leaf(numbers(2, 2).float())
+
+    def fun(x: Tensor) -> Tensor:
+        h = checkpoint_name((x @ w).sin(), "h")
+        return (h @ w).cos().sin()
+
+    def run(fun: Fun) -> Any:
+        x = torch.nested.nested_tensor_from_jagged(numbers(rows, 2).float(), offsets).requires_grad_()
+        with LiveBytes() as meter:
+            y = fun(x)
+            held = meter.current // UNIT - 1  # without the result
+        y.values().sum().backward()
+        assert x.grad is not None
+        return held, x.grad.values()
+
+    held, gradient = run(remat(fun, policy=policy))
+    assert held == values
+    assert_same(gradient, run(fun)[1])

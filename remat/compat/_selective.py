@@ -117,7 +117,7 @@ class Replay(_replay.Replay):
     def _op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if _is_ignored(func):
             return func(*args, **kwargs)
-        if internals.graph_task() == self._graph_task:
+        if internals.graph_task() == self._graph_task and not self.has_looked_inside:  # which ops may vary
             index = self._runs[id(func)]
             if index == self._counts[id(func)]:
                 raise CheckpointError(_NOT_FOUND.format(func, index))
@@ -162,7 +162,8 @@ class Selective:
     def finish(self, look: CheckpointLook, out: Any) -> None:
         """Called when the forward is over, which returned `out`."""
         self._tape = self.recorder.tape([])
-        self._origins = {key: self._tape.origin(seen.value) for key, seen in look.outside.items()}
+        found = look.outside.items()
+        self._origins = {key: self._tape.origins(seen.value, key in look.copies) for key, seen in found}
         results = [t.grad_fn for t in _tree.flatten(out)[0] if isinstance(t, Tensor)]
         self._tape.skips = not (look.reads_unseen or any(map(is_custom, nodes_behind(results, look.since))))
         if self._hooks is not None:
@@ -183,7 +184,7 @@ class Selective:
         `values`: the tensors that the rerun reads, by identity of those that the forward read.
         """
         for key, tensor in values.items():
-            replay.stands_for(tensor, self._origins.get(key))
+            replay.stands_for(tensor, self._origins.get(key, ()))
 
 
 def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Contexts:
