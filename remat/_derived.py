@@ -9,7 +9,7 @@ import functools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -108,8 +108,16 @@ class Link:
         self.cut: AbstractSet[int] = fn.cut
         """Positions of differentiated operands that the node saves detached: its values do not depend on them."""
         self.thread = threading.get_ident()
-        self.versions = [*map(version_of, operands)] if level else []
-        """How often operands had been written to. None are listed below all transforms, where autograd checks that."""
+        self.versions = dict(enumerate(map(version_of, operands))) if level else {}
+        """By position, how often operands had been written to. At level 0, autograd checks what a node saves."""
+        self.held: Mapping[int, Tensor] = {}
+        """By position, the operands that the node does not save."""
+
+    def hold_leaves(self, operands: Sequence[Tensor]) -> None:
+        """Keep captured leaves from the user's hooks on saved tensors: the graph holds them, and maybe a module."""
+        given = self.fn.call.operands.given
+        self.held = {i: t for i, t in enumerate(operands) if i >= given and t.is_leaf and t.requires_grad}
+        self.versions = {i: version_of(t) for i, t in self.held.items()}
 
     def original(self, i: int) -> Tensor | None:
         """The tensor that the forward found in the place of an operand, if it is still there."""

@@ -33,6 +33,7 @@ class DispatchMode(internals.TorchDispatchMode):
     looks_inside = False
     """Whether it sees, in place of the ops of a wrapper subclass (DTensor), those of the tensors inside it."""
     has_looked_inside = False
+    """Whether a subclass has done an op."""
     paused = False
     """Whether it looks away, for the ops are remat's own."""
 

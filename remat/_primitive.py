@@ -86,10 +86,11 @@ def _saved(ctx: Any) -> tuple[Tensor, ...]:
         if "modified by an inplace operation" not in str(error):
             raise
         raise CheckpointError(f"{_CHANGED.format('a tensor', link.fn.call.name)} {error}") from None
+    operands = tuple(link.held.get(i, t) for i, t in enumerate(operands)) if link.held else operands
     with internals.DisableTorchFunction():
-        for tensor, before in zip(operands, link.versions, strict=False):
-            if version_of(tensor) != before:
-                which = f"a tensor of shape {list(tensor.shape)}, {tensor.dtype}"
+        for i, before in link.versions.items():
+            if version_of(operands[i]) != before:
+                which = f"a tensor of shape {list(operands[i].shape)}, {operands[i].dtype}"
                 raise CheckpointError(_CHANGED.format(which, link.fn.call.name))
     return operands
 
@@ -114,7 +115,7 @@ class RematNode(internals.SingleLevelFunction):
     def forward(ctx: Any, link: Link, values: Values, shared: set[int], *operands: Tensor) -> tuple[Tensor, ...]:
         ctx.link, ctx.level, ctx.hands_on = link, link.level, link.fn.call.hands_on
         ctx.tape = link.fn.call.tape
-        ctx.save_for_backward(*operands)
+        ctx.save_for_backward(*(None if i in link.held else t for i, t in enumerate(operands)))
         ctx.set_materialize_grads(False)
         return _unshared(values, shared)
 
@@ -256,6 +257,8 @@ def _attach_at_base(top: None, fn: Derived, values: Values, operands: Values) ->
     if internals.saved_tensors_hooks() is not None and any(unpack_dual(t).tangent is not None for t in saved):
         raise RematError(_HOOKED_TANGENTS.format(fn.call.name))
     with internals.forward_ad_disabled():  # for the node, the tangents of its operands are constants
+        if internals.saved_tensors_hooks() is not None:
+            link.hold_leaves(saved)
         link.cut |= {i for i, (t, s) in enumerate(zip(operands, saved, strict=True)) if t is not s}
         nodes = RematNode.apply(link, [v.detach() for v in kept], sharing_memory(kept, operands), *saved)
     return _replace(values, outs, nodes)
