@@ -22,9 +22,8 @@ from torch.autograd.graph import GradientEdge
 from remat import _torch_internals as internals
 from remat._call import Call
 from remat._errors import HOOKED, RematError
-from remat._graph import Proof, UnknownInput, leaf_of, prove
+from remat._graph import Proof, UnknownInput, prove
 from remat._layers import alias_of, innermost, layers_and_tangents, unpack_dual, version_of
-from remat._memory import is_over
 from remat._places import still_filled
 from remat._sealed import hand_on, seal, unseal
 
@@ -124,15 +123,6 @@ class Link:
         originals = self.fn.call.operands.originals
         return originals[i].ref() if i < len(originals) else None
 
-    def bare_leaf(self, i: int, operand: Tensor) -> Tensor | None:
-        """The leaf without hooks that an operand is, or that a checkpoint around has saved as this alias of it."""
-        original = self.original(i)
-        if not is_bare_leaf(operand) or (original is not operand and leaf_of(operand)._backward_hooks):
-            return None
-        if original is None or original is operand or internals.is_wrapper(original) or not is_bare_leaf(original):
-            return operand
-        return original if is_over(operand, original) else operand
-
 
 def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], records: bool, batches: Sequence[Batch]) -> Derived:
     """(operands, cotangents of `outs`) -> gradients of the operands at `wrt`, None where there is no path.
@@ -192,7 +182,7 @@ def vjp(link: Link, wrt: Sequence[int], outs: Sequence[int], records: bool, batc
         # In `.backward()`, an autograd.Function on the way to a leaf made inside may add to the `.grad` of others.
         grads = gradients(edges, inputs, own if internals.accumulates_into_all_leaves() else [], keep)
         for i, t in enumerate(inputs) if at_base else ():
-            if t.is_leaf and t.grad is not None and t is not operands[i] and t is not link.original(i):
+            if t.is_leaf and t.grad is not None and t is not operands[i]:
                 raise RematError(_ACCUMULATES.format(call.name, list(t.shape), t.dtype))
         return [None if g is None else _detached(g) for g in grads] if keep and not is_read else grads
 
@@ -277,8 +267,8 @@ def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool, l
         elif record:
             inputs.append(leaf := _detached(t, leaf=True))
             link.fn.call.made_for_reruns.append(weakref.ref(leaf))
-        elif not repeated and (bare := link.bare_leaf(i, t)) is not None:
-            inputs.append(bare)
+        elif not repeated and is_bare_leaf(t) and t is link.original(i):  # not an alias, made by hooks on saved tensors
+            inputs.append(t)
         else:
             inputs.append(_detached(t, leaf=True))
     return inputs

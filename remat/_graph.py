@@ -211,13 +211,6 @@ def is_made_since(tensor: Tensor, since: int) -> bool:
     return True
 
 
-def leaf_of(tensor: Tensor) -> Tensor:
-    """The leaf that accumulates the gradient of this one: itself, or what hooks on saved tensors have made it of."""
-    with ops_of_remat():  # to find the node of a leaf takes an op
-        leaf = _leaf_at(internals.gradient_edge(tensor).node)
-    return tensor if leaf is None else leaf
-
-
 def inputs_reached(
     name: str,
     outputs: Sequence[Tensor],

@@ -13,7 +13,7 @@ from torch.func import functional_call, functionalize, grad, hessian, jacfwd, ja
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from remat import RematError, remat
+from remat import CheckpointError, RematError, remat
 from remat import checkpoint as checkpoint_of_remat
 from remat.debug import LiveBytes
 from remat.policies import everything_saveable
@@ -278,6 +278,32 @@ def test_saved_tensors_hooks_see_the_arguments_alone(around: str) -> None:
     if around == "forward":
         y.backward()
     assert_same((x.grad, w.grad), torch.autograd.grad(block(block(x, w), w).sum(), (x, w)))
+
+
+@pytest.mark.parametrize("pack", [torch.clone, torch.detach, lambda t: t])
+@pytest.mark.parametrize("hooked", [0, 1], ids=["argument", "captured"])
+def test_the_hook_of_a_leaf_is_called_once_under_saved_tensors_hooks(hooked: int, pack: Any) -> None:
+    """What they unpack leads to the leaf, with its hooks."""
+
+    def gradients(ck: Any) -> Any:
+        leaves = x, w = leaf(numbers(3)), leaf(numbers(3, seed=1))
+        leaves[hooked].register_hook(lambda g: g * 2)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = ck(lambda x: (x * w).sin())(x)
+        y.sum().backward()
+        return x.grad, w.grad
+
+    assert_same(gradients(remat), gradients(lambda fun: fun))
+
+
+def test_a_captured_leaf_that_is_changed_before_the_backward_under_saved_tensors_hooks() -> None:
+    x, w = leaf(numbers(3)), leaf(numbers(3, seed=1))
+    with torch.autograd.graph.saved_tensors_hooks(torch.detach, lambda t: t):
+        y = remat(lambda x: (x * w).sin())(x)
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(CheckpointError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_operands_are_kept_where_the_hooks_put_them() -> None:
