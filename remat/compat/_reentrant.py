@@ -135,6 +135,12 @@ def _without_hooks(leaves: Iterable[Any]) -> Iterator[None]:
             t._backward_hooks = held
 
 
+def _taken(leaf: Tensor) -> Tensor | None:
+    """The gradient of a stand-in. A module may still hold what a hook has computed from this, as pruning does."""
+    gradient, leaf.grad = leaf.grad, None
+    return gradient
+
+
 def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
     """The gradients of the arguments and of captured tensors.
 
@@ -184,7 +190,7 @@ def _gradients(ctx: Any, cotangents: Any) -> list[Tensor | None]:
     with still_filled(fill):
         if accumulates and (gathered or not unseen):
             torch.autograd.backward(outputs, given)
-            return [None if t is None else t.grad for t in own]
+            return [None if t is None else _taken(t) for t in own]
         wrt = [*targets, *unseen.values(), *(s.target for s in others.values())]
         with _without_hooks(s.leaf for s in unknown):
             found = iter(torch.autograd.grad(outputs, wrt, given, allow_unused=True, create_graph=create_graph))
