@@ -258,7 +258,6 @@ def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool, l
     operands may depend on the leaf.
     """
     inputs: list[Tensor] = []
-    repeated = len({*map(id, operands)}) < len(operands)  # below a transform, two operands may be the same
     for i, t in enumerate(operands):
         if i not in leaves:
             inputs.append(t if record else _detached(t))
@@ -267,7 +266,7 @@ def _leaves(operands: Sequence[Tensor], leaves: Collection[int], record: bool, l
         elif record:
             inputs.append(leaf := _detached(t, leaf=True))
             link.fn.call.made_for_reruns.append(weakref.ref(leaf))
-        elif not repeated and is_bare_leaf(t) and t is link.original(i):  # not an alias, made by hooks on saved tensors
+        elif is_bare_leaf(t) and t is link.original(i):  # not an alias: hooks on saved tensors make one
             inputs.append(t)
         else:
             inputs.append(_detached(t, leaf=True))
