@@ -40,6 +40,10 @@ _NOT_FOUND = (
     "remat: in {}, {}. The function takes it from outside, and remat can't find it: no torch function was seen to read "
     "it, and no cell, module, attribute, container or global in reach holds it. Pass it as an argument."
 )
+_MADE_ANEW = (
+    " Under functionalize, torch makes a view of a tensor that was changed in place anew, from that tensor: let the "
+    "function read view.clone(), made outside."
+)
 _NOT_SEEN = (
     "remat: in {}, {}. The rerun of a checkpoint around reads another tensor in its place, but no torch function was "
     "seen to read it: an autograd.Function, say, gets it directly. Pass it as an argument. Or it is a leaf that was "
@@ -348,7 +352,8 @@ class Operands:
         if scripted is not None:
             raise RematError(_SCRIPTED.format(self.name, scripted.original_name))
         if tensor is None:
-            raise RematError(_NOT_FOUND.format(self.name, unknown)) from None
+            hint = _MADE_ANEW if internals.is_under(internals.TransformType.Functionalize) else ""
+            raise RematError(_NOT_FOUND.format(self.name, unknown) + hint) from None
         if self._stand_ins.get(id(tensor), id(tensor)) in self._index:
             raise RematError(_NOT_SEEN.format(self.name, unknown)) from None
         self.add(tensor)

@@ -1156,6 +1156,22 @@ def test_a_captured_tensor_that_is_returned_as_it_is_gets_no_derivative_of_the_a
     assert_same(result, jacrev(functionalize(lambda x, y: fun(plain, x, y)))(*args))
 
 
+def test_a_view_of_a_captured_view_that_functionalize_makes_anew() -> None:
+    def fun(view: Fun, x: Tensor) -> Tensor:
+        changed = x * 1
+        changed += x
+        diagonal = view(changed.diagonal())
+        return remat(lambda: diagonal[None].sin())().sum() + diagonal.sin().sum()
+
+    def gradient(fun: Fun) -> Tensor:
+        return torch.autograd.grad(fun(x), x)[0]
+
+    x = leaf(numbers(3, 3))
+    with pytest.raises(RematError, match=r"let the function read view\.clone\(\)"):
+        gradient(functionalize(functools.partial(fun, lambda view: [view.sin(), view][1])))
+    assert_same(gradient(functionalize(functools.partial(fun, torch.clone))), gradient(functools.partial(fun, plain)))
+
+
 def test_an_argument_of_an_inner_function_that_it_finds_in_a_container_too() -> None:
     def loss(ck: Any, x: Tensor) -> Tensor:
         held = {"x": (x,)}

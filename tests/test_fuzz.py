@@ -94,6 +94,7 @@ REFUSED = [
     ("Slots(", "Pass it as an argument"),
     ("'b': (", "Pass it as an argument"),  # a tensor in a tuple in a dict, handed straight to a transform
     ("register_hook", "puts a hook on a tensor"),
+    ("functionalize", "let the function read view.clone()"),
     # Torch's own, for a tensor that is counted up: autograd goes through all operands of a call.
     *((f".{change}", "modified by an inplace operation") for change in COUNTS),
     # Torch's own, for an operand that some of the results do not depend on: autograd goes through it all the same.
