@@ -43,6 +43,9 @@ class DispatchMode(internals.TorchDispatchMode):
 
     _op_of_remat = _op  # within `ops_of_remat`
 
+    def _op_of_subclass(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Called before a subclass does an op, if this mode looks inside."""
+
     def accessed(self, func: Any, args: Any, kwargs: Any) -> None:
         """Called before a torch call reads the memory of tensors without an op."""
 
@@ -50,12 +53,20 @@ class DispatchMode(internals.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and self.looks_inside and any(map(internals.is_traceable_wrapper_subclass_type, types)):
             self.has_looked_inside = True
-            if not (self.paused or getattr(func, "is_view", False)):
-                self.accessed(func, args, kwargs or {})  # the subclass may run kernels that are no ops
+            if not self.paused:
+                self._op_of_subclass(func, args, kwargs or {})
             return NotImplemented
-        if self.has_looked_inside and internals.active_fake_mode() is not None:
-            with _no_modes():  # DTensor finds out a shape, the first time
-                return func(*args, **(kwargs or {}))
+        if self.has_looked_inside and isinstance(func, internals.OP_KINDS):
+            if internals.active_fake_mode() is not None:
+                with _no_modes():  # DTensor finds out a shape, the first time
+                    return func(*args, **(kwargs or {}))
+            internals.push_dispatch_mode(self)  # in a subclass, no dispatch key below decomposes such an op as `matmul`
+            try:
+                out = func.decompose(*args, **(kwargs or {}))
+            finally:
+                internals.pop_dispatch_mode()
+            if out is not NotImplemented:
+                return out
         if func is _MUL_SCALAR and args[0]._is_zerotensor():
             func, args, kwargs = _times_zeros(*args)
         op = self._op_of_remat if self.paused else self._op

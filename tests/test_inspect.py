@@ -204,6 +204,26 @@ def test_results_in_an_object_that_torch_knows_as_a_tree() -> None:
     assert whys(lambda x: Output(x.exp().sum()), W) == ["output of aten.exp.default"]
 
 
+def test_what_a_nested_tensor_consists_of() -> None:
+    x, w = torch.nested.nested_tensor_from_jagged(numbers(6, 2), torch.tensor([0, 2, 6])), leaf(numbers(2, 2))
+
+    def fun(x: Tensor) -> Tensor:
+        return (x @ w).sin()
+
+    kept = [
+        "from the argument x",
+        "from the argument x",
+        "captured w (closure of fun)",
+    ]
+    product = "output of aten.mm.default"
+    assert [r.why for r in saved_residuals(fun, x)] == [*kept, product]
+    assert [r.why for r in saved_residuals(remat(fun), x)] == kept
+    assert [r.why for r in saved_residuals(remat(fun, policy=policies.dots_saveable), x)] == [*kept, product]
+    assert {(o.op, o.nbytes, o.flops) for o in list_ops(fun, x)} == {
+        (f"aten.{op}.default", 96, n) for op, n in (("mm", 48), ("sin", 0))
+    }
+
+
 def test_a_storage_is_listed_once() -> None:
     x = numbers(4, 4)
     assert whys(lambda x, y: x[0] * y[1] * x[2], x, x[1:]) == ["from the argument x", "output of aten.mul.Tensor"]

@@ -1498,6 +1498,7 @@ def test_a_kernel_of_a_tensor_subclass_reads_what_it_read(way: str, policy: Any)
         (save_only_these_names("h"), 1),
         (save_any_names_but_these("h"), 0),
         (dots_saveable, 2),
+        (save_ops("mm"), 2),
         (everything_saveable, 4),
     ],
 )

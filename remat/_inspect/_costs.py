@@ -73,6 +73,8 @@ class OpCosts(tuple[OpCost, ...]):
 class _Costs(DispatchMode):
     """Measures the ops that policies are asked about."""
 
+    looks_inside = True
+
     def __init__(self) -> None:
         super().__init__()
         self.costs: dict[str, OpCost] = {}

@@ -18,8 +18,8 @@ from remat._saved import nodes_behind, unpacked_by_hooks
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """The tensors of a tree that have storages."""
-    return [x for x in _tree.flatten(tree)[0] if isinstance(x, Tensor) and x.layout == torch.strided]
+    """The tensors of a tree."""
+    return [x for x in _tree.flatten(tree)[0] if isinstance(x, Tensor)]
 
 
 @contextlib.contextmanager

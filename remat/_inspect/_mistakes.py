@@ -53,8 +53,6 @@ def _log_pending(*cotangents: Any) -> None:
         _log_once(logging.INFO, title, table, calls)
 
 
-_SMALL = 4  # values after a call are small if they take less than a quarter of the memory that the call frees
-
 _TITLE = "remat: {name} ({where}) keeps {keeps} and drops {drops}, besides arguments and captured tensors"
 _WHOLE = (
     "remat: {name} ({where}) is nearly all of the computation, and runs again right after its forward: at that moment "
@@ -125,17 +123,14 @@ class Watched:
             before = any(i < number for i in numbers.values())
             after = batch * sum(map(internals.bytes_made_by, later))
             is_alone = not (before or later) and elements > 1  # a block by itself, with no loss after it
-            if after * _SMALL < drops and not is_alone:
+            if after * 4 < drops and not is_alone:  # less than a quarter of the memory that the call frees is small
                 message = _LAST if before else _WHOLE
                 self._warn(message.format(name=name, where=where, size=bytes_text(drops), after=bytes_text(after)))
 
         node.register_prehook(check)
 
 
-def _warn_once(message: str) -> None:
-    _log_once(logging.WARNING, message)
-
-
+_warn_once = functools.partial(_log_once, logging.WARNING)
 logging_watch = Watched(_warn_once, log_tables=True)
 """The watcher that logs residuals and mistakes."""
 

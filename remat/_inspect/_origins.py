@@ -37,7 +37,7 @@ class Origin(NamedTuple):
 class Origins(DispatchMode):
     """Records the storages that a function makes, and where it first reads other storages."""
 
-    is_about_functions = True  # so `_op_of_remat` runs for the copies that remat makes
+    looks_inside = is_about_functions = True  # so `_op_of_remat` runs for the copies that remat makes
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,11 +54,10 @@ class Origins(DispatchMode):
         out = func(*args, **kwargs)
         name, facts = current_name(), facts_of(func)
         why = f"output of {func}" if name is None else f"named {name!r}"
-        for t in tensors(out):
-            storage = t.untyped_storage()
+        for tensor, storage in ((t, s) for t in tensors(out) for s in storages([t])):
             origin = self.made.get(storage)
             if origin is None and storage not in self.read:
-                self.made[storage] = Origin(t.shape, t.dtype, why, call_site())
+                self.made[storage] = Origin(tensor.shape, tensor.dtype, why, call_site())
             elif origin is not None and (name is not None or (facts.writes and not facts.is_view)):
                 self.made[storage] = origin._replace(why=why, where=call_site())
         return out
@@ -137,9 +136,6 @@ def _children(obj: Any, path: str, owner: str) -> Iterator[tuple[Any, str, str]]
             yield value, f"{path}.{name}".lstrip("."), owner or type(obj).__name__
 
 
-_EMPTY = types.CellType()
-
-
 def _variables(function: types.FunctionType) -> dict[str, Any]:
     """The variables that a function reads from outside: globals, defaults, and those that it closes over."""
     code, names = function.__code__, function.__globals__
@@ -147,4 +143,4 @@ def _variables(function: types.FunctionType) -> dict[str, Any]:
     for name, parameter in inspect.signature(function, follow_wrapped=False).parameters.items():
         found[name] = parameter.default
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    return found | {name: cell.cell_contents for name, cell in cells if cell != _EMPTY}
+    return found | {name: cell.cell_contents for name, cell in cells if cell != types.CellType()}

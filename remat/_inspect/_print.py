@@ -50,11 +50,11 @@ def print_saved_residuals(fun: Callable[..., Any], /, *args: Any, **kwargs: Any)
         plain = saved_residuals(fun, *args, **kwargs)
         plain_flops, plain_seconds = costs_of_gradient(fun, args, kwargs)
     held, held_plainly = bytes_text(total_bytes(residuals)), bytes_text(total_bytes(plain))
-    lines = [
+    print(
         format_residuals(residuals),
         f"held besides arguments and captured tensors: {held}; without remat: {held_plainly}",
         f"forward and backward: {seconds_text(seconds)}; without remat: {seconds_text(plain_seconds)}",
         f"recomputed on backward: {flops_text(flops - plain_flops)} of {flops_text(plain_flops)}",
         *dict.fromkeys(mistakes),
-    ]
-    print("\n".join(lines))
+        sep="\n",
+    )

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from remat._errors import call_site
-from remat._inspect._forward import check, forward, graph_of, tensors, tensors_behind
+from remat._inspect._forward import check, forward, graph_of, tensors_behind
 from remat._inspect._origins import Origins, names_of
 from remat._inspect._tables import bytes_text, table
+from remat._layers import inner_tensors
+from remat._ops import storages
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def residual_of(shape: torch.Size, dtype: torch.dtype, storage: Any, why: str, w
 
 def largest_views(found: Iterable[Tensor]) -> dict[Any, Tensor]:
     """By storage, the largest of the tensors that lie in it."""
-    return {t.untyped_storage(): t for t in sorted(tensors([*found]), key=lambda t: t.nbytes)}
+    views = [t for x in found for t in inner_tensors(x)]
+    return {s: t for t in sorted(views, key=lambda t: t.nbytes) for s in storages([t])}
 
 
 def outside_residuals(
