@@ -292,7 +292,7 @@ class Call:
             if look.outer is not None:
                 look.outer.reads_unseen = True
         if self.tape is not None:
-            self.tape.skips = not look.reads_unseen
+            self.tape.skips = self.tape.skips and not look.reads_unseen
         if look.signature.tail is not None:
             later = {n for n in nodes if internals.sequence_number(n) >= look.tail_number}
             if not keep_no_tensors(later - look.tail_nodes):

@@ -31,9 +31,9 @@ class DispatchMode(internals.TorchDispatchMode):
     is_about_functions = False
     """Whether it counts, keeps or compares the ops of a function. What remat does about them is not among these."""
     looks_inside = False
-    """Whether it sees, in place of the ops of a wrapper subclass (DTensor), those of the tensors inside it."""
+    """Whether it sees, in place of the ops of DTensors and nested tensors, those of the tensors inside."""
     has_looked_inside = False
-    """Whether a subclass has done an op."""
+    """Whether a DTensor or nested tensor has done an op."""
     paused = False
     """Whether it looks away, for the ops are remat's own."""
 
@@ -51,14 +51,14 @@ class DispatchMode(internals.TorchDispatchMode):
 
     @internals.left_alone_by_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and self.looks_inside and any(map(internals.is_traceable_wrapper_subclass_type, types)):
+        if types and self.looks_inside and any(map(internals.computes_by_ops, types)):
             self.has_looked_inside = True
             if not self.paused:
                 self._op_of_subclass(func, args, kwargs or {})
             return NotImplemented
         if self.has_looked_inside and isinstance(func, internals.OP_KINDS):
             if internals.active_fake_mode() is not None:
-                with _no_modes():  # DTensor finds out a shape, the first time
+                with without_modes():  # DTensor finds out a shape, the first time
                     return func(*args, **(kwargs or {}))
             internals.push_dispatch_mode(self)  # in a subclass, no dispatch key below decomposes such an op as `matmul`
             try:
@@ -87,8 +87,8 @@ def tell_of_access(func: Any, args: Any, kwargs: Any) -> None:
 
 
 @contextlib.contextmanager
-def _no_modes() -> Iterator[None]:
-    """Within it, no mode of the user and of remat is active. Those of torch are, such as fake tensors."""
+def without_modes() -> Iterator[None]:
+    """Within it, no dispatch mode of the user and of remat is active. Those of torch are, such as fake tensors."""
     modes = [mode for mode in internals.dispatch_mode_stack() if not internals.is_mode_of_torch(mode)]
     for _ in modes:
         internals.pop_dispatch_mode()

@@ -120,8 +120,8 @@ def layers_and_tangents(tensor: Tensor) -> list[Tensor]:
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
     """The tensors of which a subclass consists (nested tensors, DTensor); else the tensor itself."""
-    if type(tensor) is Tensor or not internals.is_traceable_wrapper_subclass_type(type(tensor)):
+    if type(tensor) is Tensor or not internals.is_traceable_wrapper_subclass(tensor):
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    names, _ = tensor.__tensor_flatten__()
     held = (getattr(tensor, name) for name in names)  # also other objects: a DeviceMesh
     return [inner for x in held if isinstance(x, Tensor) for inner in inner_tensors(x)]

@@ -353,7 +353,7 @@ class Recorder(OpMode):
                     kept[value] = Kept(value, memory[value], aliases)
         self._needs.clear()
         self._needed_by_ops, self._saved = [], None
-        return Tape(self._ops, self._by_key, contents, kept)
+        return Tape(self._ops, self._by_key, contents, kept, skips=not self.has_looked_inside)
 
     def _walk(self, needed: Iterable[Value], memory: dict[Value, Any]) -> Iterable[Value]:
         """Return the needed values that are kept. Mark the ops of the other needed values to run again."""

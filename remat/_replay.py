@@ -127,11 +127,16 @@ class Replay(OpMode):
             self._protect(content)
         out = self._run_op(facts, args, kwargs)
         for i, content in enumerate(changed):
-            content.value = Value() if op is None else op.writes[i]
+            content.value = self._written(content) if op is None else op.writes[i]
         for t, value in () if op is None else zip(flat(out), op.outputs, strict=True):
             if isinstance(value, Value):
                 self._set(t.untyped_storage(), value)
         return out
+
+    def _written(self, content: Content) -> Value:
+        """The value that an op has written which the forward did not have."""
+        # FSDP2 may gather a parameter in another way, but to what the forward has left in its memory.
+        return self._outside(content.storage()) if internals.fully_shard_at_work() else Value()
 
     def _kept(self, op: Op) -> dict[Value, Tensor]:
         """The kept values of an op that have not been changed in place since."""

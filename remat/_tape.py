@@ -79,8 +79,8 @@ class Tape:
     - `by_key`: the ops with each key, in order. Each has its own memory.
     - `contents`: by identity, the storages that the run met and that outlive it.
     - `kept`: the kept values.
-    - `skips`: whether a rerun may skip ops. Not if it called an autograd.Function, which may read memory unseen, by
-        a kernel that is no op.
+    - `skips`: whether a rerun may skip ops. Not if an autograd.Function or a nested tensor may read memory unseen: in
+        Python, or by a kernel that is no op.
     """
 
     ops: list[Op]

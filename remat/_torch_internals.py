@@ -43,7 +43,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext as DeviceContext  # the mode behind `with torch.device(...)`
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented, its path is private
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type as is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as create_selective_checkpoint_contexts
 
@@ -260,6 +260,14 @@ DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchDispatch = torch._C._DisableTorchDispatch
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 autocast_devices: Callable[[], list[str]] = torch._C._autocast_supported_devices
+
+
+def computes_by_ops(kind: type) -> bool:
+    """Whether a wrapper subclass is DTensor or a nested tensor (2.13): its ops are made of ops on the tensors inside.
+
+    The `__torch_dispatch__` of other classes may call kernels that are no ops.
+    """
+    return kind.__module__.startswith(("torch.distributed.", "torch.nested."))
 
 
 def is_mode_of_torch(mode: Any) -> bool:

@@ -166,7 +166,7 @@ class OpMode(DispatchMode):
 
     def _op_of_subclass(self, func: Any, args: Any, kwargs: Any) -> None:
         if facts_of(func).reads:
-            self.accessed(func, args, kwargs)  # by a kernel of the subclass that is no op, maybe
+            self.accessed(func, args, kwargs)  # maybe in Python, as the lengths of a nested tensor are
 
     def accessed(self, func: Any, args: Any, kwargs: Any) -> None:
         """Record that a torch call reads memory without an op. Some calls share it: then user code may write to it.

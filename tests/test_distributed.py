@@ -272,12 +272,11 @@ class Products(DispatchMode):
         return func(*args, **kwargs)
 
 
-def cost(distribute: Callable[[nn.Module], Any], model: Callable[[], Net]) -> tuple[int, int]:
+def cost(distribute: Callable[[Net], Any], model: Callable[[], Net]) -> tuple[int, int]:
     """The bytes that the forward of a second step leaves, and how many products the step computes."""
     network = model()
     del network.spare
-    for block in network.blocks:
-        distribute(block)
+    distribute(network)
     x, then, _ = batches(slice(SAMPLES))
     network(x).square().mean().backward()
     with LiveBytes() as meter, Products() as products:
@@ -287,14 +286,14 @@ def cost(distribute: Callable[[nn.Module], Any], model: Callable[[], Net]) -> tu
     return held, products.count
 
 
-def costs(rank: int, mesh: DeviceMesh, distribute: Callable[[nn.Module, DeviceMesh], Any]) -> Any:
+def costs(rank: int, mesh: DeviceMesh, distribute: Callable[..., Any]) -> Any:
     ways = {
         "plain": net,
         "torch": lambda: net(TorchBlock),
         "checkpoint": lambda: net(SelectiveBlock),
         "remat": lambda: net(wrap=selective),
     }
-    return {way: cost(lambda block: distribute(block, mesh), model) for way, model in ways.items()}
+    return {way: cost(functools.partial(distribute, mesh=mesh), model) for way, model in ways.items()}
 
 
 def reentrant_and_plain(rank: int, mesh: DeviceMesh, parts: Parts, **options: Any) -> list[dict[str, Any]]:
@@ -360,6 +359,24 @@ def dtensors(rank: int, mesh: DeviceMesh, policy: Any = None) -> Any:
         return [whole(t.grad) for t in leaves]
 
     return gradients(remat(fun, policy=policy)), gradients(fun)
+
+
+def peak_of_forward(rank: int, mesh: DeviceMesh) -> Any:
+    """The peak of a chain of DTensors and local tensors, in a forward of torch's checkpoint and of remat's."""
+
+    def fun(x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = DTensor.from_local(x, mesh, [Shard(0)]).sin().to_local()
+        return x
+
+    def peak(checkpoint: Any) -> int:
+        x = torch.ones(SAMPLES, WIDTH, requires_grad=True)
+        checkpoint(fun, x, use_reentrant=False)
+        with LiveBytes() as meter:
+            checkpoint(fun, x, use_reentrant=False)
+        return meter.peak
+
+    return peak(torch.utils.checkpoint.checkpoint), peak(checkpoint)
 
 
 def first_and_second(rank: int, mesh: DeviceMesh) -> Any:
@@ -496,13 +513,27 @@ for name, collective in COLLECTIVES.items():
         program(collectives, f"collective {name}, {inside}", collective=collective, inside=inside)
 program(dtensors, "dtensors")
 program(first_and_second, "costs of the first step")
+program(peak_of_forward, "costs of local tensors")
 program(dtensors, "dtensors, with a policy", policy=policies.dots_saveable)
 
 
+def parts(network: Net, **options: Any) -> None:
+    for block in network.blocks:
+        fully_shard(block.mlp, **options)
+
+
+def parts_and_root(network: Net, **options: Any) -> None:
+    for block in network.blocks:
+        for part in (block.mlp.up, block.mlp.down, block):
+            fully_shard(part, **options)
+    fully_shard(network, **options)
+
+
 COSTS = {
-    "tensor parallel": parallelize,
-    "shards inside": lambda block, mesh: fully_shard(block.mlp, mesh=mesh),
-    "shards inside, kept gathered": lambda block, mesh: fully_shard(block.mlp, mesh=mesh, reshard_after_forward=False),
+    "tensor parallel": lambda network, mesh: [parallelize(block, mesh) for block in network.blocks],
+    "shards inside": parts,
+    "shards inside, kept gathered": functools.partial(parts, reshard_after_forward=False),
+    "shards inside, root too": parts_and_root,
 }
 for name, distribute in COSTS.items():
     program(costs, f"costs: {name}", distribute=distribute)
@@ -617,6 +648,13 @@ def test_a_policy_keeps_products_of_this_process(results: list[dict[str, Any]], 
         assert products == dict.fromkeys(found, products["plain"])
         by_torch, _ = found["torch"]
         assert all(held <= by_torch for held, _ in (found["checkpoint"], found["remat"])), found
+
+
+def test_local_tensors_are_freed(results: list[dict[str, Any]]) -> None:
+    for found in (r["costs of local tensors"] for r in results):
+        assert isinstance(found, tuple), found
+        by_torch, by_remat = found
+        assert by_remat <= by_torch
 
 
 def test_a_policy_is_not_asked_about_the_shapes_of_dtensors(results: list[dict[str, Any]]) -> None:

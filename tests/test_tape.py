@@ -1448,7 +1448,7 @@ def test_writes_to_lists_are_counted_once_where_policies_nest(inner: Any, outer:
 
 
 class Boxed(Tensor):
-    """Holds another tensor. Its `sin` is a kernel that is no op."""
+    """Holds another tensor. Some of its ops have kernels that are no ops."""
 
     inner: Tensor
 
@@ -1468,26 +1468,61 @@ class Boxed(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = [a.inner if isinstance(a, Boxed) else a for a in args]
-        if func is aten.sin.default:
-            with internals.DisableTorchDispatch():
-                return Boxed(torch.from_numpy(np.sin(args[0].numpy())))
-        return Boxed(func(*args, **(kwargs or {})))
+        x, *others = (a.inner if isinstance(a, Boxed) else a for a in args)
+        if func is aten.sin.default:  # reads a result of an op
+            return Boxed(torch.from_numpy(np.sin((x * 1).numpy())))
+        if func is aten.exp.default:  # adds to a result of an op
+            out = torch.zeros_like(x)
+            np.add(out.numpy(), np.exp(x.numpy()), out=out.numpy())
+            return Boxed(out)
+        if func is aten.mul_.Tensor:  # changes its argument
+            np.multiply(x.numpy(), others[0].numpy(), out=x.numpy())
+            return args[0]
+        return Boxed(func(x, *others, **(kwargs or {})))
 
 
 @pytest.mark.parametrize("policy", [*KEEPING.values(), NOTHING, save_ops("mm")])
 @pytest.mark.parametrize("way", ["remat", "checkpoint"])
 def test_a_kernel_of_a_tensor_subclass_reads_what_it_read(way: str, policy: Any) -> None:
     def fun(x: Tensor, w: Tensor) -> Tensor:
-        return ((x @ w).cos().sin() @ w).exp().cos().sin()
+        y = ((x @ w).cos().sin() @ w).cos()
+        y = y * 2
+        y.mul_(w)
+        return (y.exp() @ w).cos().sin()
 
     def gradients(fun: Fun) -> list[Tensor]:
         x, w = (Boxed(numbers(3, 3) + i).requires_grad_() for i in range(2))
         return [g.inner for g in torch.autograd.grad(fun(x, w).sum(), (x, w))]
 
-    context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
+    context_fn = functools.partial(create_selective_checkpoint_contexts, policy, allow_cache_entry_mutation=True)
     checkpointed = functools.partial(checkpoint, fun, use_reentrant=False, context_fn=context_fn)
     assert_same(gradients(remat(fun, policy=policy) if way == "remat" else checkpointed), gradients(fun))
+
+
+def test_a_backward_inside_of_a_checkpoint_on_a_tensor_subclass() -> None:
+    def fun(x: Tensor) -> Tensor:
+        return torch.autograd.grad((x.cos() * x).sum(), x, create_graph=True)[0] * x
+
+    def gradient(fun: Fun) -> Tensor:
+        x = Boxed(numbers(3, 3)).requires_grad_()
+        return torch.autograd.grad(fun(x).sum(), x)[0].inner
+
+    assert_same(gradient(functools.partial(checkpoint, fun, use_reentrant=False)), gradient(fun))
+
+
+@pytest.mark.parametrize("policy", [*KEEPING.values(), NOTHING])
+@pytest.mark.parametrize("part", [lambda x: x[1], lambda x: x.unbind()[0], lambda x: x.select(0, 1)])
+def test_lengths_of_a_nested_tensor_that_it_reads_in_python(part: Any, policy: Any) -> None:
+    offsets, w = torch.tensor([0, 2, 6]), leaf(numbers(2, 2))
+
+    def gradient(fun: Fun) -> Any:
+        x = leaf(numbers(6, 2))
+        return torch.autograd.grad(fun(torch.nested.nested_tensor_from_jagged(x, offsets)).sum(), (x, w))
+
+    def fun(x: Tensor) -> Tensor:
+        return part((x @ w).sin()).cos()
+
+    assert_same(gradient(remat(fun, policy=policy)), gradient(fun))
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from remat import _torch_internals as internals
 from remat import _tree
 from remat._effects import Effects, effects_of, tensors_in, written_by
 from remat._errors import CheckpointError, call_site
+from remat._graph import is_from_before
 from remat._labels import kept
-from remat._layers import layers_up_to, version_of
+from remat._layers import inner_tensors, layers_up_to, version_of
 from remat._look import Look
 from remat._memory import is_over, memory_of
 from remat._nested_mode import current_look
@@ -267,7 +268,7 @@ class CheckpointLook(Look):
 
     def add_results(self, func: Any, out: Any, *_: Any, **__: Any) -> None:
         for t in tensors_in(out):
-            for layer in (t, *layers_up_to(t, self.depth)):
+            for layer in (t, *layers_up_to(t, self.depth), *inner_tensors(t)):
                 self.labels.note(layer, None)
 
     def read(self, tensor: Tensor, wrapped_inside: bool = False) -> Tensor:
@@ -280,6 +281,9 @@ class CheckpointLook(Look):
             self._reads_tainted = True
             return tensor
         if self.labels.has(tensor):
+            return tensor
+        if internals.is_traceable_wrapper_subclass(tensor) and not is_from_before(tensor, self.since):
+            self.labels.note(tensor, None)  # unseen: DTensors are made in an autograd.Function
             return tensor
         if internals.level_of(tensor) > self.depth:
             inner = internals.unwrapped(tensor)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from remat import _torch_internals as internals
+from remat._dispatch_mode import without_modes
 from remat._errors import CheckpointError, RematError
 from remat._holder import Holder
 from remat._nested_mode import current_look
@@ -253,7 +254,7 @@ class Region:
             context, trace, tell = self._contexts[1], self.traces[1], None
             is_over = self._call.forward_look is None
             if not is_over:  # a backward inside the forward and its context
-                context, trace = internals.DisableTorchDispatch(), internals.NOTHING
+                context, trace = without_modes(), internals.NOTHING
             elif self._selective is not None:
                 context = recomputed.replay = self._selective.replay()
                 tell = functools.partial(self._selective.stand_in, context)

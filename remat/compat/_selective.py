@@ -165,7 +165,8 @@ class Selective:
         found = look.outside.items()
         self._origins = {key: self._tape.origins(seen.value, key in look.copies) for key, seen in found}
         results = [t.grad_fn for t in _tree.flatten(out)[0] if isinstance(t, Tensor)]
-        self._tape.skips = not (look.reads_unseen or any(map(is_custom, nodes_behind(results, look.since))))
+        reads_unseen = look.reads_unseen or any(map(is_custom, nodes_behind(results, look.since)))
+        self._tape.skips = self._tape.skips and not reads_unseen
         if self._hooks is not None:
             pack, unpack = self._hooks
             kept: dict[Value, Any] = self._tape.kept
