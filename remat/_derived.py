@@ -368,7 +368,7 @@ def functionalize(fn: Derived, reapply_views: bool) -> Derived:
     def functional(*operands: Tensor) -> list[Any]:
         with internals.functionalize_level(reapply_views) as level:
             values = fn.run(*(internals.wrap_functional(t, level) for t in operands))
-            return [internals.unwrap_functional(v, reapply_views) for v in values]
+            return [internals.unwrap_functional(v, reapply_views=reapply_views) for v in values]
 
     return fn.then(functional, is_whole=True)
 

@@ -306,8 +306,8 @@ def _attach_at_vmap(top: Any, fn: Derived, values: Values, operands: Values) -> 
 
 def _attach_at_functionalize(top: Any, fn: Derived, values: Values, operands: Values) -> Values:
     level, reapply_views = top.level, top.reapplies_views()
-    below = [internals.unwrap_functional(v, reapply_views) for v in values]
-    raw = [internals.unwrap_functional(t, reapply_views) for t in operands]
+    below = [internals.unwrap_functional(v, reapply_views=reapply_views) for v in values]
+    raw = [internals.unwrap_functional(t, reapply_views=reapply_views) for t in operands]
     with top.lower():
         inner = attach(functionalize(fn, reapply_views), below, raw)
     return values if inner is below else [internals.wrap_functional(v, level) for v in inner]

@@ -166,16 +166,13 @@ unwrap_grad: Callable[[Tensor, int], Tensor] = _C._unwrap_for_grad
 unwrap_batched: Callable[[Tensor, int], tuple[Tensor, int | None]] = _C._unwrap_batched
 wrap_batched: Callable[[Tensor, int, int], Tensor] = _C._add_batch_dim
 wrap_functional: Callable[[Tensor, int], Tensor] = _C._wrap_functional_tensor
+# The tensor below a `functionalize` level, with pending mutations applied.
+unwrap_functional: Callable[..., Tensor] = _eager._maybe_unwrap_functional_tensor
 
 
 def wrap_grad(tensor: Tensor, level: int) -> Tensor:
     """Wrap for a `grad` or `jvp` level, as torch lifts the inputs of an op, unless it is wrapped there."""
     return tensor if _C.maybe_get_level(tensor) == level else _C._wrap_for_grad(tensor, level)
-
-
-def unwrap_functional(tensor: Tensor, reapply_views: bool) -> Tensor:
-    """The tensor below a `functionalize` level, with pending mutations applied."""
-    return _eager._maybe_unwrap_functional_tensor(tensor, reapply_views=reapply_views)
 
 
 # Levels of our own.
@@ -263,10 +260,7 @@ autocast_devices: Callable[[], list[str]] = torch._C._autocast_supported_devices
 
 
 def computes_by_ops(kind: type) -> bool:
-    """Whether a wrapper subclass is DTensor or a nested tensor (2.13): its ops are made of ops on the tensors inside.
-
-    The `__torch_dispatch__` of other classes may call kernels that are no ops.
-    """
+    """Whether a subclass is DTensor or a nested tensor (2.13). Others may compute with kernels that are no ops."""
     return kind.__module__.startswith(("torch.distributed.", "torch.nested."))
 
 
