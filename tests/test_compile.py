@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 from remat import CheckpointError, RematError, checkpoint, checkpoint_name, is_rerunning, policies, random, remat
+from remat import _torch_internals as internals
 from remat import compat as remat_compat
 from remat._context import uncompiled
 from remat._traced import Traced
@@ -363,6 +364,7 @@ def test_a_policy_beside_a_captured_weight_by_which_torch_multiplies_in_other_st
 
     with pytest.raises(BackendCompilerFailed, match=r"weight from outside that requires grad, detach that"):
         compiled(grad(loss))(x)
+    internals.allow_saved_tensors_hooks()  # dynamo does not, after an error in `grad` (2.13)
     detached = functools.partial(loss, w=w.detach())
     assert_same(compiled(grad(detached))(x), grad(detached)(x), 1e-8)
 

@@ -658,11 +658,14 @@ def test_a_context_variable_that_is_empty_in_the_backward_pass_can_be_read(ck: D
 
 
 def test_a_context_variable_that_the_function_sets_stays_in_the_rerun() -> None:
-    x = leaf(numbers(3))
-    y = remat(lambda x: (VARIABLE.set(VARIABLE.get() + 1), x.sin())[1])(x)
-    before = VARIABLE.get()
-    y.sum().backward()
-    assert VARIABLE.get() == before
+    def run() -> None:
+        x = leaf(numbers(3))
+        y = remat(lambda x: (VARIABLE.set(VARIABLE.get() + 1), x.sin())[1])(x)
+        before = VARIABLE.get()
+        y.sum().backward()
+        assert VARIABLE.get() == before
+
+    contextvars.copy_context().run(run)
 
 
 @pytest.mark.parametrize("hold", ["cell", "argument", "list", "attribute"])
