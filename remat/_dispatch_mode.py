@@ -52,19 +52,13 @@ class DispatchMode(internals.TorchDispatchMode):
     @internals.left_alone_by_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and self.looks_inside and any(map(internals.computes_by_ops, types)):
-            self.has_looked_inside = True
+            if not self.has_looked_inside:
+                self.has_looked_inside, self._fake_mode = True, internals.active_fake_mode()
             if not self.paused:
                 self._op_of_subclass(func, args, kwargs or {})
             return NotImplemented
-        if self.has_looked_inside and isinstance(func, internals.OP_KINDS):
-            if internals.active_fake_mode() is not None:
-                with without_modes():  # DTensor finds out a shape, the first time
-                    return func(*args, **(kwargs or {}))
-            internals.push_dispatch_mode(self)  # in a subclass, no dispatch key below decomposes such an op as `matmul`
-            try:
-                out = func.decompose(*args, **(kwargs or {}))
-            finally:
-                internals.pop_dispatch_mode()
+        if self.has_looked_inside and isinstance(func, internals.OP_KINDS) and func.namespace != "prim":
+            out = self._in_subclass(func, args, kwargs or {})
             if out is not NotImplemented:
                 return out
         if func is _MUL_SCALAR and args[0]._is_zerotensor():
@@ -76,6 +70,17 @@ class DispatchMode(internals.TorchDispatchMode):
                     with internals.views_resolved():
                         return op(func, args, kwargs or {})
             return op(func, args, kwargs or {})
+
+    def _in_subclass(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Do an op that a subclass does with the tensors inside. NotImplemented if it is like any other op."""
+        if internals.active_fake_mode() is not self._fake_mode:
+            with without_modes():  # DTensor finds out a shape, the first time
+                return func(*args, **kwargs)
+        internals.push_dispatch_mode(self)  # no dispatch key has decomposed an op such as `matmul`
+        try:
+            return func.decompose(*args, **kwargs)
+        finally:
+            internals.pop_dispatch_mode()
 
 
 def tell_of_access(func: Any, args: Any, kwargs: Any) -> None:

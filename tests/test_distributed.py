@@ -17,9 +17,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from helpers import Seen, leave
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
@@ -400,6 +401,20 @@ def first_and_second(rank: int, mesh: DeviceMesh) -> Any:
     return found
 
 
+def on_fake_tensors(rank: int, mesh: DeviceMesh) -> list[int]:
+    """The FLOPs that a meter sees of fake tensors, without a policy and with one, which keeps nothing of them."""
+    context_fn = functools.partial(create_selective_checkpoint_contexts, policies.dots_saveable)
+    found = []
+    for options in ({}, {"context_fn": context_fn}):
+        with FakeTensorMode(), FlopCounterMode(display=False) as meter:
+            w = distribute_tensor(torch.ones(WIDTH, WIDTH), mesh, [Replicate()]).requires_grad_()
+            x = distribute_tensor(torch.ones(SAMPLES, WIDTH), mesh, [Replicate()])
+            y = checkpoint(lambda: ((x @ w).sin() @ w.T).sin(), use_reentrant=False, **options)
+            y.sum().backward()
+        found.append(meter.get_total_flops())
+    return found
+
+
 COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "all_reduce": lambda y, x: dist.all_reduce(y),
     "all_reduce, async": lambda y, x: dist.all_reduce(y, async_op=True).wait(),  # type: ignore[union-attr]
@@ -513,6 +528,7 @@ for name, collective in COLLECTIVES.items():
         program(collectives, f"collective {name}, {inside}", collective=collective, inside=inside)
 program(dtensors, "dtensors")
 program(first_and_second, "costs of the first step")
+program(on_fake_tensors, "costs of fake tensors")
 program(peak_of_forward, "costs of local tensors")
 program(dtensors, "dtensors, with a policy", policy=policies.dots_saveable)
 
@@ -648,6 +664,13 @@ def test_a_policy_keeps_products_of_this_process(results: list[dict[str, Any]], 
         assert products == dict.fromkeys(found, products["plain"])
         by_torch, _ = found["torch"]
         assert all(held <= by_torch for held, _ in (found["checkpoint"], found["remat"])), found
+
+
+def test_a_meter_sees_fake_tensors(results: list[dict[str, Any]]) -> None:
+    for found in (r["costs of fake tensors"] for r in results):
+        assert isinstance(found, list), found
+        without_policy, with_policy = found
+        assert without_policy == with_policy > 0
 
 
 def test_local_tensors_are_freed(results: list[dict[str, Any]]) -> None:
