@@ -204,6 +204,7 @@ def test_results_in_an_object_that_torch_knows_as_a_tree() -> None:
     assert whys(lambda x: Output(x.exp().sum()), W) == ["output of aten.exp.default"]
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch finds a node by a view of its result, which holds that")
 def test_what_a_nested_tensor_consists_of() -> None:
     x, w = torch.nested.nested_tensor_from_jagged(numbers(6, 2), torch.tensor([0, 2, 6])), leaf(numbers(2, 2))
 
