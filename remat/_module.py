@@ -9,7 +9,7 @@ parameters once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,11 @@ class _Quiet:
 
     def __init_subclass__(cls) -> None:
         """Do nothing."""
+
+
+def _tells_of_subclasses(base: type) -> bool:
+    """Whether a class has an `__init_subclass__` of the user's."""
+    return any("__init_subclass__" in vars(kind) for kind in base.__mro__ if kind not in (object, Generic))
 
 
 def _is_made_here(kind: type) -> bool:
@@ -52,8 +57,10 @@ def _class_of(base: type[nn.Module], how: How) -> type[nn.Module]:
         "_remat_how": how,
         "forward": how(base.forward),
     }
-    made = type(base.__name__, (_Quiet, base), namespace)
-    made.__bases__ = (base,)
+    tells = _tells_of_subclasses(base)
+    made = type(base.__name__, (_Quiet, base) if tells else (base,), namespace)
+    if tells:
+        made.__bases__ = (base,)  # Python can't where the first base has no `__dict__`, as ABC and Generic
     return made
 
 

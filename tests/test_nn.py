@@ -1,5 +1,6 @@
 """Modules wrapped in place: all is as before, but the forward runs again on backward."""
 
+import abc
 import copy
 import functools
 import gc
@@ -9,7 +10,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from torch.nn.utils import parametrizations
 from remat import policies, remat
 from remat.debug import LiveBytes
 from remat.nn import RematReport, WrappedModule, apply_remat, remat_module
+
+T = TypeVar("T")
 
 
 class Block(nn.Module):
@@ -415,6 +418,19 @@ def test_the_class_is_not_announced_to_a_registry(wrap: Any) -> None:
     assert registry == {"layer": Layer}
     assert type(wrapped).__mro__[1:4] == (Layer, Base, nn.Module)
     assert_same(wrapped(numbers(3)), numbers(3).sin())
+
+
+@pytest.mark.parametrize("wrap", [remat, remat_module])
+@pytest.mark.parametrize("first", [abc.ABC, Generic[T]], ids=["ABC", "Generic"])
+def test_the_first_base_is_no_module(wrap: Any, first: Any) -> None:
+    class Layer(first, nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin()
+
+    layer = Layer()
+    wrapped = wrap(layer) or layer
+    assert isinstance(wrapped, Layer)
+    assert_same(grad(lambda x: wrapped(x).sum())(numbers(3)), numbers(3).cos())
 
 
 def test_classes_go_with_their_modules() -> None:
