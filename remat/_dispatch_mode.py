@@ -43,9 +43,6 @@ class DispatchMode(internals.TorchDispatchMode):
 
     _op_of_remat = _op  # within `ops_of_remat`
 
-    def _op_of_subclass(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Called before a subclass does an op, if this mode looks inside."""
-
     def accessed(self, func: Any, args: Any, kwargs: Any) -> None:
         """Called before a torch call reads the memory of tensors without an op."""
 
@@ -54,8 +51,6 @@ class DispatchMode(internals.TorchDispatchMode):
         if types and self.looks_inside and any(map(internals.computes_by_ops, types)):
             if not self.has_looked_inside:
                 self.has_looked_inside, self._fake_mode = True, internals.active_fake_mode()
-            if not self.paused:
-                self._op_of_subclass(func, args, kwargs or {})
             return NotImplemented
         if self.has_looked_inside and isinstance(func, internals.OP_KINDS) and func.namespace != "prim":
             out = self._in_subclass(func, args, kwargs or {})
@@ -76,6 +71,8 @@ class DispatchMode(internals.TorchDispatchMode):
         if internals.active_fake_mode() is not self._fake_mode:
             with without_modes():  # DTensor finds out a shape, the first time
                 return func(*args, **kwargs)
+        if any(isinstance(t, Tensor) and t.is_nested for t in args):  # nested tensors have kernels for these
+            return NotImplemented
         internals.push_dispatch_mode(self)  # no dispatch key has decomposed an op such as `matmul`
         try:
             return func.decompose(*args, **kwargs)

@@ -39,12 +39,11 @@ class OpFacts:
     - `is_inplace_view`: whether it changes only the shape, as `squeeze_` does. Torch counts that as a write.
     - `writes`, `writes_statistics`: whether it writes to arguments; whether to running statistics, as BatchNorm does.
     - `counts_writes`: whether torch increments the version counters of these arguments under a mode.
-    - `reads`: whether it reads memory, and not just shapes.
     - `is_opaque`: whether it is a higher-order op, such as `torch.cond`, of which nothing else is known.
     """
 
     draws = is_view = is_inplace_view = writes = writes_statistics = False
-    is_custom = counts_writes = reads = True
+    is_custom = counts_writes = True
     is_opaque = False
 
     def __init__(self, func: Any) -> None:
@@ -58,9 +57,6 @@ class OpFacts:
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
         self.is_inplace_view = torch.Tag.inplace_view in func.tags
         self.is_view = self.is_inplace_view or not all(r.is_write for r in returns)
-        types = [str(r.type) for r in func._schema.returns]
-        is_shape = bool(types) and "Tensor" not in "".join(types) and torch.Tag.data_dependent_output not in func.tags
-        self.reads = self.is_custom or not (self.is_view or is_shape)
         self.counts_writes = "_foreach_" not in func._schema.name
         self._written = [(i, a.name) for i, a in arguments if is_written(func, a)]
         self._flag = next(((i, a.name) for i, a in arguments if a.name in TRAINING), None)

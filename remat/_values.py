@@ -21,7 +21,7 @@ from remat._dispatch_mode import DispatchMode
 from remat._effects import GIVES_MEMORY_AWAY, GIVES_NUMBER
 from remat._layers import innermost, version_of
 from remat._memory import digest
-from remat._ops import Layout, OpFacts, facts_of, is_plain, layout_of, plain, storages, tensors
+from remat._ops import Layout, OpFacts, is_plain, layout_of, plain, storages, tensors
 
 _STRIDED = torch.strided
 CONSTANT = torch.ops.aten.lift_fresh.default  # its argument is a new tensor of Python numbers
@@ -163,10 +163,6 @@ class OpMode(DispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         uncompiled.leave(id(self))
-
-    def _op_of_subclass(self, func: Any, args: Any, kwargs: Any) -> None:
-        if facts_of(func).reads:
-            self.accessed(func, args, kwargs)  # maybe in Python, as the lengths of a nested tensor are
 
     def accessed(self, func: Any, args: Any, kwargs: Any) -> None:
         """Record that a torch call reads memory without an op. Some calls share it: then user code may write to it.

@@ -1510,17 +1510,24 @@ def test_a_backward_inside_of_a_checkpoint_on_a_tensor_subclass() -> None:
     assert_same(gradient(functools.partial(checkpoint, fun, use_reentrant=False)), gradient(fun))
 
 
+def jagged_attention(x: Tensor) -> Tensor:
+    heads = x.unsqueeze(2).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).values()  # strided nested tensors
+
+
 @pytest.mark.parametrize("policy", [*KEEPING.values(), NOTHING])
-@pytest.mark.parametrize("part", [lambda x: x[1], lambda x: x.unbind()[0], lambda x: x.select(0, 1)])
+@pytest.mark.parametrize("part", [lambda x: x[1], lambda x: x.unbind()[0], lambda x: x.select(0, 1), jagged_attention])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_lengths_of_a_nested_tensor_that_it_reads_in_python(part: Any, policy: Any) -> None:
-    offsets, w = torch.tensor([0, 2, 6]), leaf(numbers(2, 2))
+    w = leaf(numbers(2, 2))
 
     def gradient(fun: Fun) -> Any:
         x = leaf(numbers(6, 2))
-        return torch.autograd.grad(fun(torch.nested.nested_tensor_from_jagged(x, offsets)).sum(), (x, w))
+        return torch.autograd.grad(fun(x, torch.tensor([2, 4])).sum(), (x, w))
 
-    def fun(x: Tensor) -> Tensor:
-        return part((x @ w).sin()).cos()
+    def fun(x: Tensor, lengths: Tensor) -> Tensor:
+        offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+        return part((torch.nested.nested_tensor_from_jagged(x, offsets) @ w).sin()).cos()
 
     assert_same(gradient(remat(fun, policy=policy)), gradient(fun))
 
