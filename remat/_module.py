@@ -57,10 +57,8 @@ def _class_of(base: type[nn.Module], how: How) -> type[nn.Module]:
         "_remat_how": how,
         "forward": how(base.forward),
     }
-    tells = _tells_of_subclasses(base)
-    made = type(base.__name__, (_Quiet, base) if tells else (base,), namespace)
-    if tells:
-        made.__bases__ = (base,)  # Python can't where the first base has no `__dict__`, as ABC and Generic
+    made = type(base.__name__, (_Quiet, base) if _tells_of_subclasses(base) else (base,), namespace)
+    made.__bases__ = (base,)  # Python can't take `_Quiet` out if the first base has no `__dict__`, as ABC and Generic
     return made
 
 

@@ -828,22 +828,6 @@ def test_inputs_of_inner_regions(checkpoint: Any, held: int, how: str) -> None:
     assert_same(x.grad, x.detach().sin())
 
 
-@pytest.mark.parametrize("checkpoint", [of_torch, ours])
-def test_what_a_remat_function_inside_captures(checkpoint: Any) -> None:
-    """The outer region computes it again."""
-
-    def outer(x: Tensor) -> Tensor:
-        k = x.sin()
-        return remat.remat(lambda x: x * k)(x).sum()
-
-    x = leaf(activation())
-    with LiveBytes() as meter:
-        y = checkpoint(outer, x)
-        assert round(units(meter)) == 0
-        y.backward()
-    assert_same(x.grad, x.detach().sin() + x.detach() * x.detach().cos())
-
-
 def test_after_an_error_of_the_backward_nothing_is_left() -> None:
     class OwnError(Exception):
         pass

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from fuzz_programs import SinTimes
-from helpers import UNIT, CountOps, Fun, activation, plain
+from helpers import UNIT, CountOps, Fun, activation, assert_same, leaf, plain
 from torch import Tensor, nn
 from torch.func import functional_call, functionalize, grad, grad_and_value, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
+from remat import checkpoint as remat_checkpoint
 from remat import policies, remat
 from remat.debug import LiveBytes
 
@@ -250,6 +251,21 @@ def test_as_little_as_torch_utils_checkpoint() -> None:
     ours = peak(lambda: backward(blocks(remat(ten_sines))))
     theirs = peak(lambda: backward(blocks(lambda x: checkpoint(ten_sines, x, use_reentrant=False))))
     assert ours <= theirs + 2
+
+
+@pytest.mark.parametrize("outer", [checkpoint, remat_checkpoint])
+def test_a_checkpoint_computes_again_what_a_remat_function_inside_captures(outer: Any) -> None:
+    def fun(x: Tensor) -> Tensor:
+        k = x.sin()
+        return remat(lambda x: x * k)(x).sum()
+
+    x = leaf(activation())
+    with LiveBytes() as meter:
+        before = meter.current
+        y = outer(fun, x, use_reentrant=False)
+        assert round((meter.current - before) / UNIT) == 0
+        y.backward()
+    assert_same(x.grad, x.detach().sin() + x.detach() * x.detach().cos())
 
 
 def test_a_transformer_under_vmap_grad() -> None:
